@@ -1,0 +1,48 @@
+"""Rank tables as values, and the error that holds their problems."""
+
+import pickle
+
+from ranktable import Device, Problem, RankTable, RankTableError, Server, Version
+
+
+def test_by_rank_orders_devices_of_all_servers():
+    first = Server(
+        server_id="b",
+        device=(Device(device_id=1, rank_id=3), Device(device_id=0, rank_id=2)),
+    )
+    second = Server(
+        server_id="a",
+        device=(Device(device_id=5, rank_id=0), Device(device_id=4, rank_id=1)),
+    )
+    table = RankTable(version=Version.V1_0, server_list=(first, second))
+
+    assert table.world_size == 4
+    assert table.by_rank() == (
+        (second, Device(device_id=5, rank_id=0)),
+        (second, Device(device_id=4, rank_id=1)),
+        (first, Device(device_id=0, rank_id=2)),
+        (first, Device(device_id=1, rank_id=3)),
+    )
+
+
+def test_error_shows_one_problem_a_line():
+    error = RankTableError((Problem("status", "is missing"), Problem("", "the file is bad")))
+
+    assert str(error) == "status: is missing\nthe file is bad"
+
+
+def test_error_cuts_a_long_list_but_holds_it_all():
+    problems = tuple(Problem(f"server_list[{i}].device", "is missing") for i in range(25))
+    error = RankTableError(problems)
+
+    assert error.problems == problems
+    assert str(error).splitlines()[19:] == [
+        "server_list[19].device: is missing",
+        "and 5 more problems",
+    ]
+
+
+def test_error_survives_pickling():
+    error = RankTableError((Problem("status", "is missing"),))
+
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
