@@ -1,0 +1,334 @@
+"""Limits of the house that ruff does not know: `python scripts/tidy.py [ROOT]`.
+
+Prints `file:line: sentence` for every problem and exits 1 when there is one.
+Needs nothing but the standard library and reads no git data, so it also works on
+an unpacked archive.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+FUNCTION_LINES_MAX = 60
+FILE_LINES_MAX = 500
+
+PACKAGES = ("msrun", "launchers", "ranktable")
+OUR_CODE = (*PACKAGES, "scripts")
+ALL_CODE = (*OUR_CODE, "tests", "examples")
+
+# Modules that nothing imports and no string in the packages names.
+ENTRY_POINTS = {
+    "msrun/__main__.py": "`python -m msrun` runs it",
+}
+
+# Only this file may use names that torch does not promise to keep.
+TORCH_ADAPTER = "msrun/parallel/torch_compat.py"
+TORCH_PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*(:\w+)?")
+
+# Whoever can write such bytes can run code in their reader.
+UNSAFE_MODULES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
+
+# Words for names, without those that also have an innocent use.
+WORD_OF = {
+    "dist_rank": "rank",
+    "global_rank": "rank",
+    "local_id": "local_rank",
+    "local_worker_num": "local_world_size",
+    "machine_rank": "node_rank",
+    "mesh_dim": "axis",
+    "meta_server": "scheduler",
+    "nproc": "local_world_size",
+    "num_machines": "nnodes",
+    "num_processes": "world_size",
+    "parallel_num": "degree",
+    "rank_id": "rank",
+    "restart_count": "generation",
+    "trainer": "worker",
+    "worker_num": "world_size",
+}
+PHRASES = (
+    (re.compile(r"\bmeta[- ]servers?\b", re.IGNORECASE), "scheduler"),
+    (re.compile(r"\bmachine[- ]rank\b", re.IGNORECASE), "node_rank"),
+    (re.compile(r"\b(?:dead|timed[- ]out) nodes?\b", re.IGNORECASE), "lost node"),
+    (re.compile(r"\bmesh dim(?:ension)?s?\b", re.IGNORECASE), "axis"),
+)
+# Files that speak the peers' language to the outside: whole folders end with a slash.
+OTHER_VOCABULARY = (
+    "ranktable/",
+    "msrun/environ.py",
+    "msrun/cli/options.py",
+    "msrun/cli/peer_options.py",
+)
+EMPTY_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
+EMPTY_CLASS = re.compile(r"_*Base[A-Z]|.*(?:Manager|Helper|Utils?)$")
+
+UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!.*#\d)")
+WORKPLACE = re.compile(r"(?<![\w.~/})$-])/(?:work|root|Users/\w+|tmp/venv\w*)(?![\w.-])")
+SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "logs", "node_modules"}
+HIDDEN_FOLDERS = {".ci", ".github"}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One line of output."""
+
+    path: str
+    line: int
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.sentence}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parsed Python file; `path` is relative to the root, with forward slashes."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Dotted name under which the packages import this file."""
+        parts = PurePosixPath(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def problem(self, where: ast.expr | ast.stmt | ast.arg | int, sentence: str) -> Problem:
+        """Return `sentence` as a problem at a node or a line number of this file."""
+        return Problem(self.path, where if isinstance(where, int) else where.lineno, sentence)
+
+
+def check_file_lines(source: Source) -> Iterator[Problem]:
+    """Report a file that is too long."""
+    count = len(source.text.splitlines())
+    if count > FILE_LINES_MAX:
+        sentence = f"file has {count} lines, the limit is {FILE_LINES_MAX}"
+        yield source.problem(FILE_LINES_MAX + 1, sentence)
+
+
+def check_function_lines(source: Source) -> Iterator[Problem]:
+    """Report functions that are too long, from `def` to their last line."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            count = (node.end_lineno or node.lineno) - node.lineno + 1
+            if count > FUNCTION_LINES_MAX:
+                limit = f"the limit is {FUNCTION_LINES_MAX}"
+                yield source.problem(node, f"{node.name} has {count} lines, {limit}")
+
+
+def check_unowned(source: Source) -> Iterator[Problem]:
+    """Report comments that promise work without naming its issue."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        found = UNOWNED.search(token.string) if token.type == tokenize.COMMENT else None
+        if found:
+            yield source.problem(token.start[0], f"{found[1]} names no issue, such as #12")
+
+
+def check_unsafe(source: Source) -> Iterator[Problem]:
+    """Report what turns bytes or text into running code."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in sorted({name.partition(".")[0] for name in _imported(node)}):
+                if name in UNSAFE_MODULES:
+                    yield source.problem(node, f"{name} runs code from data; use msgspec")
+        elif isinstance(node, ast.Name) and node.id == "eval":
+            yield source.problem(node, "eval runs code from data; parse the value instead")
+
+
+def check_torch_private(source: Source) -> Iterator[Problem]:
+    """Report private names of torch outside the adapter file."""
+    if source.path == TORCH_ADAPTER:
+        return
+    aliases = _torch_aliases(source.tree)
+    for node in ast.walk(source.tree):
+        for name in _torch_names(node, aliases):
+            if TORCH_PRIVATE.fullmatch(name):
+                sentence = f"{name} is private to torch; reach it through {TORCH_ADAPTER}"
+                yield source.problem(node, sentence)  # type: ignore[arg-type]
+
+
+def check_words(source: Source) -> Iterator[Problem]:
+    """Report names and phrases for which the house has another word."""
+    yield from _check_empty_names(source)
+    if source.path.startswith(OTHER_VOCABULARY):
+        return
+    for name, node in _definitions(source.tree):
+        word = WORD_OF.get(name.strip("_").lower())
+        if word:
+            yield source.problem(node, f"{name}: our word is {word}")
+    for number, line in enumerate(source.text.splitlines(), 1):
+        for pattern, word in PHRASES:
+            for found in pattern.finditer(line):
+                yield source.problem(number, f'"{found[0]}": our word is {word}')
+
+
+def check_imported(sources: Iterable[Source]) -> Iterator[Problem]:
+    """Report modules of the packages that no other of their modules imports or names.
+
+    A string counts when it is the module's dotted name or a `module:attribute`, as in
+    the table of backends.
+    """
+    files = [source for source in sources if source.path.startswith(_folders(PACKAGES))]
+    used = {name for source in files for name in _used(source) if name != source.module}
+    for source in files:
+        is_package = source.path.endswith("/__init__.py")
+        if not is_package and source.path not in ENTRY_POINTS and source.module not in used:
+            yield source.problem(1, "no module of the packages imports or names this file")
+
+
+def check_workplace(path: str, text: str) -> Iterator[Problem]:
+    """Report absolute paths that exist only on one developer's machine."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for found in WORKPLACE.finditer(line):
+            yield Problem(path, number, f"{found[0]} is a path of one machine")
+
+
+FILE_CHECKS: tuple[tuple[Callable[[Source], Iterator[Problem]], tuple[str, ...]], ...] = (
+    (check_file_lines, (*OUR_CODE, "tests")),
+    (check_function_lines, OUR_CODE),
+    (check_unowned, ALL_CODE),
+    (check_unsafe, PACKAGES),
+    (check_torch_private, PACKAGES),
+    (check_words, PACKAGES),
+)
+
+
+def check_tree(root: Path) -> list[Problem]:
+    """Return every problem under `root`, in the order of files and lines."""
+    problems: list[Problem] = []
+    sources: list[Source] = []
+    for path, text in _read_files(root):
+        problems += check_workplace(path, text)
+        if path.endswith(".py") and path.startswith(_folders(ALL_CODE)):
+            try:
+                sources.append(Source(path, text, ast.parse(text)))
+            except SyntaxError as error:
+                problems.append(Problem(path, error.lineno or 1, f"not Python: {error.msg}"))
+    for source in sources:
+        for check, folders in FILE_CHECKS:
+            if source.path.startswith(_folders(folders)):
+                problems += check(source)
+    return sorted({*problems, *check_imported(sources)})
+
+
+def _folders(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}/" for name in names)
+
+
+def _read_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the relative path and the text of every text file of the project."""
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if _is_ours(Path(folder, name))]
+        for file in (Path(folder, name) for name in files):
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):  # binary, or gone since it was listed
+                continue
+            yield file.relative_to(root).as_posix(), text
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `folder` belongs to the project, and is no build, cache or environment."""
+    if folder.name.startswith("."):
+        return folder.name in HIDDEN_FOLDERS
+    return (
+        folder.name not in SKIPPED_FOLDERS
+        and folder.suffix != ".egg-info"
+        and not (folder / "pyvenv.cfg").exists()
+    )
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yield the dotted names that an import statement may load."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _used(source: Source) -> Iterator[str]:
+    """Yield dotted names that `source` imports, or spells out in a string."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _imported(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.partition(":")[0]
+
+
+def _torch_aliases(tree: ast.Module) -> dict[str, str]:
+    """Return what each local name means, for names that imports of torch bind."""
+    aliases = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname and _is_torch(alias.name):
+                    aliases[alias.asname] = alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and _is_torch(node.module):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return aliases
+
+
+def _is_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def _torch_names(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
+    """Yield the full names under torch that `node` itself ends with."""
+    match node:
+        case ast.Import() | ast.ImportFrom():
+            yield from _imported(node)
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.Attribute(value=value, attr=attribute) if attribute.startswith("_"):
+            names = [attribute]
+            while isinstance(value, ast.Attribute):
+                names.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name) and value.id in aliases:
+                yield ".".join([aliases[value.id], *reversed(names)])
+
+
+def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt | ast.arg]]:
+    """Yield every name that `tree` chooses itself: not those it calls or passes on."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, node
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name, node
+            case ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, node
+
+
+def _check_empty_names(source: Source) -> Iterator[Problem]:
+    """Report module and class names that say nothing."""
+    stem = PurePosixPath(source.path).stem
+    if stem in EMPTY_NAMES:
+        yield source.problem(1, f"{stem} says nothing; name the file for what it holds")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and EMPTY_CLASS.match(node.name):
+            yield source.problem(node, f"{node.name} says nothing; name the class for its duty")
+
+
+def main(arguments: list[str]) -> int:
+    """Check the tree at the first argument, else the one this script belongs to."""
+    root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    problems = check_tree(root)
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
