@@ -1,0 +1,66 @@
+"""The console script: find the verb, run it, turn every failure into one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import click
+
+from msrun.cli import plan, run
+from msrun.cli.output import say, say_error
+from msrun.cli.world import RealWorld, World
+from msrun.errors import ExitCode, MsrunError, signal_exit_code
+
+Verb = Callable[[Sequence[str], World], int]
+
+VERBS: dict[str, Verb] = {
+    "run": run.run,
+    "plan": plan.plan,
+}
+
+
+def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> int:
+    """Do what the command line says and return the exit code.
+
+    Args:
+        argv: Words after `msrun`; None takes this process's.
+        world: What to ask about the machine; None asks the machine.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = VERBS[words.pop(0)] if words and words[0] in VERBS else run.run
+    try:
+        return verb(words, world or RealWorld())
+    except MsrunError as error:
+        say_error(error)
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return signal_exit_code(signal.SIGINT)
+    except BrokenPipeError:
+        # The reader of `msrun plan | head` has enough; nor may the interpreter complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return signal_exit_code(signal.SIGPIPE)
+    except Exception as error:  # noqa: BLE001 - the last line of defence, and it hides nothing
+        say(_bug_report(error))
+        return ExitCode.INTERNAL
+
+
+def _bug_report(error: Exception) -> str:
+    """Return one sentence on our own mistake; the traceback goes to a file."""
+    import tempfile  # Neither is needed on a good day, and both take their time to load.
+    import traceback
+
+    summary = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    story = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="msrun-bug-", suffix=".txt", delete=False, errors="backslashreplace"
+        ) as file:
+            file.write(story)
+    except OSError:
+        return f"{story}error: this is a bug in msrun: {summary}"
+    return f"error: this is a bug in msrun: {summary}\n  hint: {file.name} has the traceback"

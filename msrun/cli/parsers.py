@@ -1,0 +1,307 @@
+"""Text to value, one function an option's type; every refusal starts with the quoted text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from msrun.errors import UsageError
+from msrun.job import JOB_ID_PATTERN, PORT_MAX, StartMethod
+from msrun.units import parse_duration, quoted
+
+_WHOLE = re.compile(r"-?[0-9]{1,15}")
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+_STD = re.compile(r"[0-3]")
+_STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
+_RANK_PART = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+class WorkerWord(Enum):
+    """Numbers of workers that depend on the machine."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    NPU = "npu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankChoice:
+    """Some ranks.
+
+    Args:
+        every: All ranks, however many there are.
+        ranks: Otherwise these.
+    """
+
+    every: bool = False
+    ranks: frozenset[int] = frozenset()
+
+
+def text(value: str) -> str:
+    """Return `value`, which must not be empty."""
+    if not value:
+        msg = "'' is empty"
+        raise UsageError(msg)
+    return value
+
+
+def whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `low` to `high`; None sets no upper limit."""
+    choices = f"choose a whole number from {low}" + ("" if high is None else f" to {high}")
+
+    def parse(value: str) -> int:
+        if not _WHOLE.fullmatch(value):
+            msg = f"{quoted(value)} is not a whole number ({choices})"
+            raise UsageError(msg)
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            msg = f"{quoted(value)} is out of range ({choices})"
+            raise UsageError(msg)
+        return number
+
+    return parse
+
+
+def words(*choices: str) -> Callable[[str], str]:
+    """Return a parser that accepts only `choices`, in any case."""
+
+    def parse(value: str) -> str:
+        if value.lower() not in choices:
+            raise UsageError(f"{quoted(value)} is unknown ({choose(choices)})")
+        return value.lower()
+
+    return parse
+
+
+def choose(choices: Sequence[str]) -> str:
+    """Return `choose a, b or c`."""
+    return f"choose {_either(choices)}"
+
+
+def guess(choices: Sequence[str]) -> str:
+    """Return `; did you mean a, b or c?`, nothing when there is no choice."""
+    return f"; did you mean {_either(choices)}?" if choices else ""
+
+
+def _either(choices: Sequence[str]) -> str:
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def span(count: int) -> str:
+    """Return the numbers below `count`, at least one, such as `0 to 3`."""
+    return "0" if count == 1 else f"0 to {count - 1}"
+
+
+def boolean(value: str) -> bool:
+    """Return the truth of `value`: true or false, 1 or 0, yes or no, on or off."""
+    if not is_boolean(value):
+        msg = f"{quoted(value)} is neither true nor false"
+        raise UsageError(msg)
+    return value.lower() in _TRUE
+
+
+def is_boolean(value: str) -> bool:
+    """Tell whether `boolean` accepts `value`."""
+    return value.lower() in (*_TRUE, *_FALSE)
+
+
+def workers(value: str) -> int | WorkerWord:
+    """Return a number of workers, or the word that stands for one."""
+    known = [word.value for word in WorkerWord]
+    if value.lower() in known:
+        return WorkerWord(value.lower())
+    if not _WHOLE.fullmatch(value) or int(value) < 1:
+        msg = f"{quoted(value)} is no number of workers ({choose(('1 or more', *known))})"
+        raise UsageError(msg)
+    return int(value)
+
+
+def nodes(value: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes of `N` or `MIN:MAX`."""
+    low, colon, high = value.partition(":")
+    bounds = (low, high if colon else low)
+    if not all(_WHOLE.fullmatch(bound) for bound in bounds):
+        msg = f"{quoted(value)} is no number of nodes (choose N or MIN:MAX, such as 1 or 1:1)"
+        raise UsageError(msg)
+    fewest, most = map(int, bounds)
+    if not 1 <= fewest <= most:
+        msg = f"{quoted(value)} is no range of nodes (choose MIN:MAX with 1 <= MIN <= MAX)"
+        raise UsageError(msg)
+    return fewest, most
+
+
+def host(value: str) -> str:
+    """Return a host name or address; an IPv6 address without its brackets."""
+    bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if not bare or any(c.isspace() or not c.isprintable() or c in "[]/" for c in bare):
+        msg = f"{quoted(value)} is no host name or address"
+        raise UsageError(msg)
+    return bare
+
+
+def endpoint(value: str) -> tuple[str, int | None]:
+    """Return host and port of `HOST[:PORT]`; an IPv6 address with a port needs brackets."""
+    name, _, port = value.rpartition(":")
+    if not name or (":" in name and not name.endswith("]")):
+        return host(value), None
+    try:
+        return host(name), whole(0, PORT_MAX)(port)
+    except UsageError as error:
+        msg = f"{quoted(value)} is no HOST[:PORT]: {error.message}"
+        raise UsageError(msg) from None
+
+
+def positive_seconds(value: str) -> float:
+    """Return a duration above zero."""
+    seconds = parse_duration(value)
+    if seconds <= 0:
+        msg = f"{quoted(value)} must be above zero"
+        raise UsageError(msg)
+    return seconds
+
+
+def patience(value: str) -> float:
+    """Return a duration above zero; MindSpore's negative numbers wait for ever."""
+    is_negative = _WHOLE.fullmatch(value) and int(value) < 0
+    return positive_seconds("inf" if is_negative else value)
+
+
+def rdzv_conf(value: str) -> float | None:
+    """Return the join timeout that torchrun's `k=v,...` holds; other keys are refused."""
+    seconds = None
+    for part in filter(None, value.split(",")):
+        key, equals, number = (word.strip() for word in part.partition("="))
+        if not equals:
+            msg = f"{quoted(value)}: {quoted(part)} is no KEY=VALUE"
+            raise UsageError(msg)
+        if key not in ("timeout", "join_timeout"):
+            msg = f"{quoted(value)}: {quoted(key)} means nothing here ({choose(('join_timeout',))})"
+            raise UsageError(msg)
+        # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
+        if key == "join_timeout" or seconds is None:
+            seconds = patience(number)
+    return seconds
+
+
+def job_id(value: str) -> str:
+    """Return a name that can stand in paths and messages."""
+    if not JOB_ID_PATTERN.fullmatch(value):
+        msg = (
+            f"{quoted(value)} is no job id "
+            "(choose 1 to 64 letters, digits, '_', '.' or '-', first a letter or digit)"
+        )
+        raise UsageError(msg)
+    return value
+
+
+def rdzv_backend(value: str) -> str:
+    """Return the name of a rendezvous that one of ours stands for."""
+    known = ("c10d", "static", "dynamic")
+    if value.lower().startswith("etcd"):
+        msg = f"{quoted(value)} is not used: msrun brings its own rendezvous ({choose(known)})"
+        raise UsageError(msg)
+    return words(*known)(value)
+
+
+def start_method(value: str) -> StartMethod:
+    """Return how workers start; torchrun's words are taken for their nearest relatives."""
+    known = {
+        "fork": StartMethod.FORK,
+        "forkserver": StartMethod.FORK,
+        "exec": StartMethod.EXEC,
+        "spawn": StartMethod.EXEC,
+    }
+    return known[words(*known)(value)]
+
+
+def module_names(value: str) -> tuple[str, ...]:
+    """Return dotted names separated by commas."""
+    names = tuple(name.strip() for name in value.split(",") if name.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            msg = f"{quoted(name)} is no module name (choose names such as numpy,my.package)"
+            raise UsageError(msg)
+    return names
+
+
+def variable(value: str) -> Mapping[str, str]:
+    """Return the one variable that `NAME=VALUE` sets."""
+    name, equals, setting = value.partition("=")
+    if not equals or not _VARIABLE.fullmatch(name) or "\0" in setting:
+        msg = f"{quoted(value)} is no NAME=VALUE"
+        raise UsageError(msg)
+    return {name: setting}
+
+
+def shell_words(value: str) -> list[str]:
+    """Split one text as a shell would, for options that are given several times."""
+    try:
+        return shlex.split(value)
+    except ValueError:
+        msg = f"{quoted(value)} has a quotation mark without its partner"
+        raise UsageError(msg) from None
+
+
+def std_by_rank(value: str) -> RankChoice:
+    """Return the local ranks that torchrun's `-t` or `-r` value selects, such as `3` or `0:3`."""
+    if _STD.fullmatch(value):
+        return RankChoice(every=value != "0")
+    if not _STD_BY_RANK.fullmatch(value):
+        msg = (
+            f"{quoted(value)} selects no streams (choose 0 none, 1 stdout, 2 stderr, 3 both, "
+            "or by local rank, such as 0:3,1:1)"
+        )
+        raise UsageError(msg)
+    chosen = dict(part.split(":") for part in value.split(","))
+    return RankChoice(ranks=frozenset(int(rank) for rank, std in chosen.items() if std != "0"))
+
+
+def ranks(value: str) -> RankChoice:
+    """Return the ranks of `0,2-3`, `all` (MindSpore: -1) or `none`."""
+    if value.lower() in ("all", "-1"):
+        return RankChoice(every=True)
+    if value.lower() == "none":
+        return RankChoice()
+    chosen: set[int] = set()
+    for part in value.split(","):
+        match = _RANK_PART.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            msg = f"{quoted(value)} is no list of ranks (choose such as 0,2-3, all or none)"
+            raise UsageError(msg)
+        chosen.update(range(first, last + 1))
+    return RankChoice(ranks=frozenset(chosen))
+
+
+def signals(value: str) -> frozenset[str]:
+    """Return which of the signals that end a job are named, with or without `SIG`."""
+    chosen = set()
+    for part in filter(None, (word.strip().upper() for word in value.split(","))):
+        name = part if part.startswith("SIG") else f"SIG{part}"
+        if name in ("SIGUSR1", "SIGUSR2"):
+            msg = (
+                f"{quoted(value)} names {name}, which is always forwarded to the workers and "
+                f"never ends a job ({choose(SIGNALS)})"
+            )
+            raise UsageError(msg)
+        if name not in SIGNALS:
+            raise UsageError(f"{quoted(value)} names {quoted(part)} ({choose(SIGNALS)})")
+        chosen.add(name)
+    return frozenset(chosen)
+
+
+def numa_binding(value: str) -> str:
+    """Return `node`, the only one of torchrun's modes that msrun has."""
+    if value.lower() in ("socket", "exclusive", "core-complex"):
+        msg = f"{quoted(value)} is a mode that msrun does not have ({choose(('node',))})"
+        raise UsageError(msg)
+    return words("node")(value)

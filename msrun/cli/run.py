@@ -1,0 +1,25 @@
+"""`msrun run`: start the job and wait for its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msrun.cli.command_line import read_command_line
+from msrun.cli.output import say_notes
+from msrun.cli.peer_options import TABLE
+
+if TYPE_CHECKING:
+    from msrun.cli.world import World
+
+SUMMARY = "Start SCRIPT on every worker and wait for the job to end."
+
+
+def run(args: Sequence[str], world: World) -> int:
+    """Start the job that `args` describe and return its exit code."""
+    line = read_command_line("msrun [run]", SUMMARY, TABLE, args)
+    from msrun.cli.prepare import prepare  # Help needs none of it.
+
+    prepared = prepare(line, TABLE, world)
+    say_notes(prepared.notes)
+    return prepared.launcher.submit(prepared.plan)

@@ -1,0 +1,118 @@
+"""What the command line asks of the world outside; tests answer in its place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from msrun.launch import Launcher
+    from msrun.topology import Machine
+
+
+class World(Protocol):
+    """Everything a verb needs besides its words and the files they name."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that may hold options."""
+
+    def read_machine(self, env: Mapping[str, str]) -> Machine:
+        """Return what this node offers to workers with `env` on top of our environment."""
+
+    def load_launcher(self, name: str) -> Launcher:
+        """Return the backend `name`; raises UsageError when there is none."""
+
+    def token(self) -> str:
+        """Return six hex digits that make a job id unique."""
+
+    def is_local(self, host: str) -> bool | None:
+        """Tell whether `host` is this machine; None when the name is unknown."""
+
+    def port_problem(self, host: str, port: int) -> str | None:
+        """Return why nobody can listen on `port` of this machine, None when one can."""
+
+    def is_terminal(self) -> bool:
+        """Tell whether a person reads stdout."""
+
+
+class RealWorld:
+    """The world as it is."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that may hold options."""
+        from msrun import environ
+
+        return environ.options_environment()
+
+    def read_machine(self, env: Mapping[str, str]) -> Machine:
+        """Return what this node offers to workers with `env` on top of our environment."""
+        from msrun import environ
+        from msrun.supervise.machine import read_machine
+
+        return read_machine({**environ.current(), **env})
+
+    def load_launcher(self, name: str) -> Launcher:
+        """Return the backend `name`."""
+        from msrun import launch
+
+        return launch.load(name)
+
+    def token(self) -> str:
+        """Return six hex digits."""
+        return os.urandom(3).hex()
+
+    def is_local(self, host: str) -> bool | None:
+        """Tell whether a socket of this machine can have the address of `host`."""
+        if host == socket.gethostname():
+            return True
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            return None
+        return any(_bind(family, address) == 0 for family, _, _, _, address in found)
+
+    def port_problem(self, host: str, port: int) -> str | None:
+        """Try to have `port` for a moment; say who has it when that does not work."""
+        name = "127.0.0.1" if host == socket.gethostname() else host
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        code = next((code for f, _, _, _, a in found if (code := _bind(f, a))), 0)
+        if code == errno.EADDRINUSE:
+            return f"is in use{_holder(port)}"
+        if code == errno.EACCES:
+            return "may not be used by this user (choose 1024 to 65535, or 0 for a free one)"
+        return None
+
+    def is_terminal(self) -> bool:
+        """Tell whether a person reads stdout."""
+        import sys
+
+        return sys.stdout.isatty()
+
+
+def _bind(family: int, address: tuple[object, ...]) -> int:
+    """Return the error number of taking `address` for a moment, 0 when that works."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that linger from an earlier job do not occupy the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error.errno or errno.EINVAL
+    return 0
+
+
+def _holder(port: int) -> str:
+    """Return ` by pid 42 (python)`, or nothing when this user cannot see who listens."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            is_listening = connection.status == psutil.CONN_LISTEN and connection.pid
+            if is_listening and connection.laddr and connection.laddr.port == port:
+                return f" by pid {connection.pid} ({psutil.Process(connection.pid).name()})"
+    except psutil.Error:
+        pass
+    return ""

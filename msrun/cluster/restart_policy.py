@@ -1,0 +1,93 @@
+"""Whether and when a failed generation is followed by another."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+from msrun.cluster.verdict import RankExit
+from msrun.errors import ExitCode
+from msrun.job import RestartLimits
+
+_JITTER = 0.25
+# The shell's codes for a program that cannot be executed: it cannot be next time either.
+_CANNOT_START = (126, 127)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Start another generation after `delay` seconds."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the job.
+
+    Args:
+        reason: Why there is no further restart; empty when none was asked for.
+        code: Exit code that replaces the failure's own; None keeps it.
+        hint: What to do next.
+    """
+
+    reason: str = ""
+    code: int | None = None
+    hint: str = ""
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Budget, back-off and no-progress guard of one job.
+
+    The first restart after a healthy generation is at once; each early failure in a
+    row doubles the pause.  The pauses get up to a quarter longer, by a number
+    derived from the job id, so that jobs hit by one cause do not return in step.
+    """
+
+    job_id: str
+    limits: RestartLimits
+    _restarts: list[float] = field(default_factory=list)
+    _early_failures: int = 0
+    _last_signature: tuple[object, ...] = ()
+    _repeats: int = 0
+
+    @property
+    def used(self) -> int:
+        """Restarts so far."""
+        return len(self._restarts)
+
+    def after(self, failure: RankExit, *, now: float) -> Again | GiveUp:
+        """Decide what follows `failure`, the root cause of a generation."""
+        early = failure.ran_for < self.limits.early
+        self._early_failures = self._early_failures + 1 if early else 1
+        self._count_repeats(failure, early=early)
+        if self.limits.max_restarts == 0:
+            return GiveUp()
+        if failure.code in _CANNOT_START:
+            return GiveUp("it cannot be started, so it is not restarted")
+        recent = [at for at in self._restarts if now - at < self.limits.window]
+        if len(recent) >= self.limits.max_restarts:
+            return GiveUp(f"the budget of {self.limits.max_restarts} restart(s) is spent")
+        if 0 < self.limits.no_progress_limit <= self._repeats:
+            return GiveUp(
+                f"the same early failure came {self._repeats} times in a row",
+                ExitCode.DO_NOT_REQUEUE,
+                "correct the cause, or pass --no-progress-limit 0 to try until the budget is spent",
+            )
+        self._restarts.append(now)
+        return Again(self._pause())
+
+    def _count_repeats(self, failure: RankExit, *, early: bool) -> None:
+        signature = (failure.rank, failure.code, failure.signum, failure.error)
+        same = early and signature == self._last_signature
+        self._repeats = self._repeats + 1 if same else int(early)
+        self._last_signature = signature
+
+    def _pause(self) -> float:
+        if self._early_failures < 2:  # noqa: PLR2004 - the first is free
+            return 0.0
+        pause = self.limits.backoff_initial * 2.0 ** min(self._early_failures - 2, 30)
+        seed = f"{self.job_id}/{self.used}".encode()
+        jitter = 1 + _JITTER * zlib.crc32(seed) / 2**32
+        return min(pause, self.limits.backoff_max) * jitter

@@ -1,0 +1,215 @@
+"""How a worker ended, which end was the cause, and the one verdict of a job, as text."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from msrun.errors import ExitCode, signal_exit_code
+
+TAIL_LINES = 20
+# A process that one of these ends was not ended by the loss of a peer.
+_NEVER_COLLATERAL = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+)
+# A peer may see the broken connection before the kernel tells us who broke it.
+_HEAD_START = 0.1
+
+
+class RankExit(msgspec.Struct, frozen=True, kw_only=True):
+    """How one worker ended.
+
+    Args:
+        rank: Global rank.
+        node_rank: Its node.
+        host: Its node's host name.
+        local_rank: Rank on its node.
+        pid: Its pid, 0 when it could not be started.
+        code: Exit code; None when a signal ended it.
+        signum: The signal that ended it.
+        core: A core was dumped.
+        oom: The kernel counted an out-of-memory kill at its death.
+        ran_for: Seconds from start to end.
+        age: Seconds since it failed: since its exception, if it left one, else its end.
+        error: Last line of the exception that ended it; empty without one.
+        tail: Last lines of its log, at most `TAIL_LINES`.
+        log_file: Path of its log on its node.
+    """
+
+    rank: int
+    node_rank: int
+    host: str
+    local_rank: int
+    pid: int
+    code: int | None
+    signum: int | None = None
+    core: bool = False
+    oom: bool = False
+    ran_for: float
+    age: float = 0.0
+    error: str = ""
+    tail: list[str] = []
+    log_file: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the worker exited with code 0."""
+        return self.code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """The code a shell would show: the worker's own, or 128 + signal."""
+        if self.signum is not None:
+            return signal_exit_code(self.signum)
+        return self.code or 0
+
+    def how(self) -> str:
+        """Return how it ended, in words that follow "rank 3"."""
+        if self.signum is None:
+            return f"exited with code {self.code}"
+        words = f"was killed by {_signal_name(self.signum)}"
+        if self.oom:
+            words += " (out of memory)"
+        elif self.core:
+            words += " (core dumped)"
+        return words
+
+    def sentence(self) -> str:
+        """Return who it was, how it ended and after how long."""
+        who = f"rank {self.rank} (node {self.host}, local_rank {self.local_rank}, pid {self.pid})"
+        return f"{who} {self.how()} after {render_seconds(self.ran_for)}"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Ranks that ended alike."""
+
+    how: str
+    ranks: list[int]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The one result of a job.
+
+    Args:
+        job_id: The job.
+        code: Exit code of every node's launcher.
+        reason: One sentence; empty after a success.
+        generation: The last generation.
+        restarts: Restarts that were used.
+        hint: What to do next; empty when there is nothing to say.
+        root: The first failure of the last generation; None without one.
+        collateral: Ends that followed from it, grouped.
+        finished: Ranks that had exited with code 0 before the failure.
+        stuck: Processes that could not be killed.
+        insecure: The job ran without authentication.
+    """
+
+    job_id: str
+    code: int
+    reason: str
+    generation: int
+    restarts: int
+    hint: str = ""
+    root: RankExit | None = None
+    collateral: list[Group] = []
+    finished: list[int] = []
+    stuck: list[str] = []
+    insecure: bool = False
+
+
+def root_cause(exits: Iterable[tuple[RankExit, float]]) -> RankExit | None:
+    """Return the failure that came first.
+
+    Args:
+        exits: Ends of workers, each with the time at which it failed, all on one clock.
+    """
+    failures = [(_failed_at(e, at), e.rank, e) for e, at in exits if not e.succeeded]
+    return min(failures, key=lambda f: f[:2])[2] if failures else None
+
+
+def _failed_at(end: RankExit, at: float) -> float:
+    return at - _HEAD_START if end.signum in _NEVER_COLLATERAL else at
+
+
+def group_exits(exits: Iterable[RankExit]) -> list[Group]:
+    """Return `exits` grouped by how they ended, larger groups first."""
+    groups: dict[str, list[int]] = {}
+    for end in exits:
+        groups.setdefault(end.how(), []).append(end.rank)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [Group(how, sorted(ranks)) for how, ranks in ordered]
+
+
+def interrupted(job_id: str, signum: int, *, generation: int, restarts: int) -> Verdict:
+    """Return the verdict of a job that its user stopped with `signum`."""
+    return Verdict(
+        job_id=job_id,
+        code=signal_exit_code(signum),
+        reason=f"stopped by {_signal_name(signum)}",
+        generation=generation,
+        restarts=restarts,
+    )
+
+
+def render(verdict: Verdict) -> str:
+    """Return the last thing that is printed about a failed job, without a final newline."""
+    lines = [f"error: {verdict.reason}"]
+    if root := verdict.root:
+        lines += _render_root(root)
+    if verdict.finished:
+        lines.append(f"  {_ranks(verdict.finished)} had finished with code 0 before")
+    lines += [f"  could not be killed: {process}" for process in verdict.stuck]
+    if verdict.hint:
+        lines.append(f"  hint: {verdict.hint}")
+    if verdict.collateral:
+        ends = "; ".join(f"{_ranks(g.ranks)} {g.how}" for g in verdict.collateral)
+        lines.append(f"collateral: {ends}")
+    return "\n".join(lines)
+
+
+def _render_root(root: RankExit) -> list[str]:
+    lines = [f"  {root.error}"] if root.error else []
+    if root.tail:
+        lines.append(f"  last {len(root.tail)} line(s) of its log:")
+        lines += [f"  | {line}" for line in root.tail]
+    return [*lines, f"  log: {root.log_file}"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {render_ranges(ranks)}"
+
+
+def render_ranges(numbers: Sequence[int]) -> str:
+    """Return ascending `numbers` as text such as `0-3,7`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def render_seconds(seconds: float) -> str:
+    """Return a duration with as many digits as a person wants to read."""
+    return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.0f}s"  # noqa: PLR2004
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def internal(job_id: str, reason: str, *, generation: int, code: int) -> Verdict:
+    """Return the verdict of a job that one of our own processes failed."""
+    return Verdict(
+        job_id=job_id,
+        code=code or ExitCode.INTERNAL,
+        reason=reason,
+        generation=generation,
+        restarts=max(generation, 0),
+    )

@@ -1,0 +1,68 @@
+"""Every failure a user can meet, each with its exit code, and the exit codes themselves.
+
+A message says what is wrong with its value, then the limit or the choices; the
+hint, when there is one, says what to do next.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Codes with a fixed meaning; any other code is the first failing rank's own."""
+
+    OK = 0
+    USAGE = 2
+    INTERNAL = 70
+    NODE_LOST = 120
+    JOIN_TIMEOUT = 121
+    AUTHENTICATION = 122
+    DO_NOT_REQUEUE = 123
+
+
+class MsrunError(Exception):
+    """A failure with one honest sentence.
+
+    Args:
+        message: What is wrong, its value, then the limit or the choices.
+        hint: What to do next; None when the message says it all.
+    """
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def render(self) -> str:
+        """Return the text a person reads, without a final newline."""
+        return f"error: {self.message}" + (f"\n  hint: {self.hint}" if self.hint else "")
+
+
+class UsageError(MsrunError):
+    """An option, file or environment variable says something that cannot be done."""
+
+    exit_code = ExitCode.USAGE
+
+
+class JoinTimeoutError(MsrunError):
+    """Not all nodes registered in time."""
+
+    exit_code = ExitCode.JOIN_TIMEOUT
+
+
+class AuthenticationError(MsrunError):
+    """A peer does not hold this job's key."""
+
+    exit_code = ExitCode.AUTHENTICATION
+
+
+class ProtocolError(MsrunError):
+    """A peer sent bytes that are no message of this protocol version."""
+
+
+def signal_exit_code(signum: int) -> int:
+    """Return the shell's code for a process that signal `signum` ended: 128 + n."""
+    return 128 + signum

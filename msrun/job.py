@@ -1,0 +1,176 @@
+"""JobSpec: everything one launch was asked to do, checked when it is built."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass, field
+
+from msrun.errors import UsageError
+
+JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+PORT_MAX = 65535
+
+
+class ProgramKind(enum.Enum):
+    """How the program's target is started."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    COMMAND = "command"
+
+
+class StartMethod(enum.Enum):
+    """How a Python worker comes to life."""
+
+    FORK = "fork"
+    EXEC = "exec"
+
+
+class BindMode(enum.Enum):
+    """Whether workers are bound to CPUs or memory, and who decides."""
+
+    OFF = "off"
+    AUTO = "auto"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What every worker runs.
+
+    Args:
+        kind: Script file, module (`-m`) or any executable (`--no-python`).
+        target: Path of the script, dotted name, or the command's argv[0].
+        args: The program's own arguments, untouched.
+        interpreter_options: Options for the Python interpreter itself, such as `-X dev`;
+            they force one interpreter per worker.
+    """
+
+    kind: ProgramKind
+    target: str
+    args: tuple[str, ...] = ()
+    interpreter_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """One of `--bind-core` and `--bind-numa`.
+
+    Args:
+        mode: Off, decided by msrun, or given.
+        by_device: With `GIVEN`, device index -> CPU numbers (or NUMA node numbers).
+    """
+
+    mode: BindMode = BindMode.OFF
+    by_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartLimits:
+    """When a failed generation is followed by another.
+
+    Args:
+        max_restarts: Restarts allowed within `window`.
+        window: Seconds over which restarts are counted; inf counts all of them.
+        backoff_initial: Seconds before the second restart in a row; the first is at once.
+        backoff_max: Most seconds between two generations.
+        no_progress_limit: Stop after this many equal early failures in a row; 0 never stops.
+        early: A failure within this many seconds of the start counts as early.
+    """
+
+    max_restarts: int = 0
+    window: float = math.inf
+    backoff_initial: float = 2.0
+    backoff_max: float = 60.0
+    no_progress_limit: int = 3
+    early: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One job, as its user asked for it.
+
+    Args:
+        job_id: Name of this launch, unique on the machine.
+        program: What every worker runs.
+        nnodes_min: Fewest nodes the job runs on.
+        nnodes_max: Most nodes the job runs on.
+        workers_per_node: Workers this node starts, at least 1.
+        node_rank: Rank of this node, None when the scheduler decides.
+        master_addr: Host whose agent starts the scheduler, None for this node alone.
+        master_port: Port of the scheduler; 0 takes a free one.
+        join_timeout: Seconds in which all nodes must register.
+        grace: Seconds between SIGTERM and SIGKILL of a worker.
+        restarts: Restart budget and pace.
+        start_method: Fork from the warm parent, or one interpreter per worker.
+        preload: Modules the forkserver imports besides torch.
+        cwd: Working directory of every worker.
+        log_dir: Directory of worker and scheduler logs.
+        worker_log_name: Pattern of a worker's log file without `.log`.
+        tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe.
+        bind_core: CPU binding.
+        bind_numa: Memory binding.
+        role: ROLE_NAME of the workers.
+        virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
+        env: Variables every worker gets on top of the launcher's own environment.
+        insecure: Control messages are not authenticated; loopback only.
+        detach: The launcher returns as soon as the job runs.
+        launcher: Name of the backend.
+
+    Raises:
+        UsageError: A value is outside its range.
+    """
+
+    job_id: str
+    program: Program
+    workers_per_node: int
+    cwd: str
+    log_dir: str
+    nnodes_min: int = 1
+    nnodes_max: int = 1
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int = 0
+    join_timeout: float = 600.0
+    grace: float = 10.0
+    restarts: RestartLimits = RestartLimits()
+    start_method: StartMethod = StartMethod.FORK
+    preload: tuple[str, ...] = ()
+    worker_log_name: str = "worker_{rank}"
+    tail: frozenset[int] | None = None
+    bind_core: Binding = field(default_factory=Binding)
+    bind_numa: Binding = field(default_factory=Binding)
+    role: str = "default"
+    virtual_local_rank: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    insecure: bool = False
+    detach: bool = False
+    launcher: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        """Refuse what no later stage could carry out."""
+        if not JOB_ID_PATTERN.fullmatch(self.job_id):
+            msg = f"--job-id {self.job_id!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
+            raise UsageError(msg)
+        if self.workers_per_node < 1:
+            msg = f"--workers-per-node {self.workers_per_node} must be at least 1"
+            raise UsageError(msg)
+        if not 1 <= self.nnodes_min <= self.nnodes_max:
+            msg = (
+                f"--nnodes {self.nnodes_min}:{self.nnodes_max} must be MIN:MAX with 1 <= MIN <= MAX"
+            )
+            raise UsageError(msg)
+        if not 0 <= self.master_port <= PORT_MAX:
+            msg = f"--master-port {self.master_port} is outside 0 to {PORT_MAX}"
+            raise UsageError(msg)
+        if self.restarts.max_restarts < 0:
+            msg = f"--max-restarts {self.restarts.max_restarts} must be at least 0"
+            raise UsageError(msg)
+        if not self.join_timeout > 0:
+            msg = f"--join-timeout {self.join_timeout:g}s must be above zero"
+            raise UsageError(msg)
+        if not self.grace >= 0:
+            msg = f"--grace {self.grace:g}s must not be negative"
+            raise UsageError(msg)

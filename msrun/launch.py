@@ -1,0 +1,121 @@
+"""What a backend is: render a plan, then submit it.
+
+Backends live in `launchers/`, one file each, and are loaded by dotted name when
+they are asked for; other distributions add theirs under the entry-point group
+`msrun.launchers`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast, runtime_checkable
+
+from msrun.errors import UsageError
+from msrun.job import JobSpec
+from msrun.topology import Machine
+
+ENTRY_POINT_GROUP = "msrun.launchers"
+
+BUILT_IN = {
+    "dynamic": "launchers.dynamic:DynamicLauncher",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """One rank, as it would be started.
+
+    Args:
+        rank: Global rank.
+        local_rank: Rank on its node.
+        node_rank: Its node.
+        device: Index of its device, None on CPU.
+        cpus: CPUs it is bound to; empty when it is not bound.
+        numa_nodes: NUMA nodes its memory is bound to; empty when it is not bound.
+        log_file: Path of its log.
+        env: Variables it gets on top of the launcher's environment.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    device: int | None
+    cpus: tuple[int, ...]
+    numa_nodes: tuple[int, ...]
+    log_file: str
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything `submit` would do, as data.
+
+    Args:
+        job: What was asked for.
+        machine: What this node offers.
+        workers: This node's ranks, by local rank.
+        argv: The command of every worker.
+        containment: How the process tree is held together.
+        notes: What the user should know, one sentence each.
+    """
+
+    job: JobSpec
+    machine: Machine
+    workers: tuple[WorkerPlan, ...]
+    argv: tuple[str, ...]
+    containment: str
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """One way to bring agents or ranks to life."""
+
+    def plan(self, job: JobSpec, machine: Machine) -> LaunchPlan:
+        """Return what `submit` would do; reads and changes nothing.
+
+        Raises:
+            UsageError: The job cannot run here; the message says why.
+        """
+
+    def submit(self, plan: LaunchPlan) -> int:
+        """Carry `plan` out and return the job's exit code."""
+
+
+def names() -> list[str]:
+    """Return the names of all backends that are installed."""
+    return sorted({*BUILT_IN, *(e.name for e in _entry_points())})
+
+
+def load(name: str) -> Launcher:
+    """Return the backend `name`.
+
+    Raises:
+        UsageError: There is no such backend, or a folder of the user's hides ours.
+    """
+    if name in BUILT_IN:
+        module_name, _, attribute = BUILT_IN[name].partition(":")
+        module = importlib.import_module(module_name)
+        _check_ours(module_name.partition(".")[0], module.__file__)
+        return cast("Launcher", getattr(module, attribute)())
+    for entry_point in _entry_points():
+        if entry_point.name == name:
+            return cast("Launcher", entry_point.load()())
+    msg = f"--launcher {name!r} is not installed (choose {', '.join(names())})"
+    raise UsageError(msg)
+
+
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _check_ours(package: str, found: str | None) -> None:
+    """Refuse a package that lies elsewhere than beside `msrun`."""
+    expected = Path(__file__).parent.parent / package
+    actual = Path(found or "").parent
+    if actual != expected:
+        msg = f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}'
+        raise UsageError(msg, hint=f"remove {actual.parent} from PYTHONPATH")

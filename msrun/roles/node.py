@@ -1,0 +1,29 @@
+"""Entry of the process that becomes a node's reaper and forks its forkserver."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import NoReturn
+
+from msrun.supervise import forkserver, reaper
+from msrun.supervise.orders import Configure
+from msrun.worker import stdio
+from msrun.worker.bootstrap import become_worker
+from msrun.worker.store import become_store
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serve on the descriptors in `arguments`, as of `reaper.run`."""
+    reaper.run(arguments, _forkserver_main)
+
+
+def _forkserver_main(
+    configure: Configure,
+    sock: socket.socket,
+    listen_fd: int,
+    signals: dict[signal.Signals, reaper.SignalHandler],
+) -> None:
+    # Before torch is imported: handlers made at import keep these streams in every worker.
+    stdio.install()
+    forkserver.run(configure, sock, listen_fd, signals, (become_worker, become_store))

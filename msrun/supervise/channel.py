@@ -1,0 +1,88 @@
+"""Whole messages over a socket pair between processes of one node."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+_HEADER = struct.Struct("!I")
+FRAME_BYTES_MAX = 8 * 1024 * 1024
+
+Incoming = TypeVar("Incoming")
+
+
+class ChannelClosed(Exception):  # noqa: N818 - an event of the peer's, not an error of ours
+    """The peer is gone."""
+
+
+class Channel(Generic[Incoming]):
+    """One end of a pair: sends any message, receives messages of the union `Incoming`.
+
+    Args:
+        sock: A connected stream socket; owned by the channel.
+        incoming: The union of struct types that the peer sends.
+    """
+
+    def __init__(self, sock: socket.socket, incoming: object) -> None:
+        self._socket = sock
+        self._buffer = bytearray()
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll for `receive`."""
+        return self._socket.fileno()
+
+    def send(self, message: object) -> None:
+        """Send `message`; one that the peer cannot get any more is dropped.
+
+        A peer that is gone shows as `ChannelClosed` from `receive`, the one place
+        where its end is dealt with.
+        """
+        body = self._encoder.encode(message)
+        try:
+            self._socket.sendall(_HEADER.pack(len(body)) + body)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def receive(self) -> list[Incoming]:
+        """Return the messages that have arrived in whole; blocks when there are no bytes.
+
+        Raises:
+            ChannelClosed: The peer is gone and everything it sent was returned.
+        """
+        try:
+            data = self._socket.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise ChannelClosed
+        self._buffer += data
+        return self._take()
+
+    def _take(self) -> list[Incoming]:
+        messages = []
+        while len(self._buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._buffer)
+            if length > FRAME_BYTES_MAX:
+                raise ChannelClosed
+            end = _HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(self._decoder.decode(self._buffer[_HEADER.size : end]))
+            del self._buffer[:end]
+        return messages
+
+    def finish(self) -> None:
+        """Tell the peer that nothing more will be sent; it may still answer."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Give the socket up."""
+        self._socket.close()

@@ -1,0 +1,69 @@
+"""Cgroup v2 around a job, where the user may make one.
+
+The layout is `<own cgroup>/msrun-<job>/g<generation>`: the reaper and forkserver
+sit in the first, the workers of a generation in the second, so that one write to
+`cgroup.kill` ends a generation or the whole job, fork bombs included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_KILL = "cgroup.kill"
+_PROCS = "cgroup.procs"
+
+
+def describe(cgroup: str | None) -> str:
+    """Return the words that `plan` and the logs use for the containment level."""
+    return "cgroup2 and subreaper" if cgroup else "subreaper"
+
+
+def create(parent: str, name: str) -> str | None:
+    """Make the directory of a job below `parent`; None when the kernel refuses."""
+    directory = Path(parent, name)
+    try:
+        directory.mkdir()
+    except OSError:
+        return None
+    return str(directory)
+
+
+def enter(directory: str) -> None:
+    """Move the calling process, which has one thread, into `directory`."""
+    Path(directory, _PROCS).write_text("0")
+
+
+def generation_dir(directory: str, generation: int) -> str:
+    """Return where the workers of `generation` live."""
+    return str(Path(directory, f"g{generation}"))
+
+
+def enter_generation(directory: str, generation: int) -> None:
+    """Move the calling process among the workers of `generation`."""
+    path = Path(generation_dir(directory, generation))
+    path.mkdir(exist_ok=True)
+    enter(str(path))
+
+
+def kill(directory: str) -> None:
+    """SIGKILL every process in `directory` and below it."""
+    with contextlib.suppress(OSError):
+        Path(directory, _KILL).write_text("1")
+
+
+def members(directory: str) -> list[int]:
+    """Return the pids in `directory` and below it."""
+    found: list[int] = []
+    for path in Path(directory).rglob(_PROCS):
+        with contextlib.suppress(OSError):
+            found.extend(map(int, path.read_text().split()))
+    return found
+
+
+def remove(directory: str) -> None:
+    """Remove `directory` and what is below it, as far as it is empty of processes."""
+    for path, _, _ in os.walk(directory, topdown=False):
+        with contextlib.suppress(OSError):
+            Path(path).rmdir()

@@ -1,0 +1,166 @@
+"""What the agent, the reaper and the forkserver say to each other.
+
+An *order* goes down from the agent, a *report* comes up.  The agent has one
+channel to the reaper and one to the forkserver; the reaper's is also the lifeline:
+when it closes, for whatever reason, the node's whole tree dies.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of all orders and reports."""
+
+
+class Configure(Order):
+    """First order to the reaper, before anything is forked.
+
+    Args:
+        job_id: The job.
+        kind: `script`, `module` or `command`, as in `job.ProgramKind`.
+        argv: Target and arguments.
+        interpreter_options: Options of the Python interpreter; exec only.
+        cwd: Working directory of the workers.
+        preload: Modules that the forkserver imports, torch first.
+        fork: Whether to fork Python workers from the warm forkserver.
+        run_dir: Private directory that the reaper removes at the end.
+        cgroup: The job's own cgroup v2 directory; None without one.
+        threads: OMP_NUM_THREADS of most workers, before libraries read it.
+    """
+
+    job_id: str
+    kind: str
+    argv: list[str]
+    cwd: str
+    run_dir: str
+    threads: str
+    interpreter_options: list[str] = []
+    preload: list[str] = []
+    fork: bool = True
+    cgroup: str | None = None
+
+
+class Sweep(Order):
+    """Kill everything below the reaper but the forkserver."""
+
+    generation: int
+
+
+class SpawnWorker(Order):
+    """Start one rank.
+
+    Args:
+        generation: Its generation.
+        rank: Its global rank.
+        env: Its whole environment.
+        log_file: File that takes its stdout and stderr.
+        append: Keep what earlier generations wrote.
+        cpus: CPUs to run on; empty for all.
+        numa_nodes: NUMA nodes of its memory; empty for all.
+        keep_stdin: It may read the launcher's standard input.
+    """
+
+    generation: int
+    rank: int
+    env: dict[str, str]
+    log_file: str
+    append: bool = False
+    cpus: list[int] = []
+    numa_nodes: list[int] = []
+    keep_stdin: bool = False
+
+
+class SpawnStore(Order):
+    """Serve a TCPStore for `generation` on the inherited listening socket.
+
+    Args:
+        generation: Its generation; the store of an earlier one must be gone.
+        host: Address of the socket.
+        port: Port of the socket.
+        lazy: Wait for the first connection, since a program that is not Python may
+            have no use for a store.
+    """
+
+    generation: int
+    host: str
+    port: int
+    lazy: bool = False
+
+
+class SignalWorkers(Order):
+    """Send `signum` to the living workers among `ranks`, or to their process groups."""
+
+    ranks: list[int]
+    signum: int
+    group: bool = False
+
+
+class Swept(Order):
+    """The answer to `Sweep`.
+
+    Args:
+        generation: As ordered.
+        stuck: Processes that SIGKILL did not end, as `pid state command`.
+    """
+
+    generation: int
+    stuck: list[str] = []
+
+
+class ForkserverExited(Order):
+    """The forkserver ended, which it never does by itself; `status` as of `waitpid`."""
+
+    status: int
+
+
+class Ready(Order):
+    """The forkserver takes orders.
+
+    Args:
+        fork: Whether Python workers will be forked.
+        reason: Why they will not, when they were meant to be.
+        seconds: Time the imports took.
+        error: Why the job cannot start at all; None when it can.
+    """
+
+    fork: bool
+    seconds: float
+    reason: str = ""
+    error: str | None = None
+
+
+class Spawned(Order):
+    """A worker lives; its program may not have begun."""
+
+    generation: int
+    rank: int
+    pid: int
+    at: float
+
+
+class Exited(Order):
+    """A worker ended, or the store when `rank` is None.
+
+    Args:
+        generation: Its generation.
+        rank: Its rank.
+        pid: Its pid, 0 when it could not be started.
+        status: As of `waitpid`.
+        at: When, on this machine's monotonic clock.
+        reason: Why it could not be started; empty otherwise.
+    """
+
+    generation: int
+    rank: int | None
+    pid: int
+    status: int
+    at: float
+    reason: str = ""
+
+
+ReaperOrder = Configure | Sweep
+ReaperReport = Swept | ForkserverExited
+ForkserverOrder = SpawnWorker | SpawnStore | SignalWorkers
+ForkserverReport = Ready | Spawned | Exited

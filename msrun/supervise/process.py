@@ -1,0 +1,138 @@
+"""Linux calls about this process and its descendants that Python's library lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int | ctypes.Array[ctypes.c_char]) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when `parent`'s forking thread ends.
+
+    Exits at once when `parent` is gone already, which the kernel would not notice.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Have orphaned descendants of this process become its children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_name(name: str) -> None:
+    """Set the name that `ps` and `top` show for this process; 15 bytes are kept."""
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]))
+
+
+def flush_c_streams() -> None:
+    """Write out what C code has buffered in its own streams."""
+    _libc.fflush(None)
+
+
+def descendants(root: int) -> list[int]:
+    """Return the pids of all living descendants of `root`, parents first.
+
+    A snapshot: processes that fork or die meanwhile may be missed.
+    """
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        for child in children(pending.pop()):
+            found.append(child)
+            pending.append(child)
+    return [pid for pid in found if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether `pid` exists and is no zombie."""
+    return _stat_field(pid, 0) not in (None, "Z", "X")
+
+
+def state(pid: int) -> str | None:
+    """Return the kernel's letter for the state of `pid`, such as `D`; None when it is gone."""
+    return _stat_field(pid, 0)
+
+
+def _stat_field(pid: int, index: int) -> str | None:
+    """Return a field of /proc/PID/stat, counted after the command name."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[index]
+
+
+@functools.cache
+def _kernel_lists_children() -> bool:
+    """Return whether the kernel was built with /proc/PID/task/TID/children."""
+    pid = os.getpid()
+    return Path(f"/proc/{pid}/task/{pid}/children").exists()
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of `pid`, whichever of its threads forked them."""
+    if not _kernel_lists_children():
+        return [p for p in pids() if _stat_field(p, 1) == str(pid)]
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+                found.extend(map(int, text.split()))
+    return found
+
+
+def pids() -> Iterator[int]:
+    """Yield the pids of all processes of the machine."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
+
+
+def command_line(pid: int) -> str:
+    """Return the arguments of `pid`, space separated; empty when it is gone."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return arguments.replace(b"\0", b" ").decode(errors="replace")
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    """Send `signum` to `pid` if it still exists."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def with_variable(assignment: bytes) -> list[int]:
+    """Return the pids of this user's processes whose first environment had `NAME=value`.
+
+    The cookie by which strays are found, never their names.
+    """
+    found = []
+    for pid in pids():
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if assignment in environment.split(b"\0"):
+            found.append(pid)
+    return found

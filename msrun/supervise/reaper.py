@@ -1,0 +1,206 @@
+"""The reaper: parent of everything on a node that belongs to the job, and its end.
+
+It does almost nothing, so that it can always do it at once: no torch, no zmq, no
+user code, one thread.  It is the child subreaper of the node's tree, so whatever
+a worker leaves behind, double forks and own sessions included, comes to it.  When
+the agent's end of the channel closes it kills until the kernel says that there is
+no child left, cleans up, and exits.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from msrun.supervise import containment, process
+from msrun.supervise.channel import Channel, ChannelClosed
+from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Sweep, Swept
+
+SWEEP_TIMEOUT = 5.0
+TRACKER_GRACE = 0.05
+_TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+_DEAF_TO = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+
+SignalHandler = Callable[..., object] | int | None
+
+
+def ignore_signals() -> dict[signal.Signals, SignalHandler]:
+    """Make this process deaf to what people send to whole groups.
+
+    Returns:
+        What each signal did before, which a worker must get back.
+    """
+    return {signum: signal.signal(signum, signal.SIG_IGN) for signum in _DEAF_TO}
+
+
+def wake_on_child() -> int:
+    """Return a descriptor that becomes readable whenever a child changes state."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reading
+
+
+def drain(descriptor: int) -> None:
+    """Read what `wake_on_child` has written so far."""
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except BlockingIOError:
+        return
+
+
+@dataclass(slots=True)
+class Reaper:
+    """State of the one reaper of a node.
+
+    Args:
+        channel: To the agent; also the lifeline.
+        configure: What the agent ordered first.
+        forkserver: Pid of the forkserver.
+        wakeup: As of `wake_on_child`.
+    """
+
+    channel: Channel[ReaperOrder]
+    configure: Configure
+    forkserver: int
+    wakeup: int
+    _no_child_left: bool = field(default=False)
+
+    def serve(self) -> None:
+        """Carry out orders until the agent is gone, then end everything."""
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLIN)
+        poller.register(self.wakeup, select.POLLIN)
+        self._reap()
+        try:
+            while True:
+                ready = [fd for fd, _ in poller.poll()]
+                if self.wakeup in ready:
+                    self._reap()
+                if self.channel.fileno() in ready:
+                    for order in self.channel.receive():
+                        if isinstance(order, Sweep):
+                            self._sweep(order)
+        except ChannelClosed:
+            self._end()
+
+    def _reap(self) -> None:
+        """Collect every child that has ended."""
+        drain(self.wakeup)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._no_child_left = True
+                return
+            if pid == 0:
+                return
+            if pid == self.forkserver:
+                self.channel.send(ForkserverExited(status=status))
+
+    def _sweep(self, order: Sweep) -> None:
+        cgroup = self.configure.cgroup
+        directory = containment.generation_dir(cgroup, order.generation) if cgroup else ""
+        containment.kill(directory)
+        stuck = self._kill_until_gone(spare=self.forkserver)
+        containment.remove(directory)
+        self.channel.send(Swept(generation=order.generation, stuck=stuck))
+
+    def _end(self) -> None:
+        """Kill the whole tree, remove what the job left on this node, say what is stuck."""
+        process.kill(self.forkserver)
+        cgroup = self.configure.cgroup
+        if cgroup:
+            for directory in Path(cgroup).iterdir():
+                if directory.is_dir():
+                    containment.kill(str(directory))
+        stuck = self._kill_until_gone(spare=None)
+        if cgroup:
+            containment.enter(str(Path(cgroup).parent))
+            containment.remove(cgroup)
+        shutil.rmtree(self.configure.run_dir, ignore_errors=True)
+        self.channel.send(Swept(generation=-1, stuck=stuck))
+
+    def _kill_until_gone(self, spare: int | None) -> list[str]:
+        """SIGKILL all descendants but `spare` until none is left; describe those that stay.
+
+        A process that forks while it is being killed is why this is a loop.
+        Trackers of shared memory get a moment to unlink what the killed left.
+        """
+        started = time.monotonic()
+        pause = 0.001
+        while alive := self._living(spare):
+            trackers = [pid for pid in alive if _is_tracker(pid)]
+            spared = trackers if time.monotonic() - started < TRACKER_GRACE else []
+            for pid in alive:
+                if pid not in spared:
+                    process.kill(pid)
+            if time.monotonic() - started > SWEEP_TIMEOUT:
+                return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
+            select.select([self.wakeup], [], [], pause)
+            pause = min(pause * 2, 0.01)
+        return []
+
+    def _living(self, spare: int | None) -> list[int]:
+        self._reap()
+        if spare is None and self._no_child_left:
+            return []
+        return [pid for pid in process.descendants(os.getpid()) if pid != spare]
+
+
+def _is_tracker(pid: int) -> bool:
+    return any(name in process.command_line(pid) for name in _TRACKERS)
+
+
+ForkserverMain = Callable[[Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], None]
+
+
+def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
+    """Be the reaper: fork the forkserver, serve, exit.
+
+    Args:
+        arguments: Descriptors of the channel, of the forkserver's channel and of the
+            store's listening socket.
+        forkserver_main: What the forked child runs.
+    """
+    channel_fd, forkserver_fd, listen_fd = map(int, arguments)
+    inherited = ignore_signals()
+    process.set_name("msrun reaper")
+    process.become_subreaper()
+    channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
+    forkserver_socket = socket.socket(fileno=forkserver_fd)
+    try:
+        (configure,) = channel.receive()
+    except (ChannelClosed, ValueError):
+        os._exit(1)
+    if not isinstance(configure, Configure):
+        os._exit(1)
+    if configure.cgroup:
+        containment.enter(configure.cgroup)
+    reaper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        process.die_with_parent(reaper)
+        channel.close()
+        forkserver_main(configure, forkserver_socket, listen_fd, inherited)
+        os._exit(0)
+    forkserver_socket.close()
+    os.close(listen_fd)
+    Reaper(channel, configure, pid, wake_on_child()).serve()
+    os._exit(0)

@@ -1,0 +1,98 @@
+"""The agent's handle on its process tree: the reaper, the forkserver, and their channels."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from msrun import entry
+from msrun.supervise import containment, process
+from msrun.supervise.channel import Channel, ChannelClosed
+from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
+
+
+class ProcessTree:
+    """Everything on this node that belongs to the job, from the agent's side.
+
+    Args:
+        configure: First order to the reaper.
+        listen: Listening socket for the stores of all generations.
+        env: Environment of the reaper and, before their own variables, of all below it.
+    """
+
+    def __init__(
+        self, configure: Configure, listen: socket.socket, env: Mapping[str, str]
+    ) -> None:
+        reaper_here, reaper_there = socket.socketpair()
+        forkserver_here, forkserver_there = socket.socketpair()
+        descriptors = [reaper_there.fileno(), forkserver_there.fileno(), listen.fileno()]
+        self._cgroup = configure.cgroup
+        self._process = subprocess.Popen(
+            python_command("msrun.roles.node:main", *map(str, descriptors)),
+            pass_fds=descriptors,
+            start_new_session=True,
+            env=dict(env),
+        )
+        reaper_there.close()
+        forkserver_there.close()
+        self.reaper: Channel[ReaperReport] = Channel(reaper_here, ReaperReport)
+        self.forkserver: Channel[ForkserverReport] = Channel(forkserver_here, ForkserverReport)
+        self.reaper.send(configure)
+
+    @property
+    def pid(self) -> int:
+        """Pid of the reaper."""
+        return self._process.pid
+
+    def end(self, timeout: float) -> list[str]:
+        """Have the reaper kill everything and exit; return what it could not kill.
+
+        Args:
+            timeout: Seconds to wait for the reaper.
+        """
+        self.forkserver.close()
+        self.reaper.finish()
+        stuck: list[str] = []
+        try:
+            self._process.wait(timeout)
+            stuck = self._last_words()
+        except subprocess.TimeoutExpired:
+            stuck = [f"{self.pid} {process.state(self.pid)} msrun reaper"]
+            self._process.kill()
+        self.reaper.close()
+        return stuck
+
+    def kill_by_force(self, job_id_variable: bytes) -> None:
+        """Kill what is left of the tree after the reaper itself was killed.
+
+        Args:
+            job_id_variable: `NAME=value` that stands in the environment of every
+                process of this job and of no other.
+        """
+        if self._cgroup:
+            containment.kill(self._cgroup)
+        for pid in process.with_variable(job_id_variable):
+            process.kill(pid, signal.SIGKILL)
+        if self._cgroup:
+            containment.remove(self._cgroup)
+
+    def _last_words(self) -> list[str]:
+        stuck: list[str] = []
+        try:
+            while True:
+                for report in self.reaper.receive():
+                    if isinstance(report, Swept):
+                        stuck = report.stuck
+        except ChannelClosed:
+            return stuck
+
+
+def python_command(function: str, *arguments: str) -> list[str]:
+    """Return the command that calls `module:function` in a Python like this one."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+    kept = [flag for flag in flags if flag != "-P"]
+    return [sys.executable, *kept, str(Path(entry.__file__)), function, *arguments]

@@ -1,0 +1,136 @@
+"""The steps from a bare fork to the program's first line.
+
+`become_worker` runs in the child of the forkserver.  A Python program continues in
+the same process when forking is safe; otherwise a fresh interpreter starts `main`,
+and any other program is exec'ed as it is.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from msrun import entry, environ
+from msrun.supervise import containment, process
+from msrun.supervise.forkserver import Birth
+from msrun.supervise.orders import SpawnWorker
+from msrun.worker import main_module, math_threads, stdio
+
+# SIGUSR1 and SIGUSR2 belong to the user; the first real-time signals to the C library.
+STACK_SIGNAL = signal.SIGRTMIN + 5
+_NOT_FOUND = 127
+_NOT_EXECUTABLE = 126
+_ERROR_TEXT_MAX = 16 * 1024
+
+
+def become_worker(birth: Birth, order: SpawnWorker) -> NoReturn:
+    """Turn this fresh fork into the rank of `order`; never returns."""
+    configure = birth.configure
+    try:
+        _leave_forkserver(birth)
+        if configure.cgroup:
+            containment.enter_generation(configure.cgroup, order.generation)
+        banner = f"[msrun] generation {order.generation} starts here\n"
+        stdio.redirect(order.log_file, append=order.append, banner=banner)
+        if not order.keep_stdin:
+            _close_stdin()
+        _bind(order)
+        environ.install(order.env)
+        if birth.fork:
+            process.set_name(Path(sys.executable).name)
+            math_threads.follow_environment(was=configure.threads)
+            _reseed()
+            run_program(configure.kind, configure.argv)
+        _exec(configure.kind, configure.argv, configure.interpreter_options)
+    except OSError as error:
+        os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
+        os._exit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run a program in an interpreter of its own: `KIND TARGET ARGS`."""
+    stdio.install()
+    run_program(arguments[0], arguments[1:])
+
+
+def run_program(kind: str, argv: list[str]) -> NoReturn:
+    """Run a Python program as `__main__`; never returns."""
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    main_module.run(kind, argv, record_error)
+
+
+def _leave_forkserver(birth: Birth) -> None:
+    """Drop everything that ties this process to the forkserver but its death."""
+    wakeup = signal.set_wakeup_fd(-1)
+    for descriptor in (*birth.descriptors, wakeup, birth.listen_fd):
+        os.close(descriptor)
+    os.setsid()
+    process.die_with_parent(birth.parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for signum, handler in birth.signals.items():
+        signal.signal(signum, handler)
+
+
+def _close_stdin() -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
+
+
+def _bind(order: SpawnWorker) -> None:
+    if order.cpus:
+        os.sched_setaffinity(0, order.cpus)
+    if order.numa_nodes and (problem := memory_policy.bind_memory(tuple(order.numa_nodes))):
+        os.write(2, f"[msrun] memory is not bound: {problem}\n".encode())
+
+
+def _reseed() -> None:
+    """Give this process random numbers of its own, as a fresh interpreter has.
+
+    `random` reseeds itself after a fork.  torch's default seed is one constant in
+    every fresh process, so it is right as it is.
+    """
+    random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    if multiprocessing_process := sys.modules.get("multiprocessing.process"):
+        multiprocessing_process.current_process().authkey = os.urandom(32)
+
+
+def _exec(kind: str, argv: list[str], interpreter_options: list[str]) -> NoReturn:
+    if kind == "command":
+        os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
+    python = [sys.executable, *interpreter_options]
+    start = [str(Path(entry.__file__)), f"{__name__}:main", kind]
+    os.execv(sys.executable, [*python, *start, *argv])  # noqa: S606
+
+
+def record_error(error: BaseException) -> None:
+    """Leave `error` where the agent looks for it, in torchelastic's format.
+
+    A file that is there already was written closer to the cause and is kept.
+    """
+    path = environ.error_file()
+    if not path or Path(path).exists():
+        return
+    text = "".join(traceback.format_exception(error))
+    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    extra = {
+        "py_callstack": text[-_ERROR_TEXT_MAX:],
+        "timestamp": str(int(time.time())),
+        "monotonic": time.monotonic(),
+    }
+    content = {"message": {"message": message[:_ERROR_TEXT_MAX], "extraInfo": extra}}
+    try:
+        Path(path).write_text(json.dumps(content))
+    except OSError:
+        return

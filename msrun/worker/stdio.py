@@ -1,0 +1,84 @@
+"""Standard output that goes straight to a file and outlives a full disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+_SURVIVABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+
+
+class LogFile(io.FileIO):
+    """A descriptor whose writes are never lost half-way and never fail for lack of space.
+
+    What does not fit is dropped and counted; when there is space again the count is
+    written first, so a reader knows that lines are missing.
+    """
+
+    dropped = 0
+
+    def write(self, data: Any, /) -> int:
+        """Write all of `data`, or count it as dropped; return its length in bytes."""
+        view = memoryview(data).cast("B")
+        try:
+            if self.dropped:
+                self._write_all(self._marker())
+                self.dropped = 0
+            self._write_all(view)
+        except OSError as error:
+            if error.errno not in _SURVIVABLE:
+                raise
+            self.dropped += len(view)
+        return len(view)
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:
+            written = super().write(view)
+            view = view[written or 0 :]
+
+    def _marker(self) -> memoryview:
+        return memoryview(f"[msrun] {self.dropped} bytes lost: the log's disk was full\n".encode())
+
+
+def install() -> None:
+    """Put unbuffered streams that survive a full disk on descriptors 1 and 2.
+
+    They are what `python -u` makes, so that nothing printed is lost when the process
+    is killed.
+    """
+    sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.__stdout__, "strict")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.__stderr__, "backslashreplace")  # type: ignore[misc]
+
+
+def _stream(
+    descriptor: int, name: str, old: io.TextIOBase | None, errors: str
+) -> io.TextIOWrapper:
+    raw = LogFile(descriptor, "w", closefd=False)
+    raw.name = name
+    encoding = getattr(old, "encoding", None) or "utf-8"
+    stream = io.TextIOWrapper(
+        raw,  # type: ignore[arg-type]  # as `python -u` does: no buffer between text and file
+        encoding=encoding,
+        errors=getattr(old, "errors", None) or errors,
+        write_through=True,
+    )
+    stream.mode = "w"  # type: ignore[attr-defined]
+    return stream
+
+
+def redirect(path: str, *, append: bool, banner: str) -> None:
+    """Send descriptors 1 and 2 to the file `path`, made with mode 0600.
+
+    Raises:
+        OSError: The file cannot be opened; nothing was redirected.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags if append else flags | os.O_TRUNC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    if append:
+        LogFile(1, "w", closefd=False).write(banner.encode())

@@ -1,0 +1,51 @@
+"""The process that serves a generation's TCPStore."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from msrun import entry
+from msrun.supervise import containment, process
+from msrun.supervise.forkserver import Birth
+from msrun.supervise.orders import SpawnStore
+
+
+def become_store(birth: Birth, order: SpawnStore) -> NoReturn:
+    """Turn this fresh fork into the store of `order`; never returns."""
+    wakeup = signal.set_wakeup_fd(-1)
+    for descriptor in (*birth.descriptors, wakeup):
+        os.close(descriptor)
+    process.die_with_parent(birth.parent)
+    process.set_name("msrun store")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if birth.configure.cgroup:
+        containment.enter_generation(birth.configure.cgroup, order.generation)
+    arguments = [order.host, str(order.port), str(birth.listen_fd)]
+    if birth.fork:
+        serve(arguments)
+    os.set_inheritable(birth.listen_fd, True)  # noqa: FBT003 - positional only
+    start = [sys.executable, str(Path(entry.__file__)), f"{__name__}:serve"]
+    os.execv(sys.executable, [*start, *arguments])  # noqa: S606 - no shell is wanted
+
+
+def serve(arguments: list[str]) -> NoReturn:
+    """Serve a store for `HOST PORT LISTEN_FD` until this process is killed."""
+    host, port, listen_fd = arguments[0], int(arguments[1]), int(arguments[2])
+    distributed = importlib.import_module("torch.distributed")
+    store = distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+    while store is not None:
+        signal.pause()
+    raise AssertionError

@@ -1,0 +1,178 @@
+"""A made-up world, and `msrun` as a function that is called with words."""
+
+import shlex
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from msrun.cli.main import main
+from msrun.errors import UsageError
+from msrun.job import JobSpec, ProgramKind
+from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.topology import CpuTopology, Device, DeviceKind, Machine
+
+CPUS = CpuTopology(numa={0: (0, 1), 1: (2, 3)}, siblings={cpu: (cpu,) for cpu in range(4)})
+MACHINE = Machine(
+    host="node0",
+    cpus=CPUS,
+    devices=(),
+    memory_available=8 << 30,
+    processes_available=4096,
+    files_available=1024,
+    cgroup=None,
+)
+
+
+def devices(kind, count):
+    return tuple(Device(kind=kind, index=i, physical=i) for i in range(count))
+
+
+def _log_name(job, rank):
+    return job.worker_log_name.format(
+        rank=rank, local_rank=rank, host="node0", hostname="node0", ip="127.0.0.1"
+    )
+
+
+@dataclass
+class FakeLauncher:
+    """Plans in the plainest way and only remembers what it was to submit."""
+
+    code: int = 0
+    notes: tuple[str, ...] = ()
+    error: BaseException | None = None
+    jobs: list[JobSpec] = field(default_factory=list)
+
+    def plan(self, job, machine):
+        workers = tuple(
+            WorkerPlan(
+                rank=rank,
+                local_rank=rank,
+                node_rank=0,
+                device=rank if rank < len(machine.devices) else None,
+                cpus=(rank,) if job.bind_core.mode.value == "auto" else (),
+                numa_nodes=(),
+                log_file=f"{job.log_dir}/{_log_name(job, rank)}.log",
+                env={**job.env, "RANK": str(rank), "NOTE": "two words"},
+            )
+            for rank in range(job.workers_per_node)
+        )
+        program = job.program
+        start = [] if program.kind is ProgramKind.COMMAND else ["python"]
+        start += ["-m"] if program.kind is ProgramKind.MODULE else []
+        return LaunchPlan(
+            job=job,
+            machine=machine,
+            workers=workers,
+            argv=(*start, program.target, *program.args),
+            containment="subreaper",
+            notes=self.notes,
+        )
+
+    def submit(self, plan):
+        self.jobs.append(plan.job)
+        if self.error:
+            raise self.error
+        return self.code
+
+
+@dataclass
+class FakeWorld:
+    """Answers of a world in which nothing is real but files."""
+
+    machine: Machine = MACHINE
+    variables: dict[str, str] = field(default_factory=dict)
+    launcher: FakeLauncher = field(default_factory=FakeLauncher)
+    busy: dict[int, str] = field(default_factory=dict)
+    terminal: bool = False
+
+    def environment(self):
+        return self.variables
+
+    def read_machine(self, env):
+        return (
+            self.machine
+            if "CUDA_VISIBLE_DEVICES" not in env
+            else replace(self.machine, devices=self.machine.devices[:1])
+        )
+
+    def load_launcher(self, name):
+        if name != "dynamic":
+            msg = f"--launcher {name!r} is not installed (choose dynamic)"
+            raise UsageError(msg)
+        return self.launcher
+
+    def token(self):
+        return "0a1b2c"
+
+    def is_local(self, host):
+        known = {
+            "localhost": True,
+            "127.0.0.1": True,
+            "::1": True,
+            "node0": True,
+            "10.0.0.9": False,
+        }
+        return known.get(host)
+
+    def port_problem(self, host, port):
+        del host
+        return self.busy.get(port)
+
+    def is_terminal(self):
+        return self.terminal
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of `msrun` came to."""
+
+    code: int
+    out: str
+    err: str
+    job: JobSpec | None
+
+
+@pytest.fixture
+def world():
+    return FakeWorld()
+
+
+@pytest.fixture
+def gpus(world):
+    """Give the machine so many GPUs."""
+
+    def give(count, kind=DeviceKind.CUDA):
+        world.machine = replace(world.machine, devices=devices(kind, count))
+
+    return give
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with one of each kind of program."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    (tmp_path / "plan").write_text("print('not the verb')\n")
+    program = tmp_path / "prog"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def msrun(here, world, capsys):
+    """Call the command line with words, or with one text as a shell would split it."""
+
+    def call(words, **variables):
+        world.variables = variables
+        argv = shlex.split(words) if isinstance(words, str) else words
+        code = main(argv, world=world)
+        out, err = capsys.readouterr()
+        job = world.launcher.jobs.pop() if world.launcher.jobs else None
+        return Outcome(code, out.replace(str(here), "HERE"), err.replace(str(here), "HERE"), job)
+
+    return call

@@ -1,0 +1,150 @@
+"""`--help` and `--version`, the list of flags, and how little they load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from msrun import __version__
+from msrun.cli.command_line import VERBS
+from msrun.cli.main import VERBS as CALLS
+from msrun.cli.options import WORKING
+from msrun.cli.peer_options import PLAN_TABLE, TABLE
+
+HELP = Path(__file__).with_name("help.txt")
+
+
+def words(text):
+    return text.split()
+
+
+# Adding a flag is a decision: change this list together with CHANGELOG and README.
+FLAGS = words(
+    """
+--nnodes --node-rank --worker-num --master-addr --master-port --rdzv-endpoint --standalone
+--join-timeout --cluster-time-out --rdzv-conf --job-id --rdzv-id --launcher --insecure
+--module -m --no-python --run-path --config
+--workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
+--virtual-local-rank --join --no-join
+--max-restarts --restart-window --no-progress-limit --grace --shutdown-timeout
+--log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
+--bind-core --bind-numa --numa-binding
+--redirects -r --monitor-interval --signals-to-handle --local-addr --rdzv-backend --logs-specs
+--event-log-handler
+--hostfile --rank-table-file --parallel --sim-level --sim-rank-id --duplicate-stdout-filters
+--duplicate-stderr-filters
+"""
+)
+TORCHRUN = words(
+    """
+nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts
+monitor_interval start_method event_log_handler role module no_python run_path log_dir redirects
+tee local_ranks_filter duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr
+master_port local_addr logs_specs numa_binding signals_to_handle shutdown_timeout
+virtual_local_rank
+"""
+)
+MINDSPORE = words(
+    """
+worker_num local_worker_num master_addr master_port node_rank log_dir join cluster_time_out
+bind_core bind_numa sim_level sim_rank_id rank_table_file worker_log_name tail_worker_log
+"""
+)
+
+
+def flags(table):
+    return [s for o in table for s in (*o.spellings, *filter(None, [o.negative]))]
+
+
+def test_the_flags_are_frozen():
+    assert flags(TABLE) == FLAGS
+    assert flags(PLAN_TABLE)[len(FLAGS) :] == ["--all", "--env-of", "--json"]
+
+
+@pytest.mark.parametrize("peer", [TORCHRUN, MINDSPORE], ids=["torchrun", "mindspore"])
+def test_every_option_of_the_peers_is_known(peer):
+    assert [name for name in peer if f"--{name.replace('_', '-')}" not in FLAGS] == []
+
+
+def test_every_torchrun_variable_is_known():
+    variables = {variable for option in TABLE for variable in option.variables}
+
+    assert [name for name in TORCHRUN if f"PET_{name.upper()}" not in variables] == []
+
+
+def test_no_two_options_share_a_name():
+    for names in (flags(PLAN_TABLE), [v for o in PLAN_TABLE for v in o.variables]):
+        assert len(names) == len(set(names))
+
+
+def test_every_option_is_listed():
+    assert {id(o) for o in WORKING} <= {id(o) for o in TABLE}
+
+
+def test_help_lines_are_noun_phrases():
+    for option in PLAN_TABLE:
+        assert option.help[0].isupper() or option.help.startswith(("ROLE", "SCRIPT"))
+        assert option.help.endswith(".")
+
+
+def test_verbs_are_listed():
+    assert [verb for verb, _ in VERBS] == list(CALLS)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "82")
+
+
+@pytest.mark.usefixtures("narrow")
+def test_help(msrun):
+    outcome = msrun("--help")
+
+    if "REWRITE" in os.environ:
+        HELP.write_text(outcome.out)
+    assert (outcome.code, outcome.err, outcome.out) == (0, "", HELP.read_text())
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("line", ["run --help", "-h", "--nproc-per-node 2 --help", "run -h x"])
+def test_help_is_the_same_everywhere(msrun, line):
+    assert msrun(line).out == HELP.read_text()
+
+
+@pytest.mark.parametrize("columns", [20, 80, 100, 200])
+def test_help_fits(msrun, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    lines = msrun("--help").out.splitlines()
+
+    assert max(map(len, lines)) <= max(60, min(100, columns))
+
+
+def test_help_of_plan(msrun):
+    out = msrun("plan --help").out
+
+    assert out.startswith("Usage: msrun plan [OPTIONS] SCRIPT [ARGS]...\n")
+    assert "\nPlan:\n  --all  " in out
+
+
+@pytest.mark.parametrize("line", ["--version", "run --version", "plan --version"])
+def test_version(msrun, line):
+    outcome = msrun(line)
+
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"msrun {__version__}\n", "")
+
+
+def test_help_loads_little():
+    code = (
+        "import sys; from msrun.cli.main import main; main(['--help']); "
+        "heavy = {'rich', 'yaml', 'psutil', 'zmq', 'torch', 'numpy', 'msgspec'}; "
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+
+    assert done.stderr == "[]\n"

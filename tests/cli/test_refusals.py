@@ -1,0 +1,105 @@
+"""Every way to be refused: one sentence, exit code 2, nothing started."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from msrun.cli.peer_options import TABLE
+
+TRANSCRIPT = Path(__file__).with_name("refusals.txt")
+PROMPT = "$ msrun"
+
+
+def test_the_transcript(msrun, world, here):
+    (here / "dangling").symlink_to("nothing")
+    world.busy[8118] = "is in use by pid 42 (python)"
+    expected = TRANSCRIPT.read_text()
+
+    actual = []
+    for block in expected.rstrip("\n").split("\n\n"):
+        command = block.partition("\n")[0]
+        if not command.startswith(PROMPT):
+            actual.append(block + "\n")
+            continue
+        outcome = msrun(command.removeprefix(PROMPT))
+        assert (outcome.code, outcome.out, outcome.job) == (2, "", None), command
+        actual.append(f"{command}\n{outcome.err}")
+
+    if "REWRITE" in os.environ:
+        TRANSCRIPT.write_text("\n".join(actual))
+    assert "\n".join(actual) == expected
+
+
+def test_every_refused_option_is_in_the_transcript():
+    text = TRANSCRIPT.read_text().replace("_", "-")
+
+    assert [o.flag for o in TABLE if o.refusal and f"{PROMPT} {o.flag}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"processes_available": 30},
+            "at most 3, limited by processes (ulimit -u or the cgroup's pids.max)",
+        ),
+        (
+            {"memory_available": 160 << 20},
+            "at most 4, limited by memory (free memory or the cgroup's memory.max)",
+        ),
+        ({"files_available": 64}, "at most 0, limited by open files (ulimit -n)"),
+        (
+            {"memory_available": 0},
+            "at most 0, limited by memory (free memory or the cgroup's memory.max)",
+        ),
+    ],
+)
+def test_more_workers_than_the_machine_can_hold(msrun, world, change, sentence):
+    world.machine = replace(world.machine, **change)
+
+    outcome = msrun("--nproc-per-node 5 train.py")
+
+    assert (
+        outcome.err == f"error: --nproc-per-node 5 is more than this machine can hold: {sentence}\n"
+    )
+    assert outcome.code == 2
+
+
+def test_more_devices_than_the_machine_can_feed(msrun, world, gpus):
+    gpus(8)
+    world.machine = replace(world.machine, processes_available=30)
+
+    assert msrun("train.py").err == (
+        "error: --workers-per-node 8 is more than this machine can hold: at most 3, "
+        "limited by processes (ulimit -u or the cgroup's pids.max)\n"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_what_this_user_may_not_touch(msrun, here):
+    (here / "train.py").chmod(0)
+    assert msrun("train.py").err == "error: script 'train.py' cannot be read: Permission denied\n"
+
+    here.chmod(0o500)
+    try:
+        outcome = msrun("-m pkg")
+    finally:
+        here.chmod(0o700)
+    assert (
+        outcome.err
+        == "error: --log-dir msrun_logs/pkg-0a1b2c: HERE may not be written by this user\n"
+    )
+
+
+def test_a_directory_that_is_gone(msrun, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    outcome = msrun("train.py")
+
+    assert outcome.err == "error: the current directory cannot be used: No such file or directory\n"
+    assert outcome.code == 2

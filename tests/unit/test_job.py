@@ -1,0 +1,54 @@
+import math
+
+import pytest
+
+from msrun.errors import UsageError
+from msrun.job import JobSpec, Program, ProgramKind
+
+
+def job(**changes):
+    given = {
+        "job_id": "train-1",
+        "program": Program(kind=ProgramKind.SCRIPT, target="train.py"),
+        "workers_per_node": 2,
+        "cwd": "/home/u",
+        "log_dir": "/home/u/logs",
+    }
+    return JobSpec(**{**given, **changes})
+
+
+def test_the_least_that_a_job_needs():
+    assert job().nnodes_max == 1
+
+
+@pytest.mark.parametrize("job_id", ["a", "0-_.x", "a" * 64])
+def test_job_ids(job_id):
+    assert job(job_id=job_id).job_id == job_id
+
+
+@pytest.mark.parametrize("timeout", [0.001, math.inf])
+def test_join_timeouts(timeout):
+    assert job(join_timeout=timeout).join_timeout == timeout
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"job_id": ""}, "--job-id '' must be 1 to 64 letters, digits, '_', '.' or '-'"),
+        ({"job_id": "-a"}, "--job-id '-a' must be 1 to 64 letters, digits, '_', '.' or '-'"),
+        ({"job_id": "a/b"}, "--job-id 'a/b' must be 1 to 64 letters, digits, '_', '.' or '-'"),
+        ({"workers_per_node": 0}, "--workers-per-node 0 must be at least 1"),
+        ({"nnodes_min": 0}, "--nnodes 0:1 must be MIN:MAX with 1 <= MIN <= MAX"),
+        ({"nnodes_min": 2}, "--nnodes 2:1 must be MIN:MAX with 1 <= MIN <= MAX"),
+        ({"master_port": 65536}, "--master-port 65536 is outside 0 to 65535"),
+        ({"master_port": -1}, "--master-port -1 is outside 0 to 65535"),
+        ({"join_timeout": 0.0}, "--join-timeout 0s must be above zero"),
+        ({"join_timeout": math.nan}, "--join-timeout nans must be above zero"),
+        ({"grace": -1.0}, "--grace -1s must not be negative"),
+    ],
+)
+def test_what_no_later_stage_could_do(changes, message):
+    with pytest.raises(UsageError) as caught:
+        job(**changes)
+
+    assert caught.value.message == message
