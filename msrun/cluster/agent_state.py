@@ -1,0 +1,364 @@
+"""Agent side of the protocol: a state machine that does no IO.
+
+Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The
+agent acts on what the scheduler says; only when the scheduler is gone, or deaf to
+its user's signal, does it stop its workers and find a verdict by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster import verdict as verdicts
+from msrun.cluster.messages import (
+    Drained,
+    Finish,
+    FromAgent,
+    FromScheduler,
+    Interrupted,
+    NodeFailed,
+    Refused,
+    Register,
+    Restarting,
+    Start,
+    Stop,
+    WorkerExited,
+)
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.errors import ExitCode
+
+SCHEDULER_PATIENCE = 2.0
+SWEEP_PATIENCE = 8.0
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Phase(enum.Enum):
+    """What this node's agent is doing."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SWEEPING = "sweeping"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The scheduler said something about `generation`."""
+
+    generation: int
+    body: FromScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class TreeReady:
+    """The forkserver takes orders; or cannot, when `error` says why."""
+
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnded:
+    """A worker of `generation` ended."""
+
+    generation: int
+    exit: RankExit
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Nothing is left of `generation` but what is `stuck`."""
+
+    generation: int
+    stuck: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLost:
+    """The reaper or the forkserver ended; no more workers can be started or swept."""
+
+    reason: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLost:
+    """The scheduler ended; `verdict` is what it had written down, if it had."""
+
+    reason: str
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """This process got a signal."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed and nothing else happened."""
+
+
+Event = (
+    Received
+    | TreeReady
+    | WorkerEnded
+    | Swept
+    | TreeLost
+    | SchedulerLost
+    | Signalled
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `body` to the scheduler, about `generation`."""
+
+    generation: int
+    body: FromAgent
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start this node's workers of `generation`."""
+
+    generation: int
+    start: Start
+
+
+@dataclass(frozen=True, slots=True)
+class SignalWorkers:
+    """Send `signum` to the workers of `ranks`."""
+
+    ranks: tuple[int, ...]
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Kill whatever is left of `generation`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell the user that the job goes on after a failure."""
+
+    restarting: Restarting
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """End everything on this node and exit with the verdict's code."""
+
+    verdict: Verdict
+
+
+Action = Send | StartWorkers | SignalWorkers | Sweep | Announce | Conclude
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentState:
+    """One node of a job, from registration to the verdict.
+
+    Args:
+        job_id: The job.
+        register: What this node registers with.
+        grace: Seconds between SIGTERM and SIGKILL of a worker.
+        generation: The last generation that was started here; -1 before the first.
+    """
+
+    job_id: str
+    register: Register
+    grace: float
+    generation: int = -1
+    phase: Phase = Phase.JOINING
+    live: set[int] = field(default_factory=set)
+    _ready: bool = False
+    _tree_lost: bool = False
+    _pending: tuple[int, Start] | None = None
+    _swept: Swept | None = None
+    _interrupts: int = 0
+    _own_verdict: Verdict | None = None
+    _due: float | None = None
+
+    def begin(self) -> list[Action]:
+        """Return the first actions."""
+        return [Send(-1, self.register)]
+
+    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: C901 - one line a case
+        """Apply `event` at time `now` and return what the caller must do, in order."""
+        if self.phase is Phase.FINISHED:
+            return []
+        match event:
+            case Received(generation=generation, body=body):
+                return self._received(generation, body, now)
+            case TreeReady(error=None):
+                self._ready = True
+                return self._start_if_possible()
+            case TreeReady(error=str() as error):
+                return [self._send(NodeFailed(reason=error, code=ExitCode.USAGE))]
+            case WorkerEnded():
+                return self._worker_ended(event, now)
+            case Swept():
+                return self._after_sweep(event)
+            case TreeLost():
+                return self._tree_was_lost(event, now)
+            case SchedulerLost():
+                return self._scheduler_was_lost(event, now)
+            case Signalled(signum=signum):
+                return self._signalled(signum, now)
+            case Tick():
+                return self._check_deadline(now)
+
+    def deadline(self) -> float | None:
+        """Time by which `Tick` must be sent if nothing else is; None when there is none."""
+        return self._due
+
+    def _received(self, generation: int, body: FromScheduler, now: float) -> list[Action]:
+        match body:
+            case Start():
+                if self._own_verdict or generation <= self.generation:
+                    return []
+                self._pending = (generation, body)
+                return self._start_if_possible()
+            case Stop():
+                return self._stop(generation, now)
+            case Restarting():
+                return [Announce(body)]
+            case Finish(verdict=verdict):
+                return self._conclude(verdict)
+            case Refused(reason=reason):
+                return self._conclude(self._internal(reason, ExitCode.USAGE))
+
+    def _start_if_possible(self) -> list[Action]:
+        if not self._ready or self._pending is None or self.phase is not Phase.JOINING:
+            return []
+        self.generation, start = self._pending
+        self._pending = None
+        self.phase = Phase.RUNNING
+        self.live = set(range(start.first_rank, start.first_rank + start.count))
+        return [StartWorkers(self.generation, start)]
+
+    def _worker_ended(self, event: WorkerEnded, now: float) -> list[Action]:
+        if event.generation != self.generation:
+            return []
+        self.live.discard(event.exit.rank)
+        actions: list[Action] = [self._send(WorkerExited(exit=event.exit))]
+        if not self.live:
+            if self.phase is Phase.STOPPING:
+                actions += self._sweep(now)
+            elif self.phase is Phase.SWEEPING:
+                actions += self._drained_if_done()
+        return actions
+
+    def _stop(self, generation: int, now: float) -> list[Action]:
+        if self._pending and self._pending[0] == generation:
+            self._pending = None
+            self.generation = generation
+            return [self._send(Drained())]
+        if generation != self.generation or self.phase is not Phase.RUNNING:
+            return []
+        return self._begin_stop(now)
+
+    def _begin_stop(self, now: float) -> list[Action]:
+        self.phase = Phase.STOPPING
+        if self._tree_lost:
+            self.live.clear()
+            self._swept = Swept(self.generation)
+            return self._drained_if_done()
+        if not self.live:
+            return self._sweep(now)
+        self._due = now + self.grace
+        ranks = tuple(sorted(self.live))
+        # A stopped process acts on SIGTERM only once it is continued.
+        return [SignalWorkers(ranks, signal.SIGTERM), SignalWorkers(ranks, signal.SIGCONT)]
+
+    def _sweep(self, now: float) -> list[Action]:
+        self.phase = Phase.SWEEPING
+        self._swept = None
+        self._due = now + SWEEP_PATIENCE
+        return [Sweep(self.generation)]
+
+    def _after_sweep(self, event: Swept) -> list[Action]:
+        if event.generation != self.generation or self.phase is not Phase.SWEEPING:
+            return []
+        self._swept = event
+        return self._drained_if_done()
+
+    def _drained_if_done(self) -> list[Action]:
+        """Report once the reaper has swept and every end of a worker was told."""
+        if self._swept is None or (self.live and not self._swept.stuck):
+            return []
+        self._due = None
+        self.phase = Phase.JOINING
+        stuck = list(self._swept.stuck)
+        if self._own_verdict:
+            return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck))
+        return [self._send(Drained(stuck=stuck))]
+
+    def _tree_was_lost(self, event: TreeLost, now: float) -> list[Action]:
+        if self._tree_lost:
+            return []
+        self._tree_lost = True
+        self._ready = False
+        if self._own_verdict or self.phase in (Phase.STOPPING, Phase.SWEEPING):
+            return self._begin_stop(now)
+        return [self._send(NodeFailed(reason=event.reason, code=event.code))]
+
+    def _scheduler_was_lost(self, event: SchedulerLost, now: float) -> list[Action]:
+        if event.verdict:
+            return self._conclude(event.verdict)
+        return self._stop_alone(self._internal(event.reason, ExitCode.INTERNAL), now)
+
+    def _signalled(self, signum: int, now: float) -> list[Action]:
+        if signum in FORWARDED:
+            return [SignalWorkers(tuple(sorted(self.live)), signum)] if self.live else []
+        self._interrupts += 1
+        if self._interrupts > 1:
+            if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
+                return self._sweep(now)
+            return []
+        if self.phase in (Phase.JOINING, Phase.RUNNING):
+            self._due = now + SCHEDULER_PATIENCE
+        return [self._send(Interrupted(signum=signum))]
+
+    def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
+        """Stop without a scheduler and exit with `verdict`."""
+        if self._own_verdict is None:
+            self._own_verdict = verdict
+        if self.phase is Phase.RUNNING:
+            return self._begin_stop(now)
+        return self._conclude(self._own_verdict) if self.phase is Phase.JOINING else []
+
+    def _check_deadline(self, now: float) -> list[Action]:
+        if self._due is None or now < self._due:
+            return []
+        self._due = None
+        match self.phase:
+            case Phase.STOPPING:
+                return self._sweep(now)
+            case Phase.SWEEPING:
+                self._swept = Swept(self.generation, ("the reaper does not answer",))
+                return self._drained_if_done()
+        reason = f"the scheduler did not answer within {SCHEDULER_PATIENCE:g}s"
+        return self._stop_alone(self._internal(reason, ExitCode.INTERNAL), now)
+
+    def _internal(self, reason: str, code: int) -> Verdict:
+        return verdicts.internal(self.job_id, reason, generation=self.generation, code=code)
+
+    def _conclude(self, verdict: Verdict) -> list[Action]:
+        self.phase = Phase.FINISHED
+        self._due = None
+        return [Conclude(verdict)]
+
+    def _send(self, body: FromAgent) -> Send:
+        return Send(self.generation, body)
