@@ -120,6 +120,7 @@ class SchedulerState:
     _world_size: int = 0
     _exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
     _interrupt: int | None = None
+    _interrupt_came_first: bool = False
     _node_failure: NodeFailed | None = None
     _resume_at: float | None = None
 
@@ -131,7 +132,7 @@ class SchedulerState:
             case Tick():
                 return self._check_deadlines(now)
             case Received(body=Register() as body):
-                return self._register(event, body, now)
+                return self._register(event, body)
         node = self._nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
             return []
@@ -154,7 +155,7 @@ class SchedulerState:
         due = self.started_at + self.join_timeout
         return due if due != float("inf") else None
 
-    def _register(self, event: Received, body: Register, now: float) -> list[Action]:
+    def _register(self, event: Received, body: Register) -> list[Action]:
         known = event.node_id in self._nodes
         if self.phase is not Phase.FORMING or (not known and len(self._nodes) == self.nnodes):
             reason = f"job {self.job_id} has its {self.nnodes} node(s) already"
@@ -162,10 +163,9 @@ class SchedulerState:
         self._nodes[event.node_id] = _Node(event.incarnation, body)
         if len(self._nodes) < self.nnodes or self._resume_at is not None:
             return []
-        return self._start_generation(now)
+        return self._start_generation()
 
-    def _start_generation(self, now: float) -> list[Action]:
-        del now
+    def _start_generation(self) -> list[Action]:
         self.phase = Phase.RUNNING
         self._resume_at = None
         self._exits.clear()
@@ -219,7 +219,7 @@ class SchedulerState:
         root = verdicts.root_cause(self._exits.values())
         if self._node_failure:
             return self._decide(self._node_verdict(self._node_failure))
-        if root is None or (self._interrupt and self._stopped_by_interrupt(root)):
+        if root is None or self._interrupt_came_first:
             return self._decide(self._interrupt_verdict())
         stuck = self._stuck()
         step = GiveUp("processes could not be killed") if stuck else self.policy.after(root, now=now)
@@ -231,14 +231,7 @@ class SchedulerState:
         self.generation += 1
         self._resume_at = now + step.delay
         actions = self._tell_all(self._restarting(root, step))
-        return actions if step.delay else actions + self._start_generation(now)
-
-    def _stopped_by_interrupt(self, root: RankExit) -> bool:
-        """Return whether the workers ended because the user's signal was passed on."""
-        del root
-        return self._interrupt_came_first
-
-    _interrupt_came_first: bool = False
+        return actions if step.delay else actions + self._start_generation()
 
     def _interrupted(self, signum: int) -> list[Action]:
         if self._interrupt is not None:
@@ -263,7 +256,7 @@ class SchedulerState:
         if due is None or now < due:
             return []
         if self._resume_at is not None:
-            return self._start_generation(now)
+            return self._start_generation()
         return self._decide(self._join_timeout())
 
     def _decide(self, verdict: Verdict) -> list[Action]:

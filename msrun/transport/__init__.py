@@ -1,0 +1,1 @@
+"""ZeroMQ, the clock and the poll loop: the only package that knows them."""
