@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import zmq
-from zmq.auth.base import Authenticator
+from zmq.utils import z85
 
 from msrun.cluster import codec
 from msrun.cluster.messages import Envelope
@@ -45,15 +45,27 @@ def endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-class _Keyring:
-    """Tells the authenticator whose public keys may connect."""
+class Gate:
+    """Admits to one context's CURVE servers the holder of one public key, and nobody else.
 
-    def __init__(self, allowed: bytes) -> None:
-        self._allowed = allowed
+    Source: ZeroMQ RFC 27 (ZAP), whose requests arrive on a socket of the same context,
+    so that the process's own loop answers them and no thread is needed.
+    """
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether the holder of `key` may connect to `domain`."""
-        return domain == _DOMAIN and key == self._allowed
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: bytes) -> None:
+        self._allowed = z85.decode(allowed)
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answer one handshake that asks for admission."""
+        version, request, domain, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        allowed = (
+            domain == _DOMAIN.encode() and mechanism == b"CURVE" and credentials == [self._allowed]
+        )
+        status = [b"200", b"OK"] if allowed else [b"400", b"unknown key"]
+        self.socket.send_multipart([version, request, *status, AGENT.encode(), b""])
 
 
 def _bound(sock: zmq.Socket[bytes]) -> None:
@@ -79,7 +91,7 @@ class SchedulerSocket:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], listening: socket.socket, secret: bytes | None
     ) -> None:
-        self._authenticator: Authenticator | None = None
+        self.gate: Gate | None = None
         self._routes: dict[str, bytes] = {}
         self.socket = context.socket(zmq.ROUTER)
         _bound(self.socket)
@@ -91,26 +103,13 @@ class SchedulerSocket:
         self.socket.bind(endpoint(host, port))
 
     def _authenticate(self, context: zmq.Context[zmq.Socket[bytes]], secret: bytes) -> None:
-        self._authenticator = Authenticator(context)
-        self._authenticator.start()
-        keyring = _Keyring(key_pair(secret, AGENT).public)
-        self._authenticator.configure_curve_callback(_DOMAIN, keyring)
+        self.gate = Gate(context, key_pair(secret, AGENT).public)
         own = key_pair(secret, SCHEDULER)
         self.socket.curve_server = True
         self.socket.curve_publickey = own.public
         self.socket.curve_secretkey = own.secret
         self.socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-    @property
-    def gate(self) -> zmq.Socket[bytes] | None:
-        """Socket on which handshakes ask for admission, to be polled for `admit`."""
-        return self._authenticator.zap_socket if self._authenticator else None
-
-    def admit(self) -> None:
-        """Answer one handshake that asks for admission."""
-        if self._authenticator and self._authenticator.zap_socket:
-            self._authenticator._handle_zap(self._authenticator.zap_socket.recv_multipart())  # noqa: SLF001
 
     def receive(self) -> list[Envelope]:
         """Return the messages that wait; garbage from a key holder is dropped."""

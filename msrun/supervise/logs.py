@@ -1,0 +1,84 @@
+"""Logs of workers: where they lie, their last lines, and how they show on a console."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+LINE_CHARS_MAX = 4096
+_TAIL_BYTES_MAX = 64 * 1024
+_TAIL_LINE_CHARS_MAX = 400
+_READ_BYTES = 64 * 1024
+
+
+def make_log_dir(path: str) -> None:
+    """Make the directory `path` for this user alone; one that exists is kept as it is."""
+    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters made visible, so that it cannot act on a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def render_line(prefix: str, raw: bytes) -> str:
+    """Return one line of a worker's log as it is shown on the console."""
+    text = raw.decode(errors="replace")
+    if "\r" in text:
+        # A progress bar: only its last state is worth a line.
+        text = text.rstrip("\r").rpartition("\r")[2]
+    if len(text) > LINE_CHARS_MAX:
+        text = f"{text[:LINE_CHARS_MAX]}... [{len(text) - LINE_CHARS_MAX} more characters]"
+    return prefix + printable(text)
+
+
+def last_lines(path: str, count: int, *, start: int = 0) -> list[str]:
+    """Return the last `count` lines of `path` after byte `start`, made safe to show."""
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(start, size - _TAIL_BYTES_MAX))
+            data = file.read()
+    except OSError:
+        return []
+    lines = data.decode(errors="replace").splitlines()
+    return [printable(line)[:_TAIL_LINE_CHARS_MAX] for line in lines if line.strip()][-count:]
+
+
+class Tail:
+    """Follows one worker's log, line by line.
+
+    Args:
+        path: The log.
+        prefix: Put before each line.
+        start: First byte to show.
+    """
+
+    def __init__(self, path: str, prefix: str, start: int = 0) -> None:
+        self._path = path
+        self._prefix = prefix
+        self._offset = start
+        self._partial = b""
+
+    def read(self, *, final: bool = False) -> list[str]:
+        """Return the whole lines that were added, at most a bounded piece of the log.
+
+        Args:
+            final: Return an unfinished last line too.
+        """
+        try:
+            with Path(self._path).open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(_READ_BYTES)
+        except OSError:
+            data = b""
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if self._partial and (len(self._partial) > _READ_BYTES or (final and not data)):
+            lines.append(self._partial)
+            self._partial = b""
+        return [render_line(self._prefix, line) for line in lines]
