@@ -6,11 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+RUN_DIR = "MSRUN_RUN_DIR"
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
     "MSRUN_NODE_RANK",
-    "MSRUN_RUN_DIR",
+    RUN_DIR,
     "MSRUN_CONFIG",
 )
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
@@ -120,7 +121,7 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
         "MSRUN_JOB_ID": who.job_id,
         "MSRUN_GENERATION": str(who.generation),
         "MSRUN_NODE_RANK": str(who.node_rank),
-        "MSRUN_RUN_DIR": who.run_dir,
+        RUN_DIR: who.run_dir,
     }
 
 
@@ -150,6 +151,17 @@ def options_environment() -> dict[str, str]:
         for name in _IDENTITY:
             env.pop(name, None)
     return env
+
+
+def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, str]:
+    """Return the environment of a node's reaper and forkserver.
+
+    Args:
+        base: The launcher's own, with what the job adds.
+        run_dir: The job's private directory, by which strays are found.
+        threads: OMP_NUM_THREADS of the workers, which OpenMP reads when it is loaded.
+    """
+    return {"OMP_NUM_THREADS": str(threads), **base, RUN_DIR: run_dir}
 
 
 def install(env: Mapping[str, str]) -> None:

@@ -75,6 +75,7 @@ class Machine:
         processes_available: Processes and threads that may still be started.
         files_available: File descriptors one process may open.
         cgroup: Writable cgroup v2 directory of this process, None when there is none.
+        address: IP address by which others reach it; loopback when it has no other.
     """
 
     host: str
@@ -84,6 +85,7 @@ class Machine:
     processes_available: int
     files_available: int
     cgroup: str | None
+    address: str = "127.0.0.1"
 
 
 def parse_number_list(text: str) -> tuple[int, ...]:

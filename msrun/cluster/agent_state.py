@@ -8,6 +8,7 @@ its user's signal, does it stop its workers and find a verdict by itself.
 from __future__ import annotations
 
 import enum
+import math
 import signal
 from dataclasses import dataclass, field
 
@@ -105,16 +106,7 @@ class Tick:
     """Time passed and nothing else happened."""
 
 
-Event = (
-    Received
-    | TreeReady
-    | WorkerEnded
-    | Swept
-    | TreeLost
-    | SchedulerLost
-    | Signalled
-    | Tick
-)
+Event = Received | TreeReady | WorkerEnded | Swept | TreeLost | SchedulerLost | Signalled | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +165,14 @@ class AgentState:
         job_id: The job.
         register: What this node registers with.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
+        form_by: Time by which the first workers must have been started; inf waits.
         generation: The last generation that was started here; -1 before the first.
     """
 
     job_id: str
     register: Register
     grace: float
+    form_by: float = math.inf
     generation: int = -1
     phase: Phase = Phase.JOINING
     live: set[int] = field(default_factory=set)
@@ -186,6 +180,7 @@ class AgentState:
     _tree_lost: bool = False
     _pending: tuple[int, Start] | None = None
     _swept: Swept | None = None
+    _nnodes: int = 1
     _interrupts: int = 0
     _own_verdict: Verdict | None = None
     _due: float | None = None
@@ -194,7 +189,7 @@ class AgentState:
         """Return the first actions."""
         return [Send(-1, self.register)]
 
-    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: C901 - one line a case
+    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: C901, PLR0911 - one line a case
         """Apply `event` at time `now` and return what the caller must do, in order."""
         if self.phase is Phase.FINISHED:
             return []
@@ -209,7 +204,7 @@ class AgentState:
             case WorkerEnded():
                 return self._worker_ended(event, now)
             case Swept():
-                return self._after_sweep(event)
+                return self._after_sweep(event, now)
             case TreeLost():
                 return self._tree_was_lost(event, now)
             case SchedulerLost():
@@ -221,23 +216,31 @@ class AgentState:
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        return self._due
+        if self._due is not None or self.generation >= 0 or self.form_by == math.inf:
+            return self._due
+        return self.form_by
 
     def _received(self, generation: int, body: FromScheduler, now: float) -> list[Action]:
+        actions: list[Action] = []  # as for a message that only an agent sends
         match body:
             case Start():
-                if self._own_verdict or generation <= self.generation:
-                    return []
-                self._pending = (generation, body)
-                return self._start_if_possible()
-            case Stop():
-                return self._stop(generation, now)
+                actions = self._start(generation, body)
+            case Stop(signum=signum):
+                actions = self._stop(generation, signum, now)
             case Restarting():
-                return [Announce(body)]
+                actions = [Announce(body)]
             case Finish(verdict=verdict):
-                return self._conclude(verdict)
+                actions = self._conclude(verdict)
             case Refused(reason=reason):
-                return self._conclude(self._internal(reason, ExitCode.USAGE))
+                actions = self._conclude(self._internal(reason, ExitCode.USAGE))
+        return actions
+
+    def _start(self, generation: int, start: Start) -> list[Action]:
+        if self._own_verdict or generation <= self.generation:
+            return []
+        self._pending = (generation, start)
+        self._nnodes = start.nnodes
+        return self._start_if_possible()
 
     def _start_if_possible(self) -> list[Action]:
         if not self._ready or self._pending is None or self.phase is not Phase.JOINING:
@@ -257,30 +260,30 @@ class AgentState:
             if self.phase is Phase.STOPPING:
                 actions += self._sweep(now)
             elif self.phase is Phase.SWEEPING:
-                actions += self._drained_if_done()
+                actions += self._drained_if_done(now)
         return actions
 
-    def _stop(self, generation: int, now: float) -> list[Action]:
+    def _stop(self, generation: int, signum: int, now: float) -> list[Action]:
         if self._pending and self._pending[0] == generation:
             self._pending = None
             self.generation = generation
-            return [self._send(Drained())]
+            return self._drained([], now)
         if generation != self.generation or self.phase is not Phase.RUNNING:
             return []
-        return self._begin_stop(now)
+        return self._begin_stop(now, signum)
 
-    def _begin_stop(self, now: float) -> list[Action]:
+    def _begin_stop(self, now: float, signum: int = signal.SIGTERM) -> list[Action]:
         self.phase = Phase.STOPPING
         if self._tree_lost:
             self.live.clear()
             self._swept = Swept(self.generation)
-            return self._drained_if_done()
+            return self._drained_if_done(now)
         if not self.live:
             return self._sweep(now)
         self._due = now + self.grace
         ranks = tuple(sorted(self.live))
-        # A stopped process acts on SIGTERM only once it is continued.
-        return [SignalWorkers(ranks, signal.SIGTERM), SignalWorkers(ranks, signal.SIGCONT)]
+        # A stopped process acts on a signal only once it is continued.
+        return [SignalWorkers(ranks, signum), SignalWorkers(ranks, signal.SIGCONT)]
 
     def _sweep(self, now: float) -> list[Action]:
         self.phase = Phase.SWEEPING
@@ -288,31 +291,42 @@ class AgentState:
         self._due = now + SWEEP_PATIENCE
         return [Sweep(self.generation)]
 
-    def _after_sweep(self, event: Swept) -> list[Action]:
+    def _after_sweep(self, event: Swept, now: float) -> list[Action]:
         if event.generation != self.generation or self.phase is not Phase.SWEEPING:
             return []
         self._swept = event
-        return self._drained_if_done()
+        return self._drained_if_done(now)
 
-    def _drained_if_done(self) -> list[Action]:
+    def _drained_if_done(self, now: float) -> list[Action]:
         """Report once the reaper has swept and every end of a worker was told."""
         if self._swept is None or (self.live and not self._swept.stuck):
             return []
-        self._due = None
-        self.phase = Phase.JOINING
         stuck = list(self._swept.stuck)
         if self._own_verdict:
             return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck))
+        return self._drained(stuck, now)
+
+    def _drained(self, stuck: list[str], now: float) -> list[Action]:
+        self.phase = Phase.JOINING
+        self._due = now + self._patience() if self._interrupts else None
         return [self._send(Drained(stuck=stuck))]
+
+    def _patience(self) -> float:
+        """Return the seconds that the scheduler may take to answer a signal."""
+        if self.phase is Phase.JOINING and self._nnodes > 1:
+            # It may first have to wait until the other nodes are drained.
+            return self.grace + SWEEP_PATIENCE + SCHEDULER_PATIENCE
+        return SCHEDULER_PATIENCE
 
     def _tree_was_lost(self, event: TreeLost, now: float) -> list[Action]:
         if self._tree_lost:
             return []
         self._tree_lost = True
         self._ready = False
-        if self._own_verdict or self.phase in (Phase.STOPPING, Phase.SWEEPING):
-            return self._begin_stop(now)
-        return [self._send(NodeFailed(reason=event.reason, code=event.code))]
+        actions: list[Action] = [self._send(NodeFailed(reason=event.reason, code=event.code))]
+        if self.phase in (Phase.STOPPING, Phase.SWEEPING):
+            actions += self._begin_stop(now)
+        return actions
 
     def _scheduler_was_lost(self, event: SchedulerLost, now: float) -> list[Action]:
         if event.verdict:
@@ -328,7 +342,7 @@ class AgentState:
                 return self._sweep(now)
             return []
         if self.phase in (Phase.JOINING, Phase.RUNNING):
-            self._due = now + SCHEDULER_PATIENCE
+            self._due = now + self._patience()
         return [self._send(Interrupted(signum=signum))]
 
     def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
@@ -340,17 +354,32 @@ class AgentState:
         return self._conclude(self._own_verdict) if self.phase is Phase.JOINING else []
 
     def _check_deadline(self, now: float) -> list[Action]:
-        if self._due is None or now < self._due:
+        due = self.deadline()
+        if due is None or now < due:
             return []
+        if self._due is None:
+            return self._not_formed(now)
         self._due = None
         match self.phase:
             case Phase.STOPPING:
                 return self._sweep(now)
             case Phase.SWEEPING:
-                self._swept = Swept(self.generation, ("the reaper does not answer",))
-                return self._drained_if_done()
-        reason = f"the scheduler did not answer within {SCHEDULER_PATIENCE:g}s"
+                silent = "forkserver" if self._swept else "reaper"
+                self._swept = Swept(self.generation, (f"the {silent} does not answer",))
+                return self._drained_if_done(now)
+        reason = f"the scheduler did not answer within {self._patience():g}s"
         return self._stop_alone(self._internal(reason, ExitCode.INTERNAL), now)
+
+    def _not_formed(self, now: float) -> list[Action]:
+        self.form_by = math.inf
+        if self._pending:
+            reason = "the forkserver has not finished its imports"
+            hint = "something in --preload may wait for ever; --join-timeout sets the limit"
+        else:
+            reason = "the scheduler has not answered"
+            hint = "scheduler.log in the log directory says what it did"
+        verdict = self._internal(f"the job did not form in time: {reason}", ExitCode.JOIN_TIMEOUT)
+        return self._stop_alone(msgspec.structs.replace(verdict, hint=hint), now)
 
     def _internal(self, reason: str, code: int) -> Verdict:
         return verdicts.internal(self.job_id, reason, generation=self.generation, code=code)

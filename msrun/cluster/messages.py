@@ -6,6 +6,8 @@ generation of which job; a receiver checks those before it looks at the body.
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from msrun.cluster.verdict import RankExit, Verdict
@@ -17,7 +19,7 @@ class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_f
     """Base of all message bodies."""
 
 
-class Register(Body):
+class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A node asks to take part.
 
     Args:
@@ -35,13 +37,13 @@ class Register(Body):
     node_rank: int | None = None
 
 
-class WorkerExited(Body):
+class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """One of the node's workers ended."""
 
     exit: RankExit
 
 
-class Drained(Body):
+class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """All workers of the generation are gone from the node, with all they started.
 
     Args:
@@ -51,13 +53,13 @@ class Drained(Body):
     stuck: list[str] = []
 
 
-class Interrupted(Body):
+class Interrupted(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The node's launcher got a signal that asks to stop the job."""
 
     signum: int
 
 
-class NodeFailed(Body):
+class NodeFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The node cannot run workers.
 
     Args:
@@ -69,7 +71,7 @@ class NodeFailed(Body):
     code: int
 
 
-class Start(Body):
+class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Start the generation's workers on this node.
 
     Args:
@@ -93,17 +95,19 @@ class Start(Body):
     serve_store: bool
 
 
-class Stop(Body):
+class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Stop the generation's workers and answer `Drained`.
 
     Args:
         reason: Why, as one sentence.
+        signum: Signal that asks the workers to end.
     """
 
     reason: str
+    signum: int = signal.SIGTERM
 
 
-class Restarting(Body):
+class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The generation failed and another will follow, so that every node can say so.
 
     Args:
@@ -121,13 +125,13 @@ class Restarting(Body):
     max_restarts: int
 
 
-class Finish(Body):
+class Finish(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The job is over."""
 
     verdict: Verdict
 
 
-class Refused(Body):
+class Refused(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The node cannot take part, and why."""
 
     reason: str

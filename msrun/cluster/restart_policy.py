@@ -41,7 +41,7 @@ class RestartPolicy:
     """Budget, back-off and no-progress guard of one job.
 
     The first restart after a healthy generation is at once; each early failure in a
-    row doubles the pause.  The pauses get up to a quarter longer, by a number
+    row doubles the pause.  The pauses get up to a quarter shorter, by a number
     derived from the job id, so that jobs hit by one cause do not return in step.
     """
 
@@ -89,5 +89,5 @@ class RestartPolicy:
             return 0.0
         pause = self.limits.backoff_initial * 2.0 ** min(self._early_failures - 2, 30)
         seed = f"{self.job_id}/{self.used}".encode()
-        jitter = 1 + _JITTER * zlib.crc32(seed) / 2**32
+        jitter = 1 - _JITTER * zlib.crc32(seed) / 2**32
         return min(pause, self.limits.backoff_max) * jitter

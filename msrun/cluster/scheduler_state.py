@@ -14,6 +14,7 @@ must have it on disk before it goes on to the next action.
 from __future__ import annotations
 
 import enum
+import signal
 from dataclasses import dataclass, field
 
 import msgspec
@@ -119,32 +120,22 @@ class SchedulerState:
     _nodes: dict[str, _Node] = field(default_factory=dict)
     _world_size: int = 0
     _exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
-    _interrupt: int | None = None
-    _interrupt_came_first: bool = False
-    _node_failure: NodeFailed | None = None
+    _obstacle: Verdict | None = None
+    _obstacle_came_first: bool = False
     _resume_at: float | None = None
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         """Apply `event` at time `now` and return what the caller must do, in order."""
         if self.phase in (Phase.DONE, Phase.FAILED):
             return self._repeat_verdict(event)
-        match event:
-            case Tick():
-                return self._check_deadlines(now)
-            case Received(body=Register() as body):
-                return self._register(event, body)
+        if isinstance(event, Tick):
+            return self._check_deadlines(now)
+        if isinstance(event.body, Register):
+            return self._register(event, event.body)
         node = self._nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
             return []
-        match event.body:
-            case WorkerExited(exit=end):
-                return self._worker_exited(event.generation, end, now)
-            case Drained(stuck=stuck):
-                return self._drained(event.generation, node, stuck, now)
-            case Interrupted(signum=signum):
-                return self._interrupted(signum)
-            case NodeFailed() as failure:
-                return self._node_failed(failure)
+        return self._received(event, node, now)
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
@@ -155,8 +146,23 @@ class SchedulerState:
         due = self.started_at + self.join_timeout
         return due if due != float("inf") else None
 
+    def _received(self, event: Received, node: _Node, now: float) -> list[Action]:
+        match event.body:
+            case WorkerExited(exit=end):
+                return self._worker_exited(event.generation, end, now)
+            case Drained(stuck=stuck):
+                return self._drained(event.generation, node, stuck, now)
+            case Interrupted(signum=signum):
+                return self._interrupted(signum)
+            case NodeFailed() as failure:
+                return self._node_failed(failure)
+            case _:  # a key holder may send what only a scheduler says
+                return []
+
     def _register(self, event: Received, body: Register) -> list[Action]:
-        known = event.node_id in self._nodes
+        known = self._nodes.get(event.node_id)
+        if known and event.incarnation <= known.incarnation:
+            return []
         if self.phase is not Phase.FORMING or (not known and len(self._nodes) == self.nnodes):
             reason = f"job {self.job_id} has its {self.nnodes} node(s) already"
             return [Send(event.node_id, self.generation, Refused(reason=reason))]
@@ -193,7 +199,7 @@ class SchedulerState:
     def _worker_exited(self, generation: int, end: RankExit, now: float) -> list[Action]:
         if generation != self.generation or self.phase is Phase.FORMING:
             return []
-        self._exits[end.rank] = (end, now - end.age)
+        self._exits.setdefault(end.rank, (end, now - end.age))
         if self.phase is Phase.STOPPING:
             return []
         if not end.succeeded:
@@ -202,9 +208,9 @@ class SchedulerState:
             return self._decide(self._success())
         return []
 
-    def _stop(self, reason: str) -> list[Action]:
+    def _stop(self, reason: str, signum: int = signal.SIGTERM) -> list[Action]:
         self.phase = Phase.STOPPING
-        return self._tell_all(Stop(reason=reason))
+        return self._tell_all(Stop(reason=reason, signum=signum))
 
     def _drained(self, generation: int, node: _Node, stuck: list[str], now: float) -> list[Action]:
         if generation != self.generation or self.phase is not Phase.STOPPING:
@@ -216,17 +222,16 @@ class SchedulerState:
 
     def _after_generation(self, now: float) -> list[Action]:
         """Decide what follows a generation of which nothing is left."""
+        if self._obstacle and self._obstacle_came_first:
+            return self._decide(msgspec.structs.replace(self._obstacle, stuck=self._stuck()))
         root = verdicts.root_cause(self._exits.values())
-        if self._node_failure:
-            return self._decide(self._node_verdict(self._node_failure))
-        if root is None or self._interrupt_came_first:
-            return self._decide(self._interrupt_verdict())
-        stuck = self._stuck()
-        step = GiveUp("processes could not be killed") if stuck else self.policy.after(root, now=now)
+        if self._stuck():
+            return self._decide(self._failure(root, GiveUp("processes could not be killed")))
+        step = self.policy.after(root, now=now)
         if isinstance(step, GiveUp):
             return self._decide(self._failure(root, step))
-        if self._interrupt:
-            return self._decide(self._interrupt_verdict())
+        if self._obstacle:
+            return self._decide(self._obstacle)
         self.phase = Phase.FORMING
         self.generation += 1
         self._resume_at = now + step.delay
@@ -234,22 +239,23 @@ class SchedulerState:
         return actions if step.delay else actions + self._start_generation()
 
     def _interrupted(self, signum: int) -> list[Action]:
-        if self._interrupt is not None:
-            return []
-        self._interrupt = signum
-        if self.phase is Phase.FORMING:
-            return self._decide(self._interrupt_verdict())
-        if self.phase is Phase.RUNNING:
-            self._interrupt_came_first = True
-            return self._stop(self._interrupt_verdict().reason)
-        return []
+        verdict = verdicts.interrupted(
+            self.job_id, signum, generation=self.generation, restarts=self.policy.used
+        )
+        # A script may catch Ctrl-C to save its work, as it does without a launcher.
+        return self._end(verdict, signum if signum == signal.SIGINT else signal.SIGTERM)
 
     def _node_failed(self, failure: NodeFailed) -> list[Action]:
-        if self._node_failure is None:
-            self._node_failure = failure
+        return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
+
+    def _end(self, verdict: Verdict, signum: int = signal.SIGTERM) -> list[Action]:
+        """End the job with `verdict`, unless a worker's failure came first and ends it itself."""
         if self.phase is Phase.FORMING:
-            return self._decide(self._node_verdict(failure))
-        return self._stop(failure.reason) if self.phase is Phase.RUNNING else []
+            return self._decide(verdict)
+        if self._obstacle is None:
+            self._obstacle = verdict
+            self._obstacle_came_first = self.phase is Phase.RUNNING
+        return self._stop(verdict.reason, signum) if self.phase is Phase.RUNNING else []
 
     def _check_deadlines(self, now: float) -> list[Action]:
         due = self.deadline()
@@ -307,18 +313,6 @@ class SchedulerState:
             collateral=verdicts.group_exits(e for e in ends if not e.succeeded),
             finished=finished,
         )
-
-    def _interrupt_verdict(self) -> Verdict:
-        verdict = verdicts.interrupted(
-            self.job_id,
-            self._interrupt or 0,
-            generation=self.generation,
-            restarts=self.policy.used,
-        )
-        return msgspec.structs.replace(verdict, stuck=self._stuck())
-
-    def _node_verdict(self, failure: NodeFailed) -> Verdict:
-        return self._verdict(failure.code, failure.reason)
 
     def _join_timeout(self) -> Verdict:
         reason = (

@@ -63,7 +63,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         """The code a shell would show: the worker's own, or 128 + signal."""
         if self.signum is not None:
             return signal_exit_code(self.signum)
-        return self.code or 0
+        return ExitCode.INTERNAL if self.code is None else self.code
 
     def how(self) -> str:
         """Return how it ended, in words that follow "rank 3"."""
@@ -119,14 +119,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
 
 
-def root_cause(exits: Iterable[tuple[RankExit, float]]) -> RankExit | None:
+def root_cause(exits: Iterable[tuple[RankExit, float]]) -> RankExit:
     """Return the failure that came first.
 
     Args:
-        exits: Ends of workers, each with the time at which it failed, all on one clock.
+        exits: Ends of workers, at least one of which failed, each with the time at which
+            it failed, all on one clock.
     """
     failures = [(_failed_at(e, at), e.rank, e) for e, at in exits if not e.succeeded]
-    return min(failures, key=lambda f: f[:2])[2] if failures else None
+    return min(failures, key=lambda f: f[:2])[2]
 
 
 def _failed_at(end: RankExit, at: float) -> float:
@@ -164,8 +165,7 @@ def render(verdict: Verdict) -> str:
     if verdict.hint:
         lines.append(f"  hint: {verdict.hint}")
     if verdict.collateral:
-        ends = "; ".join(f"{_ranks(g.ranks)} {g.how}" for g in verdict.collateral)
-        lines.append(f"collateral: {ends}")
+        lines.append(f"collateral: {'; '.join(map(_render_group, verdict.collateral))}")
     return "\n".join(lines)
 
 
@@ -175,6 +175,11 @@ def _render_root(root: RankExit) -> list[str]:
         lines.append(f"  last {len(root.tail)} line(s) of its log:")
         lines += [f"  | {line}" for line in root.tail]
     return [*lines, f"  log: {root.log_file}"]
+
+
+def _render_group(group: Group) -> str:
+    how = group.how if len(group.ranks) == 1 else group.how.replace("was ", "were ", 1)
+    return f"{_ranks(group.ranks)} {how}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

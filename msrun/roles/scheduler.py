@@ -8,7 +8,7 @@ import socket
 import sys
 from base64 import b64decode
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import msgspec
 
@@ -33,22 +33,22 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         nnodes: Nodes to wait for.
         join_timeout: Seconds in which they must register; None waits for ever.
         restarts: Restart budget and pace.
-        secret: The job's secret in base64; None without authentication.
-        listen_fd: Inherited listening socket.
+        secret: The job's secret; None without authentication.
         wal_file: Where the state is written down.
         log_file: Where to log.
         parent: Pid of the agent.
+        listen_fd: Inherited listening socket.
     """
 
     job_id: str
     nnodes: int
     join_timeout: float | None
     restarts: RestartLimits
-    secret: str | None
-    listen_fd: int
+    secret: bytes | None
     wal_file: str
     log_file: str
     parent: int
+    listen_fd: int = -1
 
 
 class Scheduler:
@@ -57,9 +57,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._loop = Loop()
-        secret = b64decode(config.secret) if config.secret else None
         listening = socket.socket(fileno=config.listen_fd)
-        self._socket = SchedulerSocket(new_context(), listening, secret)
+        self._socket = SchedulerSocket(new_context(), listening, config.secret)
         self._incarnations: dict[str, int] = {}
         self._state = SchedulerState(
             job_id=config.job_id,
@@ -133,7 +132,7 @@ def main(arguments: list[str]) -> NoReturn:
     line = _read_line()
     if not line:
         os._exit(1)
-    config = msgspec.json.decode(line, type=SchedulerConfig)
+    config = msgspec.msgpack.decode(b64decode(line), type=SchedulerConfig)
     process.die_with_parent(config.parent)
     logging.basicConfig(
         stream=_open_log(config.log_file),
@@ -160,6 +159,6 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _open_log(path: str) -> object:
+def _open_log(path: str) -> TextIO:
     Path(path).touch(mode=0o600)
     return Path(path).open("a", buffering=1)

@@ -188,13 +188,13 @@ def _import_all(names: Sequence[str]) -> str | None:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - any code may run at import
-            return f"--preload {name}: {type(error).__name__}: {error}"
+            return f"cannot import {name}: {type(error).__name__}: {error}"
     return None
 
 
 def why_unsafe() -> str:
     """Return why this process must not be forked into workers; empty when it may be."""
-    threads = len(os.listdir("/proc/self/task"))
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
     if threads > 1:
         return f"the preloaded modules started {threads - 1} thread(s)"
     if started := process.children(os.getpid()):

@@ -16,6 +16,16 @@ def make_log_dir(path: str) -> None:
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def create(path: str) -> int:
+    """Return a descriptor that appends to a new file `path` of this user alone.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)
+
+
 def printable(text: str) -> str:
     """Return `text` with control characters made visible, so that it cannot act on a terminal."""
     if text.isprintable():

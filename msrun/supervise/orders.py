@@ -14,7 +14,7 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of all orders and reports."""
 
 
-class Configure(Order):
+class Configure(Order, frozen=True, tag=True, kw_only=True):
     """First order to the reaper, before anything is forked.
 
     Args:
@@ -42,13 +42,13 @@ class Configure(Order):
     cgroup: str | None = None
 
 
-class Sweep(Order):
+class Sweep(Order, frozen=True, tag=True, kw_only=True):
     """Kill everything below the reaper but the forkserver."""
 
     generation: int
 
 
-class SpawnWorker(Order):
+class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     """Start one rank.
 
     Args:
@@ -72,7 +72,7 @@ class SpawnWorker(Order):
     keep_stdin: bool = False
 
 
-class SpawnStore(Order):
+class SpawnStore(Order, frozen=True, tag=True, kw_only=True):
     """Serve a TCPStore for `generation` on the inherited listening socket.
 
     Args:
@@ -89,7 +89,7 @@ class SpawnStore(Order):
     lazy: bool = False
 
 
-class SignalWorkers(Order):
+class SignalWorkers(Order, frozen=True, tag=True, kw_only=True):
     """Send `signum` to the living workers among `ranks`, or to their process groups."""
 
     ranks: list[int]
@@ -97,7 +97,7 @@ class SignalWorkers(Order):
     group: bool = False
 
 
-class Swept(Order):
+class Swept(Order, frozen=True, tag=True, kw_only=True):
     """The answer to `Sweep`.
 
     Args:
@@ -109,13 +109,13 @@ class Swept(Order):
     stuck: list[str] = []
 
 
-class ForkserverExited(Order):
+class ForkserverExited(Order, frozen=True, tag=True, kw_only=True):
     """The forkserver ended, which it never does by itself; `status` as of `waitpid`."""
 
     status: int
 
 
-class Ready(Order):
+class Ready(Order, frozen=True, tag=True, kw_only=True):
     """The forkserver takes orders.
 
     Args:
@@ -131,7 +131,7 @@ class Ready(Order):
     error: str | None = None
 
 
-class Spawned(Order):
+class Spawned(Order, frozen=True, tag=True, kw_only=True):
     """A worker lives; its program may not have begun."""
 
     generation: int
@@ -140,7 +140,7 @@ class Spawned(Order):
     at: float
 
 
-class Exited(Order):
+class Exited(Order, frozen=True, tag=True, kw_only=True):
     """A worker ended, or the store when `rank` is None.
 
     Args:

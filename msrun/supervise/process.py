@@ -42,6 +42,30 @@ def set_name(name: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]))
 
 
+def open_standard_streams() -> None:
+    """Give descriptors 0, 1 and 2 to /dev/null where they are closed.
+
+    The next file or socket would get their numbers, and what is printed with them.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        os.set_inheritable(descriptor, True)  # noqa: FBT003 - positional only
+    os.close(descriptor)
+
+
+def render_status(status: int) -> str:
+    """Return how a process ended, from its `waitpid` status, in words that follow its name."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of `signum`; real-time signals have none but their number."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
 def flush_c_streams() -> None:
     """Write out what C code has buffered in its own streams."""
     _libc.fflush(None)
@@ -93,7 +117,7 @@ def children(pid: int) -> list[int]:
         return [p for p in pids() if _stat_field(p, 1) == str(pid)]
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - runs often, Path is slow
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
                 found.extend(map(int, text.split()))
@@ -102,7 +126,7 @@ def children(pid: int) -> list[int]:
 
 def pids() -> Iterator[int]:
     """Yield the pids of all processes of the machine."""
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc"):  # noqa: PTH208 - runs often, Path is slow
         if name.isdigit():
             yield int(name)
 

@@ -168,18 +168,20 @@ def _is_tracker(pid: int) -> bool:
     return any(name in process.command_line(pid) for name in _TRACKERS)
 
 
-ForkserverMain = Callable[[Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], None]
+ForkserverMain = Callable[
+    [Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], None
+]
 
 
 def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
     """Be the reaper: fork the forkserver, serve, exit.
 
     Args:
-        arguments: Descriptors of the channel, of the forkserver's channel and of the
-            store's listening socket.
+        arguments: Descriptors of the channel, of the forkserver's channel, of the
+            store's listening socket and of a lock file, which is held until the end.
         forkserver_main: What the forked child runs.
     """
-    channel_fd, forkserver_fd, listen_fd = map(int, arguments)
+    channel_fd, forkserver_fd, listen_fd, lock_fd = map(int, arguments)
     inherited = ignore_signals()
     process.set_name("msrun reaper")
     process.become_subreaper()
@@ -196,6 +198,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
     reaper = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.close(lock_fd)
         process.die_with_parent(reaper)
         channel.close()
         forkserver_main(configure, forkserver_socket, listen_fd, inherited)

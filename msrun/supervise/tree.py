@@ -22,14 +22,16 @@ class ProcessTree:
         configure: First order to the reaper.
         listen: Listening socket for the stores of all generations.
         env: Environment of the reaper and, before their own variables, of all below it.
+        lock: Descriptor of a locked file, which the reaper alone keeps open until it
+            exits; the caller may close its own once this returns.
     """
 
     def __init__(
-        self, configure: Configure, listen: socket.socket, env: Mapping[str, str]
+        self, configure: Configure, listen: socket.socket, env: Mapping[str, str], *, lock: int
     ) -> None:
         reaper_here, reaper_there = socket.socketpair()
         forkserver_here, forkserver_there = socket.socketpair()
-        descriptors = [reaper_there.fileno(), forkserver_there.fileno(), listen.fileno()]
+        descriptors = [reaper_there.fileno(), forkserver_there.fileno(), listen.fileno(), lock]
         self._cgroup = configure.cgroup
         self._process = subprocess.Popen(
             python_command("msrun.roles.node:main", *map(str, descriptors)),

@@ -89,7 +89,10 @@ class SchedulerSocket:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], listening: socket.socket, secret: bytes | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listening: socket.socket,
+        secret: bytes | None,
     ) -> None:
         self.gate: Gate | None = None
         self._routes: dict[str, bytes] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from msrun import entry, environ
-from msrun.supervise import containment, process
+from msrun.supervise import containment, memory_policy, process
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnWorker
 from msrun.worker import main_module, math_threads, stdio

@@ -137,7 +137,8 @@ def _drop_globals() -> None:
 def _flush_open_files() -> None:
     """Write out what unclosed files have buffered, which their destructors would do."""
     for candidate in gc.get_objects():
-        if isinstance(candidate, io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+        # Not isinstance, which asks an object for its `__class__`: some answer with a warning.
+        if issubclass(type(candidate), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             try:
                 candidate.flush()
             except (OSError, ValueError):

@@ -46,6 +46,4 @@ def _set_openblas(threads: int) -> None:
 
 def _loaded_openblas() -> set[str]:
     with Path("/proc/self/maps").open() as maps:
-        return {
-            line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line.lower()
-        }
+        return {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line.lower()}

@@ -53,19 +53,17 @@ def install() -> None:
     sys.stderr = sys.__stderr__ = _stream(2, "<stderr>", sys.__stderr__, "backslashreplace")  # type: ignore[misc]
 
 
-def _stream(
-    descriptor: int, name: str, old: io.TextIOBase | None, errors: str
-) -> io.TextIOWrapper:
+def _stream(descriptor: int, name: str, old: io.TextIOBase | None, errors: str) -> io.TextIOWrapper:
     raw = LogFile(descriptor, "w", closefd=False)
     raw.name = name
     encoding = getattr(old, "encoding", None) or "utf-8"
     stream = io.TextIOWrapper(
-        raw,  # type: ignore[arg-type]  # as `python -u` does: no buffer between text and file
+        raw,  # as `python -u` does: no buffer between text and file
         encoding=encoding,
         errors=getattr(old, "errors", None) or errors,
         write_through=True,
     )
-    stream.mode = "w"  # type: ignore[attr-defined]
+    stream.mode = "w"  # type: ignore[misc]  # typeshed has it read-only; the interpreter sets it too
     return stream
 
 

@@ -1,0 +1,45 @@
+"""The default backend: this process is the agent of its own node."""
+
+from __future__ import annotations
+
+import sys
+
+from msrun import environ
+from msrun.job import JobSpec, Program, ProgramKind
+from msrun.launch import LaunchPlan
+from msrun.roles import run_dir
+from msrun.supervise import containment, node_plan
+from msrun.topology import Machine
+
+
+class DynamicLauncher:
+    """Runs the agent here; with several nodes, the user starts one on each."""
+
+    def plan(self, job: JobSpec, machine: Machine) -> LaunchPlan:
+        """Return what `submit` would do.
+
+        Raises:
+            UsageError: The job cannot run here; the message says why.
+        """
+        placement = node_plan.alone(job, str(run_dir.location(job.job_id)))
+        return LaunchPlan(
+            job=job,
+            machine=machine,
+            workers=node_plan.plan_workers(job, machine, placement, environ.current()),
+            argv=_command(job.program),
+            containment=containment.describe(machine.cgroup),
+            notes=node_plan.plan_affinity(job, machine).notes,
+        )
+
+    def submit(self, plan: LaunchPlan) -> int:
+        """Run the job on this node to its end and return its exit code."""
+        from msrun.roles import agent  # `plan` needs no ZeroMQ.
+
+        return agent.run(plan)
+
+
+def _command(program: Program) -> tuple[str, ...]:
+    if program.kind is ProgramKind.COMMAND:
+        return (program.target, *program.args)
+    module = ("-m",) if program.kind is ProgramKind.MODULE else ()
+    return (sys.executable, *program.interpreter_options, *module, program.target, *program.args)

@@ -1,0 +1,327 @@
+"""The agent: the `msrun` process itself, brain of one node.
+
+It wires sockets, processes, signals and the console to `AgentState`, which decides.
+Everything that could outlive it hangs on the reaper, which it starts first and which
+ends with it, whatever it dies of.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from msrun.cluster.agent_state import (
+    Action,
+    AgentState,
+    Announce,
+    Conclude,
+    Event,
+    Phase,
+    Received,
+    SchedulerLost,
+    Send,
+    Signalled,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    Swept,
+    Tick,
+    TreeLost,
+    TreeReady,
+    WorkerEnded,
+)
+from msrun.cluster.messages import Envelope, Register, Restarting
+from msrun.cluster.verdict import Verdict, render_seconds
+from msrun.errors import ExitCode
+from msrun.launch import LaunchPlan
+from msrun.roles import background, ending, worker_end
+from msrun.roles.console import Console, Status, open_console
+from msrun.roles.node_resources import NodeResources
+from msrun.roles.worker_end import OomCounter, RunningWorker
+from msrun.supervise import logs, orders, process
+from msrun.supervise.channel import ChannelClosed
+from msrun.supervise.machine import memory_cgroup_files
+from msrun.transport.loop import Loop
+
+REFRESH_SECONDS = 0.1
+CONSOLE_SECONDS = 2.0
+LOG_FILE = "msrun.log"
+_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run(plan: LaunchPlan) -> int:
+    """Run the job of `plan` on this node to its end and return its exit code.
+
+    Raises:
+        MsrunError: It could not be started; nothing is left of it.
+    """
+    process.open_standard_streams()
+    logs.make_log_dir(plan.job.log_dir)
+    body = partial(_run, plan)
+    if not plan.job.detach:
+        return body(lambda: None)
+    log_file = str(Path(plan.job.log_dir, LOG_FILE))
+    return background.run(body, name=plan.job.job_id, log_file=log_file)
+
+
+def _run(plan: LaunchPlan, when_running: Callable[[], None]) -> int:
+    loop = Loop()
+    try:
+        return Agent(plan, loop, when_running).run().code
+    finally:
+        loop.close()
+
+
+class Agent:
+    """One node of a job.
+
+    Args:
+        plan: What to run.
+        loop: This process's loop.
+        when_running: Called when all workers run for the first time.
+    """
+
+    def __init__(self, plan: LaunchPlan, loop: Loop, when_running: Callable[[], None]) -> None:
+        self._plan = plan
+        self._job = plan.job
+        self._loop = loop
+        self._when_running: Callable[[], None] | None = when_running
+        self._began_at = loop.now()
+        self._incarnation = int(self._began_at * 1000)
+        self._workers: dict[int, RunningWorker] = {}
+        self._running = 0
+        self._verdict: Verdict | None = None
+        self._oom = OomCounter(memory_cgroup_files())
+        loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
+        log_file = os.path.join(self._job.log_dir, LOG_FILE)  # noqa: PTH118 - as all log paths
+        self._journal = logs.create(log_file)
+        tails = _tails(plan)
+        self._console: Console = open_console(self._journal, tails, plan.machine.host)
+        self._refresh_at = self._began_at if tails or self._console.is_live else None
+        self._node = NodeResources(plan)
+        self._state = AgentState(
+            job_id=self._job.job_id,
+            register=Register(
+                host=plan.machine.host,
+                slots=self._job.workers_per_node,
+                store_host=self._node.store[0],
+                store_port=int(self._node.store[1]),
+                node_rank=self._job.node_rank,
+            ),
+            grace=self._job.grace,
+            form_by=self._began_at + self._job.join_timeout,
+        )
+
+    def run(self) -> Verdict:
+        """Take part in the job until its verdict, then end everything and report."""
+        stuck: list[str] = []
+        with self._console:
+            try:
+                self._start()
+                self._loop.run(self._deadline, self._tick)
+            finally:
+                stuck = self._node.close()
+            self._console.finish(CONSOLE_SECONDS)
+        assert self._verdict is not None
+        verdict = msgspec.structs.replace(self._verdict, stuck=[*self._verdict.stuck, *stuck])
+        took = self._loop.now() - self._began_at
+        workers = self._job.workers_per_node
+        ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
+        return verdict
+
+    def _start(self) -> None:
+        job = self._job
+        self._console.say(
+            f"msrun: {job.job_id}: {_count(job.workers_per_node)} on {self._plan.machine.host}, "
+            f"contained by {self._plan.containment}; logs: {job.log_dir}"
+        )
+        self._node.open()
+        self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
+        self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
+        self._loop.watch(self._node.scheduler.pidfd, self._on_scheduler_end)
+        self._loop.watch(self._node.socket.socket, self._on_scheduler)
+        self._perform(self._state.begin())
+
+    # What happens.
+
+    def _deadline(self) -> float | None:
+        due = [at for at in (self._state.deadline(), self._refresh_at) if at is not None]
+        return min(due, default=None)
+
+    def _tick(self) -> None:
+        if self._refresh_at is not None and self._refresh_at <= self._loop.now():
+            self._refresh_at = self._loop.now() + REFRESH_SECONDS
+            self._console.pump()
+            self._console.show(self._status())
+        self._handle(Tick())
+
+    def _on_signal(self, signum: int) -> None:
+        if signum in _STOPS:
+            self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
+        self._handle(Signalled(signum))
+
+    def _on_scheduler(self) -> None:
+        for envelope in self._node.socket.receive():
+            if envelope.job_id == self._job.job_id and envelope.incarnation == self._incarnation:
+                self._handle(Received(envelope.generation, envelope.body))  # type: ignore[arg-type]  # a body of an agent's own is no event: dropped
+
+    def _on_scheduler_end(self) -> None:
+        scheduler = self._node.scheduler
+        self._loop.forget(scheduler.pidfd)
+        self._handle(SchedulerLost(scheduler.how_it_ended(), scheduler.verdict()))
+
+    def _on_reaper(self) -> None:
+        tree = self._node.tree
+        try:
+            reports = tree.reaper.receive()
+        except ChannelClosed:
+            self._loop.forget(tree.reaper.fileno())
+            self._node.kill_by_force()
+            self._handle(TreeLost(f"the reaper (pid {tree.pid}) ended", ExitCode.NODE_LOST))
+            return
+        for report in reports:
+            match report:
+                case orders.Swept(generation=generation, stuck=stuck):
+                    self._handle(Swept(generation, tuple(stuck)))
+                case orders.ForkserverExited(status=status):
+                    how = process.render_status(status)
+                    self._handle(TreeLost(f"the forkserver {how}", ExitCode.NODE_LOST))
+
+    def _on_forkserver(self) -> None:
+        forkserver = self._node.tree.forkserver
+        try:
+            reports = forkserver.receive()
+        except ChannelClosed:
+            # The reaper is its parent and says how it ended.
+            self._loop.forget(forkserver.fileno())
+            return
+        for report in reports:
+            match report:
+                case orders.Ready():
+                    self._on_ready(report)
+                case orders.Spawned():
+                    self._on_spawned(report)
+                case orders.Exited(rank=None):
+                    self._on_store_end(report)
+                case orders.Exited():
+                    self._on_worker_end(report)
+
+    def _on_ready(self, ready: orders.Ready) -> None:
+        if ready.reason:
+            self._console.say(
+                f"warning: {ready.reason}, so every worker is an interpreter of its own"
+            )
+        self._handle(TreeReady(ready.error))
+
+    def _on_spawned(self, spawned: orders.Spawned) -> None:
+        if spawned.generation != self._state.generation:
+            return
+        self._workers[spawned.rank].started_at = spawned.at
+        self._running += 1
+        if self._running < self._job.workers_per_node:
+            return
+        after = render_seconds(self._loop.now() - self._began_at)
+        self._console.say(f"msrun: running {self._running}/{self._running} after {after}")
+        if self._when_running:
+            self._when_running()
+            self._when_running = None
+
+    def _on_store_end(self, end: orders.Exited) -> None:
+        if end.generation == self._state.generation and self._state.phase is Phase.RUNNING:
+            how = end.reason or process.render_status(end.status)
+            self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
+
+    def _on_worker_end(self, end: orders.Exited) -> None:
+        if end.generation != self._state.generation or end.rank is None:
+            return
+        worker = self._workers[end.rank]
+        self._running -= worker.started_at is not None
+        rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
+        self._handle(WorkerEnded(end.generation, rank_exit))
+
+    # What is done about it.
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self._state.handle(event, now=self._loop.now()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._send(action)
+                case StartWorkers():
+                    self._start_workers(action)
+                case SignalWorkers(ranks=ranks, signum=signum):
+                    self._node.signal_workers(ranks, signum)
+                case Sweep(generation=generation):
+                    self._node.tree.reaper.send(orders.Sweep(generation=generation))
+                case Announce(restarting=restarting):
+                    self._announce(restarting)
+                case Conclude(verdict=verdict):
+                    self._verdict = verdict
+                    self._loop.stop()
+
+    def _send(self, action: Send) -> None:
+        envelope = Envelope(
+            job_id=self._job.job_id,
+            node_id=self._plan.machine.host,
+            incarnation=self._incarnation,
+            generation=action.generation,
+            body=action.body,
+        )
+        self._node.socket.send(envelope)
+
+    def _start_workers(self, action: StartWorkers) -> None:
+        self._running = 0
+        self._workers = {
+            worker.plan.rank: worker
+            for worker in self._node.start_workers(action.generation, action.start)
+        }
+
+    def _announce(self, restarting: Restarting) -> None:
+        when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
+        self._console.say(
+            f"warning: {restarting.reason}; log: {restarting.log_file}\n"
+            f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
+        )
+
+    def _status(self) -> Status:
+        workers = self._job.workers_per_node
+        phase = self._state.phase.value
+        if self._state.phase is Phase.JOINING:
+            phase = "forming"
+        elif self._state.phase is Phase.RUNNING and self._running < workers:
+            phase = "starting" if not self._some_ended() else "running"
+        return Status(
+            phase=phase,
+            running=self._running,
+            workers=workers,
+            generation=self._state.generation,
+            elapsed=self._loop.now() - self._began_at,
+        )
+
+    def _some_ended(self) -> bool:
+        return len(self._state.live) < self._job.workers_per_node
+
+
+def _tails(plan: LaunchPlan) -> list[logs.Tail]:
+    """Return what shows the logs of the chosen ranks: of rank 0 at a terminal, else of none."""
+    chosen = plan.job.tail
+    if chosen is None:
+        chosen = frozenset({0}) if os.isatty(1) else frozenset()
+    return [
+        logs.Tail(worker.log_file, f"[rank {worker.rank}] ")
+        for worker in plan.workers
+        if worker.rank in chosen
+    ]
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers != 1 else ''}"
+

@@ -1,0 +1,212 @@
+"""What the launcher's user sees: our own words on stderr, chosen workers' lines on stdout.
+
+Nothing here waits for a reader: a console that does not take more is left alone until
+it does, and the workers, who write to their own files, never notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from msrun.supervise.logs import Tail, printable
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+# What a pipe that polls as writable takes without blocking: PIPE_BUF.
+_CHUNK_BYTES = 4096
+_CHUNKS_EACH_TIME = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Where the job stands on this node.
+
+    Args:
+        phase: Such as `forming`.
+        running: Workers that run.
+        workers: Workers there are to be.
+        generation: The generation.
+        elapsed: Seconds since the launcher started.
+    """
+
+    phase: str
+    running: int
+    workers: int
+    generation: int
+    elapsed: float
+
+    def render(self) -> str:
+        """Return one line without the name of the node."""
+        minutes, seconds = divmod(int(self.elapsed), 60)
+        hours, minutes = divmod(minutes, 60)
+        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        again = f"  generation {self.generation}" if self.generation > 0 else ""
+        return f"{self.phase} {self.running}/{self.workers}  {clock}{again}"
+
+
+class Console:
+    """The console of a launcher whose output goes to a pipe or a file.
+
+    Args:
+        journal: Descriptor of the file that gets all of our own words, with the time.
+        tails: The workers' logs to show.
+    """
+
+    is_live = False
+    """Whether `show` wants to be called now and then."""
+
+    def __init__(self, journal: int, tails: Sequence[Tail]) -> None:
+        self._journal = journal
+        self._tails = tails
+        self._pending = b""
+        self._has_reader = True
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the terminal as it was found."""
+
+    def say(self, text: str) -> None:
+        """Show `text`, in our own words, and write it down."""
+        safe = "\n".join(map(printable, text.splitlines()))
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with contextlib.suppress(OSError):
+            os.write(self._journal, f"{at} {safe}\n".encode(errors="backslashreplace"))
+        self._show(safe)
+
+    def show(self, status: Status) -> None:
+        """Show where the job stands, where there is a place for it."""
+
+    def pump(self) -> bool:
+        """Show what the workers have written meanwhile; return whether there may be more."""
+        for _ in range(_CHUNKS_EACH_TIME):
+            if not self._pending:
+                self._pending = self._next_lines()
+            if not self._pending or not self._has_reader:
+                return False
+            if not _is_writable(1):
+                return True
+            self._write_some()
+        return True
+
+    def finish(self, seconds: float) -> None:
+        """Show the rest of the workers' lines, as far as that takes at most `seconds`."""
+        waited = 0.0
+        while self._has_reader:
+            if self.pump():
+                if waited >= seconds:
+                    self._show("msrun: the console is too slow; the logs have the rest")
+                    return
+                select.select([], [1], [], 0.05)
+                waited += 0.05
+                continue
+            self._pending = self._next_lines(final=True)
+            if not self._pending:
+                return
+
+    def _show(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+    def _next_lines(self, *, final: bool = False) -> bytes:
+        for tail in self._tails:
+            if lines := tail.read(final=final):
+                return ("\n".join(lines) + "\n").encode(errors="backslashreplace")
+        return b""
+
+    def _write_some(self) -> None:
+        try:
+            written = os.write(1, self._pending[:_CHUNK_BYTES])
+        except OSError:
+            # Whoever read has left; the job goes on.
+            self._has_reader = False
+            return
+        self._pending = self._pending[written:]
+
+
+class LiveConsole(Console):
+    """The console of a launcher at a terminal: one line that tells where the job stands.
+
+    Args:
+        journal: As of `Console`.
+        tails: As of `Console`.
+        name: What the line begins with.
+    """
+
+    is_live = True
+
+    def __init__(self, journal: int, tails: Sequence[Tail], name: str) -> None:
+        super().__init__(journal, tails)
+        self._name = name
+        self._live: Live | None = None
+
+    def __enter__(self) -> Console:
+        from rich.console import Console as RichConsole  # Only a terminal needs them.
+        from rich.live import Live
+
+        rich = RichConsole(file=sys.stderr, highlight=False, markup=False, emoji=False)
+        self._live = Live(console=rich, auto_refresh=False, transient=True)
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take the line away and leave the terminal as it was found."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def show(self, status: Status) -> None:
+        """Show where the job stands, in place of what the line said before."""
+        from rich.text import Text
+
+        if self._live and _is_writable(2):
+            text = Text.assemble((self._name, "bold"), "  ", (status.render(), "cyan"))
+            self._live.update(text, refresh=True)
+
+    def _show(self, text: str) -> None:
+        if self._live is None:
+            super()._show(text)
+            return
+        self._live.console.print(text, soft_wrap=True)
+
+    def _write_some(self) -> None:
+        lines, self._pending = self._pending, b""
+        self._show(lines.decode(errors="replace").rstrip("\n"))
+
+
+def open_console(journal: int, tails: Sequence[Tail], name: str) -> Console:
+    """Return the console that fits where our output goes."""
+    if is_terminal():
+        return LiveConsole(journal, tails, name)
+    return Console(journal, tails)
+
+
+def is_terminal() -> bool:
+    """Return whether a person reads both of our streams."""
+    return os.isatty(1) and os.isatty(2)
+
+
+def _is_writable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return any(event & (select.POLLOUT | select.POLLERR) for _, event in poller.poll(0))

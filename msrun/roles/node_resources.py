@@ -1,0 +1,215 @@
+"""What one node opens for a job, and closes at its end: directory, sockets, processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+from msrun import environ
+from msrun.cluster.messages import Start
+from msrun.errors import MsrunError, UsageError
+from msrun.job import JobSpec, ProgramKind, StartMethod
+from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.roles import run_dir
+from msrun.roles.scheduler import SchedulerConfig
+from msrun.roles.scheduler_process import SchedulerProcess
+from msrun.roles.worker_end import RunningWorker
+from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise.node_plan import LOOPBACK, Placement
+from msrun.supervise.orders import Configure, SignalWorkers, SpawnStore, SpawnWorker
+from msrun.supervise.tree import ProcessTree
+from msrun.transport.keys import new_secret
+from msrun.transport.loop import new_context
+from msrun.transport.sockets import AgentSocket, endpoint, listen
+
+# DDP imports the second after `init_process_group`: then its default arguments hold the
+# group, which cannot end its threads any more, and the exit may abort.
+BUILT_IN_PRELOAD = ("torch", "torch.distributed.nn")
+SCHEDULER_SECONDS = 2.0
+TREE_SECONDS = 8.0
+
+
+class NodeResources:
+    """Everything that this node holds for the job.
+
+    The listening sockets and the private directory are there from the start, so that
+    what is in the way is found before any process is.
+
+    Args:
+        plan: What will run.
+
+    Raises:
+        UsageError: A port is in use, or the job runs already.
+    """
+
+    tree: ProcessTree
+    scheduler: SchedulerProcess
+    socket: AgentSocket
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._job = plan.job
+        self._base = {**environ.current(), **plan.job.env}
+        self._opened: set[str] = set()
+        self._scheduler_socket = _listen(plan.job.master_port)
+        self._store_socket = _listen(0)
+        self.store = (LOOPBACK, str(self._store_socket.getsockname()[1]))
+        self._scheduler_address = (LOOPBACK, str(self._scheduler_socket.getsockname()[1]))
+        self._dir, self._lock = run_dir.create(plan.job.job_id)
+
+    def open(self) -> None:
+        """Start the processes that are ours.
+
+        Raises:
+            MsrunError: The machine does not let us.
+        """
+        try:
+            self._open()
+        except OSError as error:
+            msg = f"{self._plan.machine.host} cannot start another process: {error.strerror}"
+            raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
+
+    def _open(self) -> None:
+        threads = _threads(self._plan)
+        cgroup = self._make_cgroup()
+        self.tree = ProcessTree(
+            _configure(self._job, str(self._dir), cgroup, threads),
+            self._store_socket,
+            environ.node_env(self._base, str(self._dir), threads),
+            lock=self._lock,
+        )
+        self._opened.add("tree")
+        secret = None if self._job.insecure else new_secret()
+        self.scheduler = SchedulerProcess(
+            SchedulerConfig(
+                job_id=self._job.job_id,
+                nnodes=self._job.nnodes_min,
+                join_timeout=self._job.join_timeout,
+                restarts=self._job.restarts,
+                secret=secret,
+                wal_file=str(self._dir / run_dir.WAL),
+                log_file=str(Path(self._job.log_dir, "scheduler.log")),
+                parent=os.getpid(),
+            ),
+            self._scheduler_socket,
+            self._base,
+        )
+        self._opened.add("scheduler")
+        host, port = self._scheduler_address
+        self.socket = AgentSocket(new_context(), endpoint(host, int(port)), secret)
+
+    def _make_cgroup(self) -> str | None:
+        parent = self._plan.machine.cgroup
+        cgroup = containment.create(parent, f"msrun-{self._job.job_id}") if parent else None
+        if cgroup:
+            run_dir.note_cgroup(self._dir, cgroup)
+        return cgroup
+
+    def start_workers(self, generation: int, start: Start) -> list[RunningWorker]:
+        """Order the store and the workers of a generation; return the workers."""
+        placement = Placement(
+            generation=generation,
+            node_rank=start.node_rank,
+            nnodes=start.nnodes,
+            first_rank=start.first_rank,
+            world_size=start.world_size,
+            store=(start.store_host, str(start.store_port)),
+            scheduler=self._scheduler_address,
+            run_dir=str(self._dir),
+        )
+        (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        if start.serve_store:
+            self._order_store(generation)
+        plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
+        if generation == 0:
+            for plan in plans:
+                Path(plan.log_file).unlink(missing_ok=True)
+        return [self._order_worker(generation, plan) for plan in plans]
+
+    def _order_store(self, generation: int) -> None:
+        host, port = self.store
+        is_lazy = self._job.program.kind is ProgramKind.COMMAND
+        order = SpawnStore(generation=generation, host=host, port=int(port), lazy=is_lazy)
+        self.tree.forkserver.send(order)
+
+    def _order_worker(self, generation: int, plan: WorkerPlan) -> RunningWorker:
+        order = SpawnWorker(
+            generation=generation,
+            rank=plan.rank,
+            env={**self._base, **plan.env},
+            log_file=plan.log_file,
+            append=generation > 0,
+            cpus=list(plan.cpus),
+            numa_nodes=list(plan.numa_nodes),
+            # A process of another session cannot read from a terminal.
+            keep_stdin=plan.rank == 0 and not os.isatty(0),
+        )
+        worker = RunningWorker(
+            plan=plan,
+            host=self._plan.machine.host,
+            error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
+            log_start=_size(plan.log_file) if order.append else 0,
+        )
+        self.tree.forkserver.send(order)
+        return worker
+
+    def signal_workers(self, ranks: tuple[int, ...], signum: int) -> None:
+        """Send `signum` to workers: to Python's main process, of other programs to the group."""
+        is_group = self._job.program.kind is ProgramKind.COMMAND
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def kill_by_force(self) -> None:
+        """Kill what is left of the tree, whose reaper is gone."""
+        self.tree.kill_by_force(run_dir.cookie(self._dir))
+
+    def close(self) -> list[str]:
+        """End every process and remove what they left; return what could not be killed."""
+        stuck: list[str] = []
+        if "tree" in self._opened:
+            stuck = self.tree.end(TREE_SECONDS)
+        if "scheduler" in self._opened:
+            self.scheduler.end(SCHEDULER_SECONDS)
+        self._scheduler_socket.close()
+        self._store_socket.close()
+        shutil.rmtree(self._dir, ignore_errors=True)
+        os.close(self._lock)
+        return stuck
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return listen(LOOPBACK, port)
+    except OSError as error:
+        msg = f"--master-port {port} cannot be used: {error.strerror}"
+        raise UsageError(msg, hint="leave --master-port out for a free one") from None
+
+
+def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: int) -> Configure:
+    is_python = job.program.kind is not ProgramKind.COMMAND
+    return Configure(
+        job_id=job.job_id,
+        kind=job.program.kind.value,
+        argv=[job.program.target, *job.program.args],
+        interpreter_options=list(job.program.interpreter_options),
+        cwd=job.cwd,
+        preload=[*BUILT_IN_PRELOAD, *job.preload] if is_python else [],
+        fork=job.start_method is StartMethod.FORK and not job.program.interpreter_options,
+        run_dir=directory,
+        cgroup=cgroup,
+        threads=str(threads),
+    )
+
+
+def _threads(plan: LaunchPlan) -> int:
+    """Return the thread count of most workers."""
+    bound = node_plan.plan_affinity(plan.job, plan.machine)
+    return affinity.plan_threads(bound, plan.machine.cpus)[0]
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0

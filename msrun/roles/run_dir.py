@@ -1,0 +1,130 @@
+"""The private directory of one job on one node, and what an earlier job left in its place.
+
+It lies in `$XDG_RUNTIME_DIR/msrun`, or in `/tmp/msrun-UID` where that is not this
+user's own, has the job's id as its name and holds an exclusive lock as long as the job's
+reaper lives.  A directory whose lock is free belonged to a job whose reaper and agent
+were both killed; it is removed here, with whatever of that job still runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+
+from msrun import environ
+from msrun.errors import UsageError
+from msrun.supervise import containment, process
+
+_LOCK = "lock"
+_CGROUP = "cgroup"
+WAL = "scheduler.wal"
+
+
+def location(job_id: str) -> Path:
+    """Return where the directory of `job_id` is or would be."""
+    return _parent() / job_id
+
+
+def cookie(directory: Path) -> bytes:
+    """Return the assignment that the environment of every process of that job holds."""
+    return f"{environ.RUN_DIR}={directory}".encode()
+
+
+def create(job_id: str) -> tuple[Path, int]:
+    """Make the directory of `job_id`; return it and the descriptor that holds its lock.
+
+    Raises:
+        UsageError: The job runs already, or the directory cannot be made.
+    """
+    parent = _parent()
+    try:
+        parent.mkdir(mode=0o700, exist_ok=True)
+        _check_private(parent)
+        guard = os.open(parent / ".guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            _remove_stale(parent)
+            return _make(parent / job_id)
+        finally:
+            os.close(guard)
+    except OSError as error:
+        msg = f"{error.filename or parent} cannot be used: {error.strerror}"
+        raise UsageError(msg, hint="it holds the job's private files") from None
+
+
+def note_cgroup(directory: Path, cgroup: str) -> None:
+    """Write down the job's cgroup for whoever has to clean up after us."""
+    (directory / _CGROUP).write_text(cgroup)
+
+
+def _parent() -> Path:
+    runtime = environ.runtime_dir()
+    if runtime and _is_ours(Path(runtime)):
+        return Path(runtime, "msrun")
+    return Path(f"/tmp/msrun-{os.getuid()}")  # noqa: S108 - its owner and mode are checked
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        status = directory.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _check_private(directory: Path) -> None:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        msg = f"{directory} must be a directory of this user alone, mode 0700"
+        raise UsageError(msg, hint="remove it, or set XDG_RUNTIME_DIR to a directory of your own")
+
+
+def _make(directory: Path) -> tuple[Path, int]:
+    try:
+        directory.mkdir(mode=0o700)
+    except FileExistsError:
+        msg = f"--job-id {directory.name} is the name of a job that still runs on this machine"
+        raise UsageError(msg, hint="choose another name, or leave --job-id out") from None
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return directory, lock
+
+
+def _remove_stale(parent: Path) -> None:
+    for directory in parent.iterdir():
+        if directory.is_dir() and _is_free(directory / _LOCK):
+            _end_strays(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_free(lock: Path) -> bool:
+    """Return whether nobody holds `lock`, which its maker takes under the same guard."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _end_strays(directory: Path) -> None:
+    try:
+        cgroup = (directory / _CGROUP).read_text()
+    except OSError:
+        cgroup = ""
+    if cgroup:
+        containment.kill(cgroup)
+    for pid in process.with_variable(cookie(directory)):
+        process.kill(pid, signal.SIGKILL)
+    if cgroup:
+        containment.remove(cgroup)

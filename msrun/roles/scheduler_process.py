@@ -1,0 +1,79 @@
+"""The agent's handle on the scheduler that it starts and outlives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, cast
+
+import msgspec
+
+from msrun.cluster import wal
+from msrun.cluster.verdict import Verdict
+from msrun.roles.scheduler import SchedulerConfig
+from msrun.supervise import logs
+from msrun.supervise.process import signal_name
+from msrun.supervise.tree import python_command
+from msrun.transport.loop import wait_readable
+
+
+class SchedulerProcess:
+    """The job's scheduler, a child of this process.
+
+    Args:
+        config: What it is told; its `listen_fd` is set here.
+        listening: Its listening socket; taken over.
+        env: Its environment.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, listening: socket.socket, env: Mapping[str, str]
+    ) -> None:
+        self._wal_file, self._log_file = config.wal_file, config.log_file
+        with (
+            listening,
+            os.fdopen(logs.create(config.log_file), "wb") as log,
+        ):
+            config = msgspec.structs.replace(config, listen_fd=listening.fileno())
+            self._process = subprocess.Popen(
+                python_command("msrun.roles.scheduler:main"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+                env=dict(env),
+            )
+        self._lifeline = cast("IO[bytes]", self._process.stdin)
+        # One that ended at once shows by its pidfd.
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.write(b64encode(msgspec.msgpack.encode(config)) + b"\n")
+            self._lifeline.flush()
+        self.pidfd = os.pidfd_open(self._process.pid)
+        """Readable as soon as it has ended."""
+
+    def how_it_ended(self) -> str:
+        """Return the words for its end, after `pidfd` became readable."""
+        code = self._process.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return f"the scheduler {how}; log: {self._log_file}"
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict that it wrote down, None when there is none."""
+        try:
+            return wal.verdict(Path(self._wal_file).read_bytes())
+        except OSError:
+            return None
+
+    def end(self, timeout: float) -> None:
+        """Let it end and wait for that; kill it after `timeout` seconds."""
+        self._lifeline.close()
+        if not wait_readable(self.pidfd, timeout):
+            self._process.kill()
+        self._process.wait()
+        os.close(self.pidfd)

@@ -1,0 +1,111 @@
+"""From the bare end of a worker process to what a person needs to know about it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrun.cluster.verdict import TAIL_LINES, RankExit
+from msrun.launch import WorkerPlan
+from msrun.supervise.logs import last_lines, printable
+from msrun.supervise.machine import read_oom_kills
+from msrun.supervise.orders import Exited
+
+_ERROR_CHARS_MAX = 500
+_ERROR_FILE_BYTES_MAX = 256 * 1024
+
+
+@dataclass(slots=True)
+class RunningWorker:
+    """A worker from its start to its end.
+
+    Args:
+        plan: What it was started with.
+        host: Its node.
+        error_file: Where it leaves its exception.
+        log_start: Size of its log when it was started.
+        started_at: When, on the monotonic clock; None when it could not be.
+    """
+
+    plan: WorkerPlan
+    host: str
+    error_file: str
+    log_start: int = 0
+    started_at: float | None = None
+
+
+class OomCounter:
+    """Tells whether the kernel killed a process for want of memory since the last question.
+
+    Args:
+        files: As of `machine.memory_cgroup_files`.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._seen = read_oom_kills(files)
+
+    def rose(self) -> bool:
+        """Return whether one more kill was counted, and take it as explained."""
+        count = read_oom_kills(self._files)
+        if count is None or self._seen is None or count <= self._seen:
+            return False
+        self._seen += 1
+        return True
+
+
+def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float) -> RankExit:
+    """Return everything that is known about the end of `worker`."""
+    plan = worker.plan
+    code: int | None = None
+    signum: int | None = None
+    if os.WIFSIGNALED(end.status):
+        signum = os.WTERMSIG(end.status)
+    else:
+        code = os.WEXITSTATUS(end.status)
+    failed = code != 0
+    error, raised_at = _read_error(worker.error_file) if failed else ("", None)
+    tail = last_lines(plan.log_file, TAIL_LINES, start=worker.log_start) if failed else []
+    return RankExit(
+        rank=plan.rank,
+        node_rank=plan.node_rank,
+        host=worker.host,
+        local_rank=plan.local_rank,
+        pid=end.pid,
+        code=code,
+        signum=signum,
+        core=os.WCOREDUMP(end.status),
+        oom=signum == 9 and oom.rose(),  # noqa: PLR2004 - SIGKILL is the kernel's only way
+        ran_for=0.0 if worker.started_at is None else end.at - worker.started_at,
+        age=max(0.0, now - (end.at if raised_at is None else min(raised_at, end.at))),
+        error=end.reason or error,
+        tail=tail,
+        log_file=plan.log_file,
+    )
+
+
+def _read_error(path: str) -> tuple[str, float | None]:
+    """Return the last line of a worker's exception and when it was raised.
+
+    The format is torchelastic's, so a file that torch's own `record` wrote is read too;
+    only ours have the monotonic time.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = json.loads(file.read(_ERROR_FILE_BYTES_MAX))
+        message = content["message"]
+        text, extra = (message, {}) if isinstance(message, str) else (
+            message["message"],
+            message.get("extraInfo", {}),
+        )
+        lines = [line for line in str(text).splitlines() if line.strip()]
+        at = extra.get("monotonic")
+        return (
+            printable(lines[-1] if lines else "")[:_ERROR_CHARS_MAX],
+            float(at) if isinstance(at, int | float) else None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", None

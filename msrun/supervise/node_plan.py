@@ -1,0 +1,135 @@
+"""What every worker of one node gets in one generation: CPUs, environment, log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrun.environ import WorkerIdentity, worker_env
+from msrun.job import JobSpec
+from msrun.launch import WorkerPlan
+from msrun.supervise import affinity
+from msrun.supervise.affinity import AffinityPlan
+from msrun.topology import Machine
+
+LOOPBACK = "127.0.0.1"
+UNKNOWN = "<port>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one node stands in one generation.
+
+    Args:
+        generation: The generation.
+        node_rank: The node's rank.
+        nnodes: Nodes in the generation.
+        first_rank: Global rank of its local_rank 0.
+        world_size: Workers in the generation.
+        store: Host and port of the TCPStore.
+        scheduler: Host and port of the scheduler.
+        run_dir: Private directory of the job on this node.
+    """
+
+    generation: int
+    node_rank: int
+    nnodes: int
+    first_rank: int
+    world_size: int
+    store: tuple[str, str]
+    scheduler: tuple[str, str]
+    run_dir: str
+
+
+def alone(job: JobSpec, run_dir: str) -> Placement:
+    """Return the placement of a job's only node before any port is known."""
+    return Placement(
+        generation=0,
+        node_rank=0,
+        nnodes=1,
+        first_rank=0,
+        world_size=job.workers_per_node,
+        store=(LOOPBACK, UNKNOWN),
+        scheduler=(LOOPBACK, str(job.master_port or UNKNOWN)),
+        run_dir=run_dir,
+    )
+
+
+def error_file(run_dir: str, generation: int, rank: int) -> str:
+    """Return where a worker leaves its exception."""
+    return str(Path(run_dir, f"g{generation}", f"error_{rank}.json"))
+
+
+def plan_affinity(job: JobSpec, machine: Machine) -> AffinityPlan:
+    """Return where the workers of `job` run on `machine`.
+
+    Raises:
+        UsageError: A CPU, NUMA node or device that was named is not there.
+    """
+    size = job.workers_per_node
+    plan = affinity.plan_cpus(job.bind_core, machine.cpus, machine.devices, size)
+    return affinity.plan_memory(job.bind_numa, plan, machine.cpus, machine.devices)
+
+
+def plan_workers(
+    job: JobSpec, machine: Machine, placement: Placement, base: Mapping[str, str]
+) -> tuple[WorkerPlan, ...]:
+    """Return this node's workers, by local rank.
+
+    Args:
+        job: The job.
+        machine: This node.
+        placement: This node's place.
+        base: The launcher's own environment.
+    """
+    bound = plan_affinity(job, machine)
+    threads = affinity.plan_threads(bound, machine.cpus)
+    base = {**base, **job.env}
+    return tuple(
+        WorkerPlan(
+            rank=placement.first_rank + i,
+            local_rank=i,
+            node_rank=placement.node_rank,
+            device=i if i < len(machine.devices) else None,
+            cpus=bound.cpus[i],
+            numa_nodes=bound.numa_nodes[i],
+            log_file=_log_file(job, machine, placement.first_rank + i, i),
+            env={**job.env, **worker_env(_identity(job, placement, i, threads[i]), base)},
+        )
+        for i in range(job.workers_per_node)
+    )
+
+
+def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int) -> WorkerIdentity:
+    rank = placement.first_rank + local_rank
+    return WorkerIdentity(
+        job_id=job.job_id,
+        generation=placement.generation,
+        rank=rank,
+        world_size=placement.world_size,
+        local_rank=local_rank,
+        local_world_size=job.workers_per_node,
+        node_rank=placement.node_rank,
+        nnodes=placement.nnodes,
+        device=local_rank,
+        role=job.role,
+        max_restarts=job.restarts.max_restarts,
+        store=placement.store,
+        scheduler=placement.scheduler,
+        run_dir=placement.run_dir,
+        error_file=error_file(placement.run_dir, placement.generation, rank),
+        threads=threads,
+        virtual_local_rank=job.virtual_local_rank,
+    )
+
+
+def _log_file(job: JobSpec, machine: Machine, rank: int, local_rank: int) -> str:
+    name = job.worker_log_name.format(
+        rank=rank,
+        local_rank=local_rank,
+        host=machine.host,
+        hostname=machine.host,
+        ip=machine.address,
+    )
+    return str(Path(job.log_dir, f"{name}.log"))
