@@ -126,12 +126,18 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
 
 
 def _one_device(device: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Narrow each visibility variable that is set, or CUDA's, to one device."""
-    names = [n for n in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES") if base.get(n)]
+    """Narrow each visibility variable that is set, or else CUDA's, to one device.
+
+    One that lists no such device, such as an empty one, stays as it is: it hides them all.
+    """
+    names = [n for n in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES") if n in base]
+    if not names:
+        return {"CUDA_VISIBLE_DEVICES": str(device)}
     narrowed = {}
-    for name in names or ["CUDA_VISIBLE_DEVICES"]:
-        visible = [entry.strip() for entry in base.get(name, "").split(",") if entry.strip()]
-        narrowed[name] = visible[device] if device < len(visible) else str(device)
+    for name in names:
+        visible = [entry.strip() for entry in base[name].split(",") if entry.strip()]
+        if device < len(visible):
+            narrowed[name] = visible[device]
     return narrowed
 
 
@@ -208,4 +214,4 @@ def thread_counts() -> tuple[int | None, int | None]:
 def _count(name: str) -> int | None:
     """Return the first level of a thread-count variable such as `4` or `4,2`."""
     first = os.environ.get(name, "").partition(",")[0].strip()
-    return int(first) if first.isdigit() and int(first) > 0 else None
+    return int(first) if first.isdecimal() and int(first) > 0 else None

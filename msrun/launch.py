@@ -100,8 +100,9 @@ def load(name: str) -> Launcher:
     """
     if name in BUILT_IN:
         module_name, _, attribute = BUILT_IN[name].partition(":")
+        package = module_name.partition(".")[0]
+        _check_ours(package, importlib.import_module(package).__file__)
         module = importlib.import_module(module_name)
-        _check_ours(module_name.partition(".")[0], module.__file__)
         return cast("Launcher", getattr(module, attribute)())
     for entry_point in _entry_points():
         if entry_point.name == name:

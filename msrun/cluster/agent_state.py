@@ -189,18 +189,15 @@ class AgentState:
         """Return the first actions."""
         return [Send(-1, self.register)]
 
-    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: C901, PLR0911 - one line a case
+    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: PLR0911 - one line a case
         """Apply `event` at time `now` and return what the caller must do, in order."""
         if self.phase is Phase.FINISHED:
             return []
         match event:
             case Received(generation=generation, body=body):
                 return self._received(generation, body, now)
-            case TreeReady(error=None):
-                self._ready = True
-                return self._start_if_possible()
-            case TreeReady(error=str() as error):
-                return [self._send(NodeFailed(reason=error, code=ExitCode.USAGE))]
+            case TreeReady(error=error):
+                return self._tree_is_ready(error)
             case WorkerEnded():
                 return self._worker_ended(event, now)
             case Swept():
@@ -211,8 +208,7 @@ class AgentState:
                 return self._scheduler_was_lost(event, now)
             case Signalled(signum=signum):
                 return self._signalled(signum, now)
-            case Tick():
-                return self._check_deadline(now)
+        return self._check_deadline(now)
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
@@ -242,6 +238,12 @@ class AgentState:
         self._nnodes = start.nnodes
         return self._start_if_possible()
 
+    def _tree_is_ready(self, error: str | None) -> list[Action]:
+        if error is not None:
+            return [self._send(NodeFailed(reason=error, code=ExitCode.USAGE))]
+        self._ready = True
+        return self._start_if_possible()
+
     def _start_if_possible(self) -> list[Action]:
         if not self._ready or self._pending is None or self.phase is not Phase.JOINING:
             return []
@@ -255,7 +257,9 @@ class AgentState:
         if event.generation != self.generation:
             return []
         self.live.discard(event.exit.rank)
-        actions: list[Action] = [self._send(WorkerExited(exit=event.exit))]
+        swept = self.phase is Phase.SWEEPING
+        end = msgspec.structs.replace(event.exit, swept=swept)
+        actions: list[Action] = [self._send(WorkerExited(exit=end))]
         if not self.live:
             if self.phase is Phase.STOPPING:
                 actions += self._sweep(now)

@@ -26,9 +26,14 @@ def encode(envelope: Envelope) -> bytes:
     """Return the one frame that carries `envelope`.
 
     Raises:
-        ProtocolError: It would be larger than `FRAME_BYTES_MAX`.
+        ProtocolError: It would be larger than `FRAME_BYTES_MAX`, or holds what no peer
+            could read: text that is not Unicode, a number of more than 64 bits.
     """
-    frame = _encoder.encode(envelope)
+    try:
+        frame = _encoder.encode(envelope)
+    except (UnicodeEncodeError, OverflowError) as error:
+        msg = f"a message cannot be sent: {error}"
+        raise ProtocolError(msg) from error
     if len(frame) > FRAME_BYTES_MAX:
         msg = f"a message of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}"
         raise ProtocolError(msg)

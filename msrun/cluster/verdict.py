@@ -33,6 +33,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         oom: The kernel counted an out-of-memory kill at its death.
         ran_for: Seconds from start to end.
         age: Seconds since it failed: since its exception, if it left one, else its end.
+        swept: It ended while its node was swept, so a SIGKILL was ours.
         error: Last line of the exception that ended it; empty without one.
         tail: Last lines of its log, at most `TAIL_LINES`.
         log_file: Path of its log on its node.
@@ -49,6 +50,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False
     ran_for: float
     age: float = 0.0
+    swept: bool = False
     error: str = ""
     tail: list[str] = []
     log_file: str = ""
@@ -124,14 +126,14 @@ def root_cause(exits: Iterable[tuple[RankExit, float]]) -> RankExit:
 
     Args:
         exits: Ends of workers, at least one of which failed, each with the time at which
-            it failed, all on one clock.
+            it failed, all on one clock, in the order of their reports.
     """
-    failures = [(_failed_at(e, at), e.rank, e) for e, at in exits if not e.succeeded]
-    return min(failures, key=lambda f: f[:2])[2]
+    failures = [(_failed_at(e, at), e) for e, at in exits if not e.succeeded]
+    return min(failures, key=lambda failure: failure[0])[1]
 
 
 def _failed_at(end: RankExit, at: float) -> float:
-    return at - _HEAD_START if end.signum in _NEVER_COLLATERAL else at
+    return at - _HEAD_START if end.signum in _NEVER_COLLATERAL and not end.swept else at
 
 
 def group_exits(exits: Iterable[RankExit]) -> list[Group]:

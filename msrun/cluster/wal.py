@@ -24,7 +24,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
 Record = GenerationStarted | Decided
 
 _encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)  # type: ignore[arg-type]
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import signal
 import socket
-from typing import NoReturn
 
 from msrun.supervise import forkserver, reaper
 from msrun.supervise.orders import Configure
+from msrun.supervise.reaper import Next
 from msrun.worker import stdio
 from msrun.worker.bootstrap import become_worker
 from msrun.worker.store import become_store
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str]) -> Next:
     """Serve on the descriptors in `arguments`, as of `reaper.run`."""
-    reaper.run(arguments, _forkserver_main)
+    return reaper.run(arguments, _forkserver_main)
 
 
 def _forkserver_main(
@@ -23,7 +23,7 @@ def _forkserver_main(
     sock: socket.socket,
     listen_fd: int,
     signals: dict[signal.Signals, reaper.SignalHandler],
-) -> None:
+) -> Next:
     # Before torch is imported: handlers made at import keep these streams in every worker.
     stdio.install()
-    forkserver.run(configure, sock, listen_fd, signals, (become_worker, become_store))
+    return forkserver.run(configure, sock, listen_fd, signals, (become_worker, become_store))

@@ -72,6 +72,9 @@ class NodeResources:
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
     def _open(self) -> None:
+        # What an earlier job left must not be shown as this one's.
+        for worker in self._plan.workers:
+            Path(worker.log_file).unlink(missing_ok=True)
         threads = _threads(self._plan)
         cgroup = self._make_cgroup()
         self.tree = ProcessTree(
@@ -123,9 +126,6 @@ class NodeResources:
         if start.serve_store:
             self._order_store(generation)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        if generation == 0:
-            for plan in plans:
-                Path(plan.log_file).unlink(missing_ok=True)
         return [self._order_worker(generation, plan) for plan in plans]
 
     def _order_store(self, generation: int) -> None:

@@ -13,12 +13,12 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from msrun import environ
 from msrun.supervise import process
@@ -33,7 +33,7 @@ from msrun.supervise.orders import (
     SpawnStore,
     SpawnWorker,
 )
-from msrun.supervise.reaper import SignalHandler, drain, wake_on_child
+from msrun.supervise.reaper import Next, SignalHandler, drain, wake_on_child
 
 _DEVICE_FILES = ("/dev/nvidia", "/dev/davinci", "/dev/kfd")
 _CANNOT_START = 126 << 8
@@ -48,7 +48,7 @@ class Birth:
         fork: Whether a Python program continues in this process; else it is exec'ed.
         parent: Pid of the forkserver.
         signals: What signals did before the reaper ignored them.
-        descriptors: The forkserver's own, to be closed.
+        wakeup: The forkserver's own end of its signal pipe, to be closed.
         listen_fd: The store's listening socket.
     """
 
@@ -56,12 +56,20 @@ class Birth:
     fork: bool
     parent: int
     signals: dict[signal.Signals, SignalHandler]
-    descriptors: tuple[int, ...]
+    wakeup: int
     listen_fd: int
 
 
-BecomeWorker = Callable[[Birth, SpawnWorker], NoReturn]
-BecomeStore = Callable[[Birth, SpawnStore], NoReturn]
+BecomeWorker = Callable[[Birth, SpawnWorker], Next]
+BecomeStore = Callable[[Birth, SpawnStore], Next]
+
+
+class Forked(BaseException):  # noqa: N818 - an event: this process is a child from now on
+    """Unwinds the forkserver's frames in a child, which goes on with `become`."""
+
+    def __init__(self, become: Callable[[], Next]) -> None:
+        super().__init__()
+        self.become = become
 
 
 @dataclass(slots=True)
@@ -112,7 +120,7 @@ class Forkserver:
 
     def _fork_worker(self, order: SpawnWorker) -> None:
         child = _Child(order.generation, order.rank)
-        pid = self._fork(child, lambda: self.become_worker(self.birth, order))
+        pid = self._fork(child, partial(self.become_worker, self.birth, order))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -122,28 +130,35 @@ class Forkserver:
     def _fork_store(self, order: SpawnStore) -> None:
         self._lazy_store = None
         child = _Child(order.generation, None)
-        self._fork(child, lambda: self.become_store(self.birth, order))
+        self._fork(child, partial(self.become_store, self.birth, order))
 
-    def _fork(self, child: _Child, become: Callable[[], NoReturn]) -> int:
+    def _fork(self, child: _Child, become: Callable[[], Next]) -> int:
         """Fork a process that becomes `child`; return its pid, 0 when there is none."""
+        # Blocked signals wait for the child, which would ignore them at first, as we do.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.birth.signals)
+        problem = ""
         try:
             pid = os.fork()
         except OSError as error:
-            self._report_exit(0, child, _CANNOT_START, f"fork: {error.strerror}")
-            return 0
+            pid, problem = -1, f"fork: {error.strerror}"
         if pid == 0:
-            try:
-                become()
-            finally:
-                os._exit(1)
+            self.channel.close()
+            raise Forked(become)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.birth.signals)
+        if problem:
+            self._report_exit(0, child, _CANNOT_START, problem)
+            return 0
         self._children[pid] = child
         return pid
 
     def _signal(self, order: SignalWorkers) -> None:
         # Only this process reaps its children, so none of these pids can have been reused.
         for pid, child in self._children.items():
-            if child.rank in order.ranks:
-                process.kill(-pid if order.group else pid, order.signum)
+            if child.rank not in order.ranks:
+                continue
+            # A child that has just been forked leads no group yet.
+            if not order.group or not process.kill(-pid, order.signum):
+                process.kill(pid, order.signum)
 
     def _reap(self) -> None:
         drain(self.wakeup)
@@ -173,11 +188,15 @@ def preload(configure: Configure) -> Ready:
     if configure.kind == "command" or not configure.fork:
         return Ready(fork=False, seconds=0.0)
     before = environ.hold_back_threads()
+    # Nothing is collected, as gc.freeze advises: freed holes would be filled by the
+    # workers, each copying the page around them.
+    gc.disable()
     error = _import_all(configure.preload)
-    environ.restore(before)
-    reason = "" if error else why_unsafe()
-    gc.collect()
     gc.freeze()
+    gc.enable()
+    environ.restore(before)
+    _keep_operators()
+    reason = "" if error else why_unsafe()
     seconds = time.monotonic() - started
     return Ready(fork=not reason, reason=reason, error=error, seconds=seconds)
 
@@ -190,6 +209,17 @@ def _import_all(names: Sequence[str]) -> str | None:
         except Exception as error:  # noqa: BLE001 - any code may run at import
             return f"cannot import {name}: {type(error).__name__}: {error}"
     return None
+
+
+def _keep_operators() -> None:
+    """Have no worker take back, at its exit, the operators that torch registered at import.
+
+    It would be 35 ms of work in each of them, which nobody could see the result of.
+    """
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public list
+        referent = finalizer.peek()
+        if referent and referent[1].__module__ == "torch.library":
+            finalizer.atexit = False
 
 
 def why_unsafe() -> str:
@@ -215,8 +245,11 @@ def run(
     listen_fd: int,
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
-) -> None:
-    """Be the forkserver, in the child that the reaper forked, until the agent is gone."""
+) -> Next:
+    """Be the forkserver, in the child that the reaper forked, until the agent is gone.
+
+    Returns only in the processes that it forked, with what each of them is to do.
+    """
     process.set_name("msrun forksrv")
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
@@ -228,10 +261,12 @@ def run(
         fork=ready.fork,
         parent=os.getpid(),
         signals=signals,
-        descriptors=(channel.fileno(), wakeup),
+        wakeup=wakeup,
         listen_fd=listen_fd,
     )
     try:
         Forkserver(channel, birth, *become, wakeup).serve()
+    except Forked as child:
+        return child.become
     except ChannelClosed:
-        sys.exit(0)
+        os._exit(0)

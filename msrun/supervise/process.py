@@ -113,8 +113,14 @@ def _kernel_lists_children() -> bool:
 
 def children(pid: int) -> list[int]:
     """Return the children of `pid`, whichever of its threads forked them."""
-    if not _kernel_lists_children():
-        return [p for p in pids() if _stat_field(p, 1) == str(pid)]
+    return _listed_children(pid) if _kernel_lists_children() else _found_children(pid)
+
+
+def _found_children(pid: int) -> list[int]:
+    return [p for p in pids() if _stat_field(p, 1) == str(pid)]
+
+
+def _listed_children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - runs often, Path is slow
@@ -140,10 +146,13 @@ def command_line(pid: int) -> str:
     return arguments.replace(b"\0", b" ").decode(errors="replace")
 
 
-def kill(pid: int, signum: int = signal.SIGKILL) -> None:
-    """Send `signum` to `pid` if it still exists."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
+    """Send `signum` to `pid` if it still exists; return whether it was sent."""
+    try:
         os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def with_variable(assignment: bytes) -> list[int]:

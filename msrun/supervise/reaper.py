@@ -9,6 +9,7 @@ no child left, cleans up, and exits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -17,8 +18,8 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from msrun.supervise import containment, process
 from msrun.supervise.channel import Channel, ChannelClosed
@@ -36,6 +37,8 @@ _DEAF_TO = (
     signal.SIGUSR2,
 )
 
+# What a process does next, after it has left the frames of the process it was.
+Next = Callable[[], object] | None
 SignalHandler = Callable[..., object] | int | None
 
 
@@ -72,13 +75,13 @@ class Reaper:
     Args:
         channel: To the agent; also the lifeline.
         configure: What the agent ordered first.
-        forkserver: Pid of the forkserver.
+        forkserver: Pid of the forkserver; None when it is gone.
         wakeup: As of `wake_on_child`.
     """
 
     channel: Channel[ReaperOrder]
     configure: Configure
-    forkserver: int
+    forkserver: int | None
     wakeup: int
     _no_child_left: bool = field(default=False)
 
@@ -103,6 +106,7 @@ class Reaper:
     def _reap(self) -> None:
         """Collect every child that has ended."""
         drain(self.wakeup)
+        self._no_child_left = False
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -112,6 +116,7 @@ class Reaper:
             if pid == 0:
                 return
             if pid == self.forkserver:
+                self.forkserver = None  # its pid may soon be another process's
                 self.channel.send(ForkserverExited(status=status))
 
     def _sweep(self, order: Sweep) -> None:
@@ -124,15 +129,16 @@ class Reaper:
 
     def _end(self) -> None:
         """Kill the whole tree, remove what the job left on this node, say what is stuck."""
-        process.kill(self.forkserver)
+        if self.forkserver is not None:
+            process.kill(self.forkserver)
         cgroup = self.configure.cgroup
         if cgroup:
-            for directory in Path(cgroup).iterdir():
-                if directory.is_dir():
-                    containment.kill(str(directory))
+            for directory in Path(cgroup).glob("*/"):
+                containment.kill(str(directory))
         stuck = self._kill_until_gone(spare=None)
         if cgroup:
-            containment.enter(str(Path(cgroup).parent))
+            with contextlib.suppress(OSError):
+                containment.enter(str(Path(cgroup).parent))
             containment.remove(cgroup)
         shutil.rmtree(self.configure.run_dir, ignore_errors=True)
         self.channel.send(Swept(generation=-1, stuck=stuck))
@@ -145,7 +151,7 @@ class Reaper:
         """
         started = time.monotonic()
         pause = 0.001
-        while alive := self._living(spare):
+        while (alive := self._living(spare)) or (spare is None and not self._no_child_left):
             trackers = [pid for pid in alive if _is_tracker(pid)]
             spared = trackers if time.monotonic() - started < TRACKER_GRACE else []
             for pid in alive:
@@ -168,13 +174,26 @@ def _is_tracker(pid: int) -> bool:
     return any(name in process.command_line(pid) for name in _TRACKERS)
 
 
+def _first_order(channel: Channel[ReaperOrder]) -> Configure:
+    """Wait for the order that comes before all others, in as many pieces as it takes."""
+    orders: list[ReaperOrder] = []
+    try:
+        while not orders:
+            orders = channel.receive()
+    except ChannelClosed:
+        os._exit(1)
+    if len(orders) != 1 or not isinstance(orders[0], Configure):
+        os._exit(1)
+    return orders[0]
+
+
 ForkserverMain = Callable[
-    [Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], None
+    [Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], Next
 ]
 
 
-def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
-    """Be the reaper: fork the forkserver, serve, exit.
+def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
+    """Be the reaper: fork the forkserver, serve, exit; only the forked child returns.
 
     Args:
         arguments: Descriptors of the channel, of the forkserver's channel, of the
@@ -187,12 +206,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
     process.become_subreaper()
     channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
     forkserver_socket = socket.socket(fileno=forkserver_fd)
-    try:
-        (configure,) = channel.receive()
-    except (ChannelClosed, ValueError):
-        os._exit(1)
-    if not isinstance(configure, Configure):
-        os._exit(1)
+    configure = _first_order(channel)
     if configure.cgroup:
         containment.enter(configure.cgroup)
     reaper = os.getpid()
@@ -201,8 +215,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> NoReturn:
         os.close(lock_fd)
         process.die_with_parent(reaper)
         channel.close()
-        forkserver_main(configure, forkserver_socket, listen_fd, inherited)
-        os._exit(0)
+        return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
     forkserver_socket.close()
     os.close(listen_fd)
     Reaper(channel, configure, pid, wake_on_child()).serve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 
 import zmq
@@ -19,6 +20,7 @@ _HANDSHAKE_MS = 5_000
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 6_000
 _RECEIVE_QUEUE_MAX = 64
+_CURVE_BYTES = 64
 _BACKLOG = 4096
 
 
@@ -71,7 +73,8 @@ class Gate:
 def _bound(sock: zmq.Socket[bytes]) -> None:
     """Set every limit that does not depend on the end."""
     sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX)
+    # The limit counts what CURVE puts around a frame; the codec has the exact one.
+    sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
     sock.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE_MAX)
     sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -99,6 +102,7 @@ class SchedulerSocket:
         self.socket = context.socket(zmq.ROUTER)
         _bound(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
             self._authenticate(context, secret)
         host, port = listening.getsockname()[:2]
@@ -139,7 +143,8 @@ class SchedulerSocket:
         try:
             self.socket.send_multipart([route, codec.encode(envelope)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            self._routes.pop(envelope.node_id, None)
+            # The route stays: it is valid again once the agent has reconnected.
+            return
 
 
 class AgentSocket:
@@ -156,6 +161,9 @@ class AgentSocket:
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
+        # One identity for all of its connections, so that an agent whose connection broke
+        # need not speak first to be reached again.  The first byte must not be zero.
+        self.socket.setsockopt(zmq.ROUTING_ID, b"a" + secrets.token_bytes(16))
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         if secret is not None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from msrun import entry, environ
 from msrun.supervise import containment, memory_policy, process
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnWorker
+from msrun.supervise.reaper import Next
 from msrun.worker import main_module, math_threads, stdio
 
 # SIGUSR1 and SIGUSR2 belong to the user; the first real-time signals to the C library.
@@ -31,8 +33,8 @@ _NOT_EXECUTABLE = 126
 _ERROR_TEXT_MAX = 16 * 1024
 
 
-def become_worker(birth: Birth, order: SpawnWorker) -> NoReturn:
-    """Turn this fresh fork into the rank of `order`; never returns."""
+def become_worker(birth: Birth, order: SpawnWorker) -> Next:
+    """Turn this fresh fork into the rank of `order`; return what runs its program."""
     configure = birth.configure
     try:
         _leave_forkserver(birth)
@@ -48,7 +50,7 @@ def become_worker(birth: Birth, order: SpawnWorker) -> NoReturn:
             process.set_name(Path(sys.executable).name)
             math_threads.follow_environment(was=configure.threads)
             _reseed()
-            run_program(configure.kind, configure.argv)
+            return partial(run_program, configure.kind, configure.argv)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
     except OSError as error:
         os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
@@ -71,13 +73,14 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
 def _leave_forkserver(birth: Birth) -> None:
     """Drop everything that ties this process to the forkserver but its death."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (*birth.descriptors, wakeup, birth.listen_fd):
+    for descriptor in (birth.wakeup, wakeup, birth.listen_fd):
         os.close(descriptor)
     os.setsid()
     process.die_with_parent(birth.parent)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum, handler in birth.signals.items():
         signal.signal(signum, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)
 
 
 def _close_stdin() -> None:
@@ -123,7 +126,9 @@ def record_error(error: BaseException) -> None:
     if not path or Path(path).exists():
         return
     text = "".join(traceback.format_exception(error))
-    message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    # Before the message come a syntax error's indented lines, after it lines of advice.
+    message = next((line for line in lines if line[:1].strip()), type(error).__name__)
     extra = {
         "py_callstack": text[-_ERROR_TEXT_MAX:],
         "timestamp": str(int(time.time())),

@@ -23,24 +23,24 @@ class LogFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         """Write all of `data`, or count it as dropped; return its length in bytes."""
         view = memoryview(data).cast("B")
+        if self.dropped:
+            marker = f"[msrun] {self.dropped} bytes lost: the log's disk was full\n".encode()
+            if self._write_all(memoryview(marker)):
+                self.dropped += len(view)
+                return len(view)
+            self.dropped = 0
+        self.dropped = self._write_all(view)
+        return len(view)
+
+    def _write_all(self, view: memoryview) -> int:
+        """Write `view` as far as there is space; return the number of bytes left over."""
         try:
-            if self.dropped:
-                self._write_all(self._marker())
-                self.dropped = 0
-            self._write_all(view)
+            while view:
+                view = view[super().write(view) or 0 :]
         except OSError as error:
             if error.errno not in _SURVIVABLE:
                 raise
-            self.dropped += len(view)
         return len(view)
-
-    def _write_all(self, view: memoryview) -> None:
-        while view:
-            written = super().write(view)
-            view = view[written or 0 :]
-
-    def _marker(self) -> memoryview:
-        return memoryview(f"[msrun] {self.dropped} bytes lost: the log's disk was full\n".encode())
 
 
 def install() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,21 +15,23 @@ from msrun import entry
 from msrun.supervise import containment, process
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnStore
+from msrun.supervise.reaper import Next
 
 
-def become_store(birth: Birth, order: SpawnStore) -> NoReturn:
-    """Turn this fresh fork into the store of `order`; never returns."""
+def become_store(birth: Birth, order: SpawnStore) -> Next:
+    """Turn this fresh fork into the store of `order`; return what serves it."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (*birth.descriptors, wakeup):
+    for descriptor in (birth.wakeup, wakeup):
         os.close(descriptor)
     process.die_with_parent(birth.parent)
     process.set_name("msrun store")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)
     if birth.configure.cgroup:
         containment.enter_generation(birth.configure.cgroup, order.generation)
     arguments = [order.host, str(order.port), str(birth.listen_fd)]
     if birth.fork:
-        serve(arguments)
+        return partial(serve, arguments)
     os.set_inheritable(birth.listen_fd, True)  # noqa: FBT003 - positional only
     start = [sys.executable, str(Path(entry.__file__)), f"{__name__}:serve"]
     os.execv(sys.executable, [*start, *arguments])  # noqa: S606 - no shell is wanted

@@ -1,0 +1,206 @@
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrun.cluster import codec
+from msrun.cluster.messages import (
+    PROTOCOL_VERSION,
+    Drained,
+    Envelope,
+    Finish,
+    Interrupted,
+    NodeFailed,
+    Refused,
+    Register,
+    Restarting,
+    Start,
+    Stop,
+    WorkerExited,
+)
+from msrun.cluster.verdict import Group, RankExit, Verdict
+from msrun.errors import ProtocolError
+
+text = st.text(max_size=20)
+number = st.integers(-(2**31), 2**31)
+seconds = st.floats(allow_nan=False)
+ranks = st.lists(number, max_size=4)
+exits = st.builds(
+    RankExit,
+    rank=number,
+    node_rank=number,
+    host=text,
+    local_rank=number,
+    pid=number,
+    code=st.none() | number,
+    signum=st.none() | number,
+    core=st.booleans(),
+    oom=st.booleans(),
+    ran_for=seconds,
+    age=seconds,
+    swept=st.booleans(),
+    error=text,
+    tail=st.lists(text, max_size=3),
+    log_file=text,
+)
+verdicts = st.builds(
+    Verdict,
+    job_id=text,
+    code=number,
+    reason=text,
+    generation=number,
+    restarts=number,
+    hint=text,
+    root=st.none() | exits,
+    collateral=st.lists(st.builds(Group, text, ranks), max_size=2),
+    finished=ranks,
+    stuck=st.lists(text, max_size=2),
+    insecure=st.booleans(),
+)
+bodies = st.one_of(
+    st.builds(
+        Register,
+        host=text,
+        slots=number,
+        store_host=text,
+        store_port=number,
+        node_rank=st.none() | number,
+    ),
+    st.builds(WorkerExited, exit=exits),
+    st.builds(Drained, stuck=st.lists(text, max_size=3)),
+    st.builds(Interrupted, signum=number),
+    st.builds(NodeFailed, reason=text, code=number),
+    st.builds(
+        Start,
+        node_rank=number,
+        nnodes=number,
+        first_rank=number,
+        count=number,
+        world_size=number,
+        store_host=text,
+        store_port=number,
+        serve_store=st.booleans(),
+    ),
+    st.builds(Stop, reason=text, signum=number),
+    st.builds(
+        Restarting,
+        reason=text,
+        log_file=text,
+        delay=seconds,
+        restart=number,
+        max_restarts=number,
+    ),
+    st.builds(Finish, verdict=verdicts),
+    st.builds(Refused, reason=text),
+)
+envelopes = st.builds(
+    Envelope, job_id=text, node_id=text, incarnation=number, generation=number, body=bodies
+)
+
+
+def envelope(**changes):
+    given = {
+        "job_id": "train",
+        "node_id": "a",
+        "incarnation": 1,
+        "generation": 0,
+        "body": Interrupted(signum=2),
+    }
+    return Envelope(**{**given, **changes})
+
+
+@given(envelopes)
+def test_a_message_comes_back_as_it_was(message):
+    assert codec.decode(codec.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(frame):
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(codec.decode(frame), Envelope)
+
+
+@given(envelopes, st.data())
+def test_a_damaged_frame_is_a_message_or_a_protocol_error(message, data):
+    frame = bytearray(codec.encode(message))
+    position = data.draw(st.integers(0, len(frame) - 1))
+    frame[position] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(codec.decode(bytes(frame)), Envelope)
+
+
+def test_every_beginning_of_a_frame_is_refused():
+    frame = codec.encode(envelope())
+
+    for length in range(len(frame)):
+        with pytest.raises(ProtocolError, match=r"protocol version 0|a frame is no message"):
+            codec.decode(frame[:length])
+
+
+def test_a_frame_with_something_after_it_is_refused():
+    with pytest.raises(ProtocolError, match="a frame is no message"):
+        codec.decode(codec.encode(envelope()) + b"\0")
+
+
+def test_deep_nesting_is_refused():
+    with pytest.raises(ProtocolError, match="a frame is no message"):
+        codec.decode(b"\x91" * 60_000)
+
+
+def test_the_largest_message_is_sent_and_the_next_larger_is_not():
+    overhead = len(codec.encode(envelope(body=Refused(reason="x" * 60_000)))) - 60_000
+    fits = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead)))
+    too_large = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead + 1)))
+
+    frame = codec.encode(fits)
+
+    assert (len(frame), codec.decode(frame)) == (65536, fits)
+    with pytest.raises(ProtocolError, match="65537 bytes is over the limit of 65536"):
+        codec.encode(too_large)
+
+
+def test_a_frame_that_is_too_large_is_not_looked_at():
+    with pytest.raises(ProtocolError, match="a frame of 65537 bytes is over the limit of 65536"):
+        codec.decode(b"\xff" * (codec.FRAME_BYTES_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [envelope(node_id="\udcff"), envelope(incarnation=2**64)],
+    ids=["text that is not Unicode", "number of 65 bits"],
+)
+def test_what_no_peer_could_read_is_not_sent(message):
+    with pytest.raises(ProtocolError, match="a message cannot be sent"):
+        codec.encode(message)
+
+
+def test_another_version_is_named_whatever_else_it_says():
+    frame = msgspec.msgpack.encode({"version": 2, "body": {"type": "Novelty"}, "news": [1]})
+
+    with pytest.raises(ProtocolError) as caught:
+        codec.decode(frame)
+
+    assert (caught.value.message, caught.value.hint) == (
+        f"the peer speaks protocol version 2, this is {PROTOCOL_VERSION}",
+        "install the same msrun on all nodes",
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"news": 1},
+        {"body": {"type": "Novelty"}},
+        {"body": {"type": "Interrupted", "signum": 2, "news": 1}},
+        {"body": {"type": "Interrupted"}},
+        {"generation": "0"},
+    ],
+    ids=["unknown field", "unknown body", "unknown body field", "missing field", "wrong type"],
+)
+def test_what_this_version_does_not_know_is_refused(change):
+    content = msgspec.to_builtins(envelope()) | change
+
+    with pytest.raises(ProtocolError, match="a frame is no message"):
+        codec.decode(msgspec.msgpack.encode(content))

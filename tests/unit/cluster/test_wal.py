@@ -1,0 +1,85 @@
+import zlib
+
+import pytest
+
+from msrun.cluster import wal
+from msrun.cluster.verdict import Group, RankExit, Verdict
+from msrun.cluster.wal import Decided, GenerationStarted
+
+ROOT = RankExit(
+    rank=1,
+    node_rank=0,
+    host="a",
+    local_rank=1,
+    pid=4711,
+    code=3,
+    ran_for=1.5,
+    error="ValueError: a line\r\nand \x85 another",
+    tail=["step 1", "größer"],
+)
+VERDICT = Verdict(
+    job_id="train",
+    code=3,
+    reason="rank 1 exited with code 3",
+    generation=1,
+    restarts=1,
+    root=ROOT,
+    collateral=[Group("was killed by SIGTERM", [0, 2])],
+)
+RECORDS = [GenerationStarted(0), GenerationStarted(1), Decided(VERDICT)]
+LINES = [wal.encode(record) for record in RECORDS]
+LOG = b"".join(LINES)
+
+
+def line(body):
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def test_a_record_is_a_checked_line():
+    assert wal.encode(GenerationStarted(0)) == (
+        b'025b089a {"type":"GenerationStarted","generation":0}\n'
+    )
+
+
+def test_records_come_back_in_order():
+    assert wal.decode(LOG) == RECORDS
+
+
+def test_a_torn_end_hides_only_the_record_it_tore():
+    whole = [sum(map(len, LINES[:count])) for count in range(len(LINES) + 1)]
+
+    read = [wal.decode(LOG[:length]) for length in range(len(LOG) + 1)]
+
+    expected = [
+        RECORDS[: sum(1 for end in whole[1:] if end <= length)] for length in range(len(LOG) + 1)
+    ]
+    assert read == expected
+
+
+def test_a_flipped_bit_hides_its_record_and_what_follows():
+    for position in range(len(LOG)):
+        damaged = next(i for i in range(len(LINES)) if position < sum(map(len, LINES[: i + 1])))
+        for bit in range(8):
+            log = bytearray(LOG)
+            log[position] ^= 1 << bit
+
+            assert wal.decode(bytes(log)) == RECORDS[:damaged], f"byte {position}, bit {bit}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b'{"type":"Novelty"}', b'{"type":"GenerationStarted","generation":"0"}'],
+)
+def test_a_whole_line_that_is_no_record_ends_the_log(body):
+    assert wal.decode(LINES[0] + line(body) + LINES[1]) == RECORDS[:1]
+
+
+@pytest.mark.parametrize("log", [b"", LINES[0], LINES[0] + LINES[2][:-1]])
+def test_no_verdict_before_it_is_whole(log):
+    assert wal.verdict(log) is None
+
+
+def test_the_first_verdict_holds():
+    other = Verdict(job_id="train", code=0, reason="", generation=1, restarts=1)
+
+    assert wal.verdict(LOG + wal.encode(Decided(other))) == VERDICT

@@ -1,0 +1,66 @@
+"""Backends by name, also where a user's folder has the name of ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import msrun
+from msrun import launch
+from msrun.errors import UsageError
+
+HOME = Path(msrun.__file__).parent.parent
+
+
+def test_names_are_sorted_and_hold_the_built_in_ones():
+    names = launch.names()
+
+    assert names == sorted(names)
+    assert set(launch.BUILT_IN) <= set(names)
+
+
+@pytest.mark.parametrize("name", launch.BUILT_IN)
+def test_every_built_in_backend_is_a_launcher(name):
+    assert isinstance(launch.load(name), launch.Launcher)
+
+
+def test_an_unknown_backend_is_refused_with_the_choices():
+    with pytest.raises(UsageError) as refusal:
+        launch.load("slrum")
+
+    choices = ", ".join(launch.names())
+    assert refusal.value.message == f"--launcher 'slrum' is not installed (choose {choices})"
+
+
+LOAD = """
+from msrun import launch
+from msrun.errors import UsageError
+try:
+    launch.load("dynamic")
+except UsageError as refusal:
+    print(refusal.render())
+"""
+
+
+@pytest.mark.parametrize("files", [("__init__.py",), ("__init__.py", "dynamic.py")])
+def test_a_folder_that_hides_ours_is_named(tmp_path, files):
+    decoy = tmp_path / "launchers"
+    decoy.mkdir()
+    for name in files:
+        (decoy / name).write_text("")
+    script = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(HOME)!r}]\n{LOAD}"
+    out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
+
+    assert out == (
+        f'error: "launchers" resolves to {decoy}, which hides msrun\'s own at {HOME}/launchers\n'
+        f"  hint: remove {tmp_path} from PYTHONPATH\n"
+    )
+
+
+def test_a_folder_that_is_no_package_hides_nothing(tmp_path):
+    (tmp_path / "launchers").mkdir()
+    script = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(HOME)!r}]\n{LOAD}"
+    out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
+
+    assert out == ""
