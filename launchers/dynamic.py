@@ -33,9 +33,9 @@ class DynamicLauncher:
 
     def submit(self, plan: LaunchPlan) -> int:
         """Run the job on this node to its end and return its exit code."""
-        from msrun.roles import agent  # `plan` needs no ZeroMQ.
+        from msrun.roles.agent import run  # `plan` needs no ZeroMQ.
 
-        return agent.run(plan)
+        return run(plan)
 
 
 def _command(program: Program) -> tuple[str, ...]:

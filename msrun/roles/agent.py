@@ -87,6 +87,8 @@ class Agent:
         when_running: Called when all workers run for the first time.
     """
 
+    _verdict: Verdict
+
     def __init__(self, plan: LaunchPlan, loop: Loop, when_running: Callable[[], None]) -> None:
         self._plan = plan
         self._job = plan.job
@@ -96,7 +98,6 @@ class Agent:
         self._incarnation = int(self._began_at * 1000)
         self._workers: dict[int, RunningWorker] = {}
         self._running = 0
-        self._verdict: Verdict | None = None
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
         log_file = os.path.join(self._job.log_dir, LOG_FILE)  # noqa: PTH118 - as all log paths
@@ -128,7 +129,6 @@ class Agent:
             finally:
                 stuck = self._node.close()
             self._console.finish(CONSOLE_SECONDS)
-        assert self._verdict is not None
         verdict = msgspec.structs.replace(self._verdict, stuck=[*self._verdict.stuck, *stuck])
         took = self._loop.now() - self._began_at
         workers = self._job.workers_per_node
@@ -324,4 +324,3 @@ def _tails(plan: LaunchPlan) -> list[logs.Tail]:
 
 def _count(workers: int) -> str:
     return f"{workers} worker{'s' if workers != 1 else ''}"
-

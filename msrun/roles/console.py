@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from msrun.supervise.logs import Tail, printable
 
@@ -70,7 +70,7 @@ class Console:
         self._pending = b""
         self._has_reader = True
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -121,7 +121,8 @@ class Console:
 
     def _show(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
 
     def _next_lines(self, *, final: bool = False) -> bytes:
         for tail in self._tails:
@@ -155,7 +156,7 @@ class LiveConsole(Console):
         self._name = name
         self._live: Live | None = None
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         from rich.console import Console as RichConsole  # Only a terminal needs them.
         from rich.live import Live
 

@@ -97,9 +97,13 @@ def _read_error(path: str) -> tuple[str, float | None]:
         with Path(path).open("rb") as file:
             content = json.loads(file.read(_ERROR_FILE_BYTES_MAX))
         message = content["message"]
-        text, extra = (message, {}) if isinstance(message, str) else (
-            message["message"],
-            message.get("extraInfo", {}),
+        text, extra = (
+            (message, {})
+            if isinstance(message, str)
+            else (
+                message["message"],
+                message.get("extraInfo", {}),
+            )
         )
         lines = [line for line in str(text).splitlines() if line.strip()]
         at = extra.get("monotonic")

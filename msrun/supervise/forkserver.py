@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from msrun import environ
 from msrun.supervise import process
@@ -64,7 +65,7 @@ BecomeWorker = Callable[[Birth, SpawnWorker], Next]
 BecomeStore = Callable[[Birth, SpawnStore], Next]
 
 
-class Forked(BaseException):  # noqa: N818 - an event: this process is a child from now on
+class Forked(BaseException):
     """Unwinds the forkserver's frames in a child, which goes on with `become`."""
 
     def __init__(self, become: Callable[[], Next]) -> None:
@@ -90,8 +91,13 @@ class Forkserver:
     _children: dict[int, _Child] = field(default_factory=dict)
     _lazy_store: SpawnStore | None = None
 
-    def serve(self) -> None:
-        """Carry out orders until the agent is gone."""
+    def serve(self) -> NoReturn:
+        """Carry out orders until the agent is gone.
+
+        Raises:
+            ChannelClosed: The agent is gone.
+            Forked: This is a child.
+        """
         while True:
             poller = select.poll()
             poller.register(self.channel.fileno(), select.POLLIN)

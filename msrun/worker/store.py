@@ -30,11 +30,11 @@ def become_store(birth: Birth, order: SpawnStore) -> Next:
     if birth.configure.cgroup:
         containment.enter_generation(birth.configure.cgroup, order.generation)
     arguments = [order.host, str(order.port), str(birth.listen_fd)]
-    if birth.fork:
-        return partial(serve, arguments)
-    os.set_inheritable(birth.listen_fd, True)  # noqa: FBT003 - positional only
-    start = [sys.executable, str(Path(entry.__file__)), f"{__name__}:serve"]
-    os.execv(sys.executable, [*start, *arguments])  # noqa: S606 - no shell is wanted
+    if not birth.fork:
+        os.set_inheritable(birth.listen_fd, True)  # noqa: FBT003 - positional only
+        start = [sys.executable, str(Path(entry.__file__)), f"{__name__}:serve"]
+        os.execv(sys.executable, [*start, *arguments])  # noqa: S606 - no shell is wanted
+    return partial(serve, arguments)
 
 
 def serve(arguments: list[str]) -> NoReturn:

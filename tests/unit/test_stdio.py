@@ -94,7 +94,7 @@ def test_everything_that_has_a_buffer_is_written(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"abc"
 
 
-def test_another_error_is_still_an_error(tmp_path):
+def test_another_error_is_still_an_error():
     reading, writing = os.pipe()
     os.close(reading)
     with LogFile(writing, "w") as log, pytest.raises(BrokenPipeError):
