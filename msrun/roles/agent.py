@@ -136,12 +136,12 @@ class Agent:
         return verdict
 
     def _start(self) -> None:
+        self._node.open()
         job = self._job
         self._console.say(
             f"msrun: {job.job_id}: {_count(job.workers_per_node)} on {self._plan.machine.host}, "
-            f"contained by {self._plan.containment}; logs: {job.log_dir}"
+            f"contained by {self._node.containment}; logs: {job.log_dir}"
         )
-        self._node.open()
         self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.scheduler.pidfd, self._on_scheduler_end)

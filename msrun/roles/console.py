@@ -7,14 +7,14 @@ it does, and the workers, who write to their own files, never notice.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Self, cast
 
 from msrun.supervise.logs import Tail, printable
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # What a pipe that polls as writable takes without blocking: PIPE_BUF.
 _CHUNK_BYTES = 4096
 _CHUNKS_EACH_TIME = 64
+_PATIENCE_MS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +121,7 @@ class Console:
                 return
 
     def _show(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+        write_bounded(2, f"{text}\n".encode(errors="backslashreplace"))
 
     def _next_lines(self, *, final: bool = False) -> bytes:
         for tail in self._tails:
@@ -155,13 +154,22 @@ class LiveConsole(Console):
         super().__init__(journal, tails)
         self._name = name
         self._live: Live | None = None
+        self._shown = ""
 
     def __enter__(self) -> Self:
         from rich.console import Console as RichConsole  # Only a terminal needs them.
         from rich.live import Live
 
-        rich = RichConsole(file=sys.stderr, highlight=False, markup=False, emoji=False)
-        self._live = Live(console=rich, auto_refresh=False, transient=True)
+        rich = RichConsole(
+            file=cast("IO[str]", _Terminal()), highlight=False, markup=False, emoji=False
+        )
+        self._live = Live(
+            console=rich,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._live.start()
         return self
 
@@ -180,9 +188,11 @@ class LiveConsole(Console):
         """Show where the job stands, in place of what the line said before."""
         from rich.text import Text
 
-        if self._live and _is_writable(2):
-            text = Text.assemble((self._name, "bold"), "  ", (status.render(), "cyan"))
-            self._live.update(text, refresh=True)
+        line = status.render()
+        if self._live and line != self._shown and _is_writable(2):
+            self._live.update(Text.assemble((self._name, "bold"), "  ", (line, "cyan")))
+            self._live.refresh()
+            self._shown = line
 
     def _show(self, text: str) -> None:
         if self._live is None:
@@ -205,6 +215,31 @@ def open_console(journal: int, tails: Sequence[Tail], name: str) -> Console:
 def is_terminal() -> bool:
     """Return whether a person reads both of our streams."""
     return os.isatty(1) and os.isatty(2)
+
+
+def write_bounded(descriptor: int, data: bytes) -> None:
+    """Write `data` as far as a reader takes it within `_PATIENCE_MS`; the rest is dropped."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        while data and poller.poll(_PATIENCE_MS):
+            data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
+
+
+class _Terminal(io.TextIOBase):
+    """Standard error for rich: a terminal that hangs or has gone is no error."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str, /) -> int:
+        write_bounded(2, text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
 
 
 def _is_writable(descriptor: int) -> bool:

@@ -47,6 +47,7 @@ class NodeResources:
     tree: ProcessTree
     scheduler: SchedulerProcess
     socket: AgentSocket
+    containment: str
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
@@ -77,6 +78,7 @@ class NodeResources:
             Path(worker.log_file).unlink(missing_ok=True)
         threads = _threads(self._plan)
         cgroup = self._make_cgroup()
+        self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
             _configure(self._job, str(self._dir), cgroup, threads),
             self._store_socket,

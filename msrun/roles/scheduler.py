@@ -6,9 +6,8 @@ import logging
 import os
 import socket
 import sys
-from base64 import b64decode
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn, TextIO, cast
 
 import msgspec
 
@@ -18,6 +17,7 @@ from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_state import Action, Received, SchedulerState, Send, Tick, Write
 from msrun.job import RestartLimits
 from msrun.supervise import process
+from msrun.supervise.channel import load
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import SchedulerSocket
@@ -94,7 +94,8 @@ class Scheduler:
                 type(message.body).__name__,
             )
             if isinstance(message.body, Register):
-                self._incarnations[message.node_id] = message.incarnation
+                known = self._incarnations.get(message.node_id, 0)
+                self._incarnations[message.node_id] = max(known, message.incarnation)
             event = Received(
                 message.node_id,
                 message.incarnation,
@@ -132,7 +133,7 @@ def main(arguments: list[str]) -> NoReturn:
     line = _read_line()
     if not line:
         os._exit(1)
-    config = msgspec.msgpack.decode(b64decode(line), type=SchedulerConfig)
+    config = cast("SchedulerConfig", load(line, SchedulerConfig))
     process.die_with_parent(config.parent)
     logging.basicConfig(
         stream=_open_log(config.log_file),

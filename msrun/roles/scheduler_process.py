@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, cast
@@ -17,6 +16,7 @@ from msrun.cluster import wal
 from msrun.cluster.verdict import Verdict
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.supervise import logs
+from msrun.supervise.channel import dump
 from msrun.supervise.process import signal_name
 from msrun.supervise.tree import python_command
 from msrun.transport.loop import wait_readable
@@ -52,7 +52,7 @@ class SchedulerProcess:
         self._lifeline = cast("IO[bytes]", self._process.stdin)
         # One that ended at once shows by its pidfd.
         with contextlib.suppress(BrokenPipeError):
-            self._lifeline.write(b64encode(msgspec.msgpack.encode(config)) + b"\n")
+            self._lifeline.write(dump(config) + b"\n")
             self._lifeline.flush()
         self.pidfd = os.pidfd_open(self._process.pid)
         """Readable as soon as it has ended."""

@@ -83,7 +83,7 @@ def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float)
         age=max(0.0, now - (end.at if raised_at is None else min(raised_at, end.at))),
         error=end.reason or error,
         tail=tail,
-        log_file=plan.log_file,
+        log_file=printable(plan.log_file),
     )
 
 

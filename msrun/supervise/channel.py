@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
@@ -12,6 +13,23 @@ _HEADER = struct.Struct("!I")
 FRAME_BYTES_MAX = 8 * 1024 * 1024
 
 Incoming = TypeVar("Incoming")
+
+
+def dump(message: object) -> bytes:
+    """Return `message`, a msgspec struct, as one line of ASCII.
+
+    JSON, because it alone carries the names of files and variables that are not UTF-8.
+    """
+    return json.dumps(msgspec.to_builtins(message)).encode()
+
+
+def load(line: bytes | bytearray, kind: object) -> object:
+    """Return the struct of type or union `kind` that `dump` wrote.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return msgspec.convert(json.loads(line), kind)
 
 
 class ChannelClosed(Exception):  # noqa: N818 - an event of the peer's, not an error of ours
@@ -29,8 +47,7 @@ class Channel(Generic[Incoming]):
     def __init__(self, sock: socket.socket, incoming: object) -> None:
         self._socket = sock
         self._buffer = bytearray()
-        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._incoming = incoming
 
     def fileno(self) -> int:
         """Return the descriptor to poll for `receive`."""
@@ -42,7 +59,7 @@ class Channel(Generic[Incoming]):
         A peer that is gone shows as `ChannelClosed` from `receive`, the one place
         where its end is dealt with.
         """
-        body = self._encoder.encode(message)
+        body = dump(message)
         try:
             self._socket.sendall(_HEADER.pack(len(body)) + body)
         except (BrokenPipeError, ConnectionResetError):
@@ -64,7 +81,7 @@ class Channel(Generic[Incoming]):
         return self._take()
 
     def _take(self) -> list[Incoming]:
-        messages = []
+        messages: list[Incoming] = []
         while len(self._buffer) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._buffer)
             if length > FRAME_BYTES_MAX:
@@ -72,7 +89,9 @@ class Channel(Generic[Incoming]):
             end = _HEADER.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(self._decoder.decode(self._buffer[_HEADER.size : end]))
+            messages.append(
+                cast("Incoming", load(self._buffer[_HEADER.size : end], self._incoming))
+            )
             del self._buffer[:end]
         return messages
 

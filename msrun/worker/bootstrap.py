@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from functools import partial
@@ -50,6 +51,7 @@ def become_worker(birth: Birth, order: SpawnWorker) -> Next:
             process.set_name(Path(sys.executable).name)
             math_threads.follow_environment(was=configure.threads)
             _reseed()
+            _name_main_thread()
             return partial(run_program, configure.kind, configure.argv)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
     except OSError as error:
@@ -99,14 +101,24 @@ def _bind(order: SpawnWorker) -> None:
 def _reseed() -> None:
     """Give this process random numbers of its own, as a fresh interpreter has.
 
-    `random` reseeds itself after a fork.  torch's default seed is one constant in
-    every fresh process, so it is right as it is.
+    torch's generator takes its seed when it is first used, which its import does; those
+    of devices begin with one constant in every fresh process.
     """
     random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
     if multiprocessing_process := sys.modules.get("multiprocessing.process"):
         multiprocessing_process.current_process().authkey = os.urandom(32)
+
+
+def _name_main_thread() -> None:
+    """Give the main thread this process's own id.
+
+    Python forgets to after a fork, until 3.13.4: https://github.com/python/cpython/issues/132542
+    """
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public setter
 
 
 def _exec(kind: str, argv: list[str], interpreter_options: list[str]) -> NoReturn:

@@ -6,14 +6,14 @@ import struct
 import msgspec
 import pytest
 
-from msrun.supervise.channel import FRAME_BYTES_MAX, Channel, ChannelClosed
+from msrun.supervise.channel import FRAME_BYTES_MAX, Channel, ChannelClosed, dump
 from msrun.supervise.orders import Configure, ReaperOrder, Sweep
 
 CONFIGURE = Configure(job_id="j", kind="script", argv=["x.py"], cwd="/", run_dir="/r", threads="1")
 
 
 def frame(message):
-    body = msgspec.msgpack.encode(message)
+    body = dump(message)
     return struct.pack("!I", len(body)) + body
 
 

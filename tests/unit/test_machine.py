@@ -419,7 +419,7 @@ def test_the_cgroup_of_the_real_machine_takes_a_child_that_can_be_killed():
 def test_reading_the_machine_imports_nothing_heavy():
     code = (
         "import sys; from msrun.supervise.machine import read_machine; read_machine({});"
-        "heavy = {'torch', 'psutil', 'subprocess', 'socket', 'zmq', 'asyncio', 'ctypes'};"
+        "heavy = {'torch', 'psutil', 'subprocess', 'zmq', 'asyncio', 'ctypes'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
