@@ -11,12 +11,13 @@ from typing import NoReturn, TextIO, cast
 
 import msgspec
 
+from msrun import environ
 from msrun.cluster import wal
 from msrun.cluster.messages import Envelope, Register
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_state import Action, Received, SchedulerState, Send, Tick, Write
 from msrun.job import RestartLimits
-from msrun.supervise import process
+from msrun.supervise import process, title
 from msrun.supervise.channel import load
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
@@ -129,12 +130,13 @@ def main(arguments: list[str]) -> NoReturn:
     """Serve the job that standard input describes in its first line."""
     del arguments
     ignore_signals()
-    process.set_name("msrun scheduler")
+    title.set_name("msrun scheduler")
     line = _read_line()
     if not line:
         os._exit(1)
     config = cast("SchedulerConfig", load(line, SchedulerConfig))
     process.die_with_parent(config.parent)
+    title.show_as(["msrun", "scheduler", config.job_id], environ.current())
     logging.basicConfig(
         stream=_open_log(config.log_file),
         level=logging.INFO,

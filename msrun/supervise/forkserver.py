@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from msrun import environ
-from msrun.supervise import process
+from msrun.supervise import process, title
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import (
     Configure,
@@ -256,7 +256,8 @@ def run(
 
     Returns only in the processes that it forked, with what each of them is to do.
     """
-    process.set_name("msrun forksrv")
+    title.set_name("msrun forksrv")
+    title.show_as(["msrun", "forkserver", configure.job_id], environ.current())
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
     ready = preload(configure)

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, argument: int | ctypes.Array[ctypes.c_char]) -> None:
+def _prctl(option: int, argument: int) -> None:
     if _libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -35,11 +34,6 @@ def die_with_parent(parent: int) -> None:
 def become_subreaper() -> None:
     """Have orphaned descendants of this process become its children."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def set_name(name: str) -> None:
-    """Set the name that `ps` and `top` show for this process; 15 bytes are kept."""
-    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]))
 
 
 def open_standard_streams() -> None:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from msrun.supervise import containment, process
+from msrun import environ
+from msrun.supervise import containment, process, title
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Sweep, Swept
 
@@ -202,7 +203,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
     """
     channel_fd, forkserver_fd, listen_fd, lock_fd = map(int, arguments)
     inherited = ignore_signals()
-    process.set_name("msrun reaper")
+    title.set_name("msrun reaper")
     process.become_subreaper()
     channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
     forkserver_socket = socket.socket(fileno=forkserver_fd)
@@ -218,5 +219,6 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
     forkserver_socket.close()
     os.close(listen_fd)
+    title.show_as(["msrun", "reaper", configure.job_id], environ.current())
     Reaper(channel, configure, pid, wake_on_child()).serve()
     os._exit(0)

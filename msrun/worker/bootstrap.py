@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from msrun import entry, environ
-from msrun.supervise import containment, memory_policy, process
+from msrun.supervise import containment, memory_policy, process, title
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
@@ -48,7 +48,6 @@ def become_worker(birth: Birth, order: SpawnWorker) -> Next:
         _bind(order)
         environ.install(order.env)
         if birth.fork:
-            process.set_name(Path(sys.executable).name)
             math_threads.follow_environment(was=configure.threads)
             _reseed()
             _name_main_thread()
@@ -67,6 +66,9 @@ def main(arguments: list[str]) -> NoReturn:
 
 def run_program(kind: str, argv: list[str]) -> NoReturn:
     """Run a Python program as `__main__`; never returns."""
+    module = ["-m"] if kind == "module" else []
+    title.set_name(Path(sys.executable).name)
+    title.show_as([sys.executable, *module, *argv], environ.current())
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     main_module.run(kind, argv, record_error)

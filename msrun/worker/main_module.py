@@ -33,6 +33,8 @@ from msrun.supervise.process import flush_c_streams
 ERROR = 1
 _CANNOT_OPEN = 2
 _LONG_MAX = (1 << 63) - 1
+# What children that were not forked call the classes of `__main__` when they pickle them.
+_MP_ALIAS = "__mp_main__"
 Record = Callable[[BaseException], None]
 
 
@@ -46,7 +48,7 @@ def run(kind: str, argv: list[str], record: Record) -> NoReturn:
     """
     sys.argv = list(argv)
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *argv]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    _replace_main()
     interrupted = False
     try:
         if kind == "module":
@@ -63,6 +65,14 @@ def run(kind: str, argv: list[str], record: Record) -> NoReturn:
         record(error)
         code = _show(error)
     leave(code, signal.SIGINT if interrupted else None)
+
+
+def _replace_main() -> None:
+    """Begin a new `__main__`, also under the alias that multiprocessing gave the old one."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if _MP_ALIAS in sys.modules:
+        sys.modules[_MP_ALIAS] = main
 
 
 def _run_module(name: str) -> None:
@@ -201,6 +211,7 @@ def _drop_globals() -> None:
 
 def _release_main() -> weakref.ref[_Canary]:
     canary = _Canary()
+    sys.modules.pop(_MP_ALIAS, None)
     sys.modules.pop("__main__").__dict__[_Canary.__name__] = canary
     return weakref.ref(canary)
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from msrun import entry
-from msrun.supervise import containment, process
+from msrun import entry, environ
+from msrun.supervise import containment, process, title
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnStore
 from msrun.supervise.reaper import Next
@@ -24,7 +24,8 @@ def become_store(birth: Birth, order: SpawnStore) -> Next:
     for descriptor in (birth.wakeup, wakeup):
         os.close(descriptor)
     process.die_with_parent(birth.parent)
-    process.set_name("msrun store")
+    title.set_name("msrun store")
+    title.show_as(["msrun", "store", birth.configure.job_id], environ.current())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)
     if birth.configure.cgroup:

@@ -1,0 +1,39 @@
+"""The fixture that starts launchers and sees to it that each leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+from support import Job, until
+
+
+@pytest.fixture
+def runtime(tmp_path):
+    """The launchers' own XDG_RUNTIME_DIR, which also marks every process of theirs."""
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest.fixture
+def msrun(tmp_path, runtime):
+    """Start `msrun` with the words given; at the end of the test nothing of it may be left."""
+    jobs = []
+
+    def start(*arguments, **options):
+        job = Job(tmp_path, arguments, runtime=runtime, **options)
+        jobs.append(job)
+        return job
+
+    yield start
+    was_running = [job for job in jobs if job.process.poll() is None]
+    for job in was_running:
+        job.process.kill()
+        job.process.wait()
+    for job in jobs:
+        print(f"======== {job.name}, exit code {job.process.returncode}\n{job.report()}")
+    if was_running:
+        until(lambda: not any(job.members() for job in jobs), "for a killed launcher's tree")
+        return
+    left = [line for job in jobs for line in job.leftovers()]
+    assert not left
+    assert not jobs or [path.name for path in (runtime / "msrun").glob("*")] in ([], [".guard"])

@@ -1,0 +1,155 @@
+"""Nothing outlives its job, whichever of our processes is killed, and when."""
+
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from support import alive, kill, script, shell, until
+
+pytestmark = pytest.mark.process
+
+# Each worker has a child, a child in a session of its own, and one that lost its parent.
+FAMILY = """
+    trap '' TERM INT HUP
+    sleep 600 &
+    setsid sleep 601 &
+    (setsid setsid sleep 602 &)
+    echo up
+    wait
+"""
+FAMILY_SIZE = 4
+
+LOADERS = """
+    import os, subprocess, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __len__(self):
+            return 1 << 30
+
+        def __getitem__(self, index):
+            return torch.full((1000,), float(index))
+
+    subprocess.Popen(["setsid", "sleep", "600"])
+    os.system("(setsid sleep 601 &)")
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
+    for number, batch in enumerate(loader):
+        if number == 0:
+            print("up")
+"""
+
+
+def seconds_until_gone(runtime):
+    """Return the seconds until no process of `runtime` is left, counted from now."""
+    began = time.monotonic()
+    until(lambda: not alive(runtime), "for the end of the whole tree")
+    return time.monotonic() - began
+
+
+def kill_agents(msrun, runtime, arguments, moments):
+    """Kill one agent at each of `moments` after its start; return the seconds to the end of all."""
+    took = []
+    for moment in moments:
+        job = msrun(*arguments)
+        at = job.started_at + moment
+        until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
+        has_reaper = any("msrun.roles.node:main" in " ".join(m.cmdline()) for m in job.members())
+        job.process.kill()
+        took.append(seconds_until_gone(runtime))
+        assert job.wait() == 128 + signal.SIGKILL
+        if has_reaper:
+            assert not job.leftovers(), f"killed after {moment:.3f} s"
+    # What was killed before it had a reaper is for the next start to remove.
+    assert msrun(*shell("true")).wait() == 0
+    return took
+
+
+def test_an_agent_killed_at_any_moment_leaves_nothing(msrun, runtime):
+    moments = [random.Random(seed).uniform(0, 0.7) for seed in range(20)]
+    took = kill_agents(msrun, runtime, ("--workers-per-node", 2, *shell(FAMILY)), moments)
+
+    assert statistics.median(took) <= 0.1, took
+    assert max(took) <= 1, took
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime):
+    moments = [random.Random(seed).uniform(0, 0.8) for seed in range(200)]
+    took = kill_agents(msrun, runtime, ("--workers-per-node", 2, *shell(FAMILY)), moments)
+    print("seconds to the end of the tree", sorted(took))
+
+    assert statistics.median(took) <= 0.1, took
+    assert max(took) <= 1, took
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
+    program = script(tmp_path, LOADERS)
+    took = []
+    for seed in range(30):
+        job = msrun("--workers-per-node", 2, program)
+        job.until_logged("up", 0, 1)
+        at = time.monotonic() + random.Random(seed).uniform(0, 0.3)
+        until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
+        pids = {member.pid for member in job.members()}
+        job.process.kill()
+        took.append(seconds_until_gone(runtime))
+        assert not job.leftovers()
+        assert not shared_memory(pids)
+    print("seconds to the end of the tree", sorted(took))
+
+    assert max(took) <= 0.1, took
+
+
+def shared_memory(pids):
+    """Return the files that torch made in shared memory for processes of `pids`."""
+    return [p for pid in pids for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
+@pytest.fixture
+def family(msrun):
+    """A job that runs, each of its two workers with the whole family."""
+    job = msrun("--workers-per-node", 2, *shell(FAMILY))
+    job.until_logged("up", 0, 1)
+    job.until_said("msrun: running 2/2")
+    assert len([m for m in job.members() if m.name() in ("sh", "sleep")]) == 2 * FAMILY_SIZE
+    return job
+
+
+def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):
+    family.process.kill()
+
+    assert seconds_until_gone(runtime) <= 0.5
+    assert not family.leftovers()
+
+
+def test_a_killed_reaper_ends_the_job(family):
+    reaper = family.find("msrun reaper")
+    kill(reaper)
+
+    assert family.wait() == 120
+    assert family.block() == "error: the reaper (pid N) ended\n"
+    assert not family.leftovers()
+
+
+def test_a_killed_forkserver_ends_the_job(family):
+    kill(family.find("msrun forksrv"))
+
+    assert family.wait() == 120
+    assert family.block() == "error: the forkserver was killed by SIGKILL\n"
+    assert not family.leftovers()
+
+
+def test_a_killed_scheduler_ends_the_job(family):
+    kill(family.find("msrun scheduler"))
+
+    assert family.wait() == 70
+    assert family.block() == (
+        "error: the scheduler was killed by SIGKILL; log: LOGS/scheduler.log\n"
+    )
+    assert not family.leftovers()

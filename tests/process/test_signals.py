@@ -1,0 +1,171 @@
+"""What the launcher makes of the signals that it gets, in every phase of a job."""
+
+import signal
+import time
+
+import psutil
+import pytest
+from support import STOPS, script, shell, until
+
+pytestmark = pytest.mark.process
+
+IDLE = "echo up; exec sleep 600"
+DEAF = "trap '' TERM INT HUP QUIT; echo up; while :; do sleep 0.01; done"
+
+every_stop = pytest.mark.parametrize(("signum", "code"), STOPS.items())
+
+
+@every_stop
+def test_stopped_while_it_forms(msrun, tmp_path, signum, code):
+    """While the forkserver imports torch, which takes it a second."""
+    job = msrun(script(tmp_path, "raise AssertionError"))
+    job.find("msrun forksrv")
+    job.send(signum)
+
+    assert job.wait() == code
+    assert job.block() == f"error: stopped by {signum.name}\n"
+    assert "msrun: running" not in job.err
+
+
+@every_stop
+def test_stopped_while_it_runs(msrun, signum, code):
+    job = msrun("--workers-per-node", 2, *shell(IDLE))
+    job.until_logged("up", 0, 1)
+    job.send(signum)
+
+    assert job.wait() == code
+    assert job.block() == f"error: stopped by {signum.name}\n"
+    assert f"msrun: {signum.name}: stopping the workers\n" in job.err
+    assert job.verdict()["code"] == code
+
+
+@every_stop
+def test_stopped_while_it_stops_for_a_restart(msrun, signum, code):
+    """The failure is no longer the job's end, so the signal is."""
+    program = f'[ "$RANK" = 0 ] && {{ until [ -e go ]; do sleep 0.01; done; exit 3; }}; {DEAF}'
+    job = msrun("--workers-per-node", 2, "--max-restarts", 3, "--grace", "0.6s", *shell(program))
+    job.until_logged("up", 1)
+    (job.folder / "go").touch()
+    until(lambda: "received WorkerExited" in scheduler_log(job), "for the end of rank 0")
+    job.send(signum)
+
+    assert job.wait() == code
+    assert job.block() == f"error: stopped by {signum.name}\n"
+    assert "msrun: restart" not in job.err
+
+
+@every_stop
+def test_stopped_while_it_waits_to_restart(msrun, signum, code):
+    job = msrun("--max-restarts", 9, *shell("exit 5"))
+    job.until_said("msrun: restart 2 of 9 in ")
+    began = time.monotonic()
+    job.send(signum)
+
+    assert job.wait() == code
+    assert time.monotonic() - began < 1.4, "it waited for the restart"
+    assert job.block() == f"error: stopped by {signum.name}\n"
+
+
+def scheduler_log(job):
+    return (job.logs / "scheduler.log").read_text()
+
+
+def test_a_failure_that_ends_the_job_stays_its_cause_when_a_signal_follows(msrun):
+    program = f'[ "$RANK" = 0 ] && {{ until [ -e go ]; do sleep 0.01; done; exit 3; }}; {DEAF}'
+    job = msrun("--workers-per-node", 2, "--grace", "0.6s", *shell(program))
+    job.until_logged("up", 1)
+    (job.folder / "go").touch()
+    until(lambda: "received WorkerExited" in scheduler_log(job), "for the end of rank 0")
+    job.send(signal.SIGTERM)
+
+    assert job.wait() == 3
+    assert job.block().startswith("error: rank 0 (node HOST, local_rank 0, pid N) exited with")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once_what_ignores_the_first(msrun, signum):
+    job = msrun("--grace", "10m", *shell(DEAF))
+    job.until_logged("up")
+    job.send(signum)
+    until(lambda: "received Interrupted" in scheduler_log(job), "for the first signal's effect")
+    job.send(signum)
+
+    assert job.wait() == 128 + signum
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace(msrun):
+    job = msrun("--grace", "0.3s", *shell(DEAF))
+    job.until_logged("up")
+    began = time.monotonic()
+    job.send(signal.SIGTERM)
+
+    assert job.wait() == 143
+    assert time.monotonic() - began >= 0.3
+
+
+def test_sigterm_lets_a_worker_end_its_own_way(msrun):
+    job = msrun(
+        "--grace", "10m", *shell("trap 'echo saved; exit 0' TERM; echo up; sleep 600 & wait")
+    )
+    job.until_logged("up")
+    job.send(signal.SIGTERM)
+
+    assert job.wait() == 143
+    assert job.log() == "up\nsaved\n"
+
+
+def test_a_stopped_worker_is_continued_so_that_it_can_end(msrun):
+    job = msrun(
+        "--grace", "10m", *shell("trap 'echo saved; exit 0' TERM; echo up $$; sleep 600 & wait")
+    )
+    job.until_logged("\n")
+    worker = psutil.Process(int(job.log().split()[1]))
+    worker.suspend()
+    until(lambda: worker.status() == psutil.STATUS_STOPPED, "for the worker to stop")
+    job.send(signal.SIGTERM)
+
+    assert job.wait() == 143
+    assert job.log().endswith("\nsaved\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_the_users_own_signals_reach_every_worker_and_the_job_lives_on(msrun, signum):
+    program = f"trap 'echo got it; exit 0' {signum.name[3:]}; echo up; sleep 600 & wait"
+    job = msrun("--workers-per-node", 2, *shell(program))
+    job.until_logged("up", 0, 1)
+    job.send(signum)
+
+    assert job.wait() == 0
+    assert job.log(0) == job.log(1) == "up\ngot it\n"
+
+
+def test_under_nohup_a_hangup_does_nothing(msrun):
+    nohup = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    program = "echo up; until [ -e go ]; do sleep 0.01; done"
+    job = msrun(*shell(program), wrapper=nohup)
+    job.until_logged("up")
+    job.send(signal.SIGHUP)
+    (job.folder / "go").touch()
+
+    assert job.wait() == 0
+    assert "SIGHUP" not in job.err
+
+
+PYTHON = """
+    import signal, sys
+    print("up")
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        print("saved")
+        sys.exit(0)
+"""
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_in_a_python_worker(msrun, tmp_path):
+    job = msrun("--workers-per-node", 2, script(tmp_path, PYTHON))
+    job.until_logged("up", 0, 1)
+    job.send(signal.SIGINT)
+
+    assert job.wait() == 130
+    assert job.log(0) == job.log(1) == "up\nsaved\n"
