@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RUN_DIR = "MSRUN_RUN_DIR"
+OMP_THREADS = "OMP_NUM_THREADS"
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
@@ -73,7 +74,7 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
         env["LOCAL_WORLD_SIZE"] = "1"
         env |= _one_device(identity.device, base)
     defaults = {
-        "OMP_NUM_THREADS": str(identity.threads),
+        OMP_THREADS: str(identity.threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     if identity.nnodes == 1:
@@ -165,9 +166,10 @@ def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, s
     Args:
         base: The launcher's own, with what the job adds.
         run_dir: The job's private directory, by which strays are found.
-        threads: OMP_NUM_THREADS of the workers, which OpenMP reads when it is loaded.
+        threads: OMP_NUM_THREADS of most workers, unless `base` has it: OpenMP reads it
+            when it is loaded.
     """
-    return {"OMP_NUM_THREADS": str(threads), **base, RUN_DIR: run_dir}
+    return {OMP_THREADS: str(threads), **base, RUN_DIR: run_dir}
 
 
 def install(env: Mapping[str, str]) -> None:
@@ -208,7 +210,7 @@ def error_file() -> str | None:
 
 def thread_counts() -> tuple[int | None, int | None]:
     """Return OMP_NUM_THREADS and OPENBLAS_NUM_THREADS; None where they say nothing."""
-    return _count("OMP_NUM_THREADS"), _count("OPENBLAS_NUM_THREADS")
+    return _count(OMP_THREADS), _count("OPENBLAS_NUM_THREADS")
 
 
 def _count(name: str) -> int | None:

@@ -17,7 +17,7 @@ from msrun.job import JobSpec
 from msrun.topology import Machine
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
+    from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "msrun.launchers"
 
@@ -106,9 +106,18 @@ def load(name: str) -> Launcher:
         return cast("Launcher", getattr(module, attribute)())
     for entry_point in _entry_points():
         if entry_point.name == name:
-            return cast("Launcher", entry_point.load()())
+            return _load_foreign(entry_point)
     msg = f"--launcher {name!r} is not installed (choose {', '.join(names())})"
     raise UsageError(msg)
+
+
+def _load_foreign(entry_point: EntryPoint) -> Launcher:
+    try:
+        return cast("Launcher", entry_point.load()())
+    except Exception as error:
+        msg = f"--launcher {entry_point.name} ({entry_point.value}) cannot be loaded"
+        hint = f"{type(error).__name__}: {error}"
+        raise UsageError(msg, hint=hint) from error
 
 
 def _entry_points() -> EntryPoints:

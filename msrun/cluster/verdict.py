@@ -34,7 +34,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         ran_for: Seconds from start to end.
         age: Seconds since it failed: since its exception, if it left one, else its end.
         swept: It ended while its node was swept, so a SIGKILL was ours.
-        error: Last line of the exception that ended it; empty without one.
+        error: First line of the exception that ended it; empty without one.
         tail: Last lines of its log, at most `TAIL_LINES`.
         log_file: Path of its log on its node.
     """

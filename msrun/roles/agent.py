@@ -49,7 +49,9 @@ from msrun.supervise.machine import memory_cgroup_files
 from msrun.transport.loop import Loop
 
 REFRESH_SECONDS = 0.1
-CONSOLE_SECONDS = 2.0
+# Whoever stopped the job does not want to read all of a long log first.
+CONSOLE_SECONDS_STOPPED = 1.0
+CONSOLE_SECONDS = 30.0
 LOG_FILE = "msrun.log"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
@@ -128,7 +130,9 @@ class Agent:
                 self._loop.run(self._deadline, self._tick)
             finally:
                 stuck = self._node.close()
-            self._console.finish(CONSOLE_SECONDS)
+            stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
+            seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
+            self._console.finish(self._loop.now, total=seconds)
         verdict = msgspec.structs.replace(self._verdict, stuck=[*self._verdict.stuck, *stuck])
         took = self._loop.now() - self._began_at
         workers = self._job.workers_per_node

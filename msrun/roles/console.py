@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -105,19 +105,26 @@ class Console:
             self._write_some()
         return True
 
-    def finish(self, seconds: float) -> None:
-        """Show the rest of the workers' lines, as far as that takes at most `seconds`."""
-        waited = 0.0
+    def finish(self, now: Callable[[], float], *, total: float) -> None:
+        """Show the rest of the workers' lines.
+
+        Gives up, and says so, when no reader takes any for `_PATIENCE_MS`, or after
+        `total` seconds.
+
+        Args:
+            now: The clock.
+            total: Seconds.
+        """
+        started = taken_at = now()
         while self._has_reader:
-            if self.pump():
-                if waited >= seconds:
-                    self._show("msrun: the console is too slow; the logs have the rest")
+            if not self.pump():
+                self._pending = self._next_lines(final=True)
+                if not self._pending:
                     return
-                select.select([], [1], [], 0.05)
-                waited += 0.05
-                continue
-            self._pending = self._next_lines(final=True)
-            if not self._pending:
+            if _is_writable(1, wait_ms=50):
+                taken_at = now()
+            if now() - taken_at > _PATIENCE_MS / 1000 or now() - started > total:
+                self._show("msrun: the console is too slow; the logs have the rest")
                 return
 
     def _show(self, text: str) -> None:
@@ -242,7 +249,7 @@ class _Terminal(io.TextIOBase):
         return 2
 
 
-def _is_writable(descriptor: int) -> bool:
+def _is_writable(descriptor: int, *, wait_ms: int = 0) -> bool:
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
-    return any(event & (select.POLLOUT | select.POLLERR) for _, event in poller.poll(0))
+    return any(event & (select.POLLOUT | select.POLLERR) for _, event in poller.poll(wait_ms))

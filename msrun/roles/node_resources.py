@@ -188,7 +188,7 @@ def _listen(port: int) -> socket.socket:
         raise UsageError(msg, hint="leave --master-port out for a free one") from None
 
 
-def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: int) -> Configure:
+def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
     is_python = job.program.kind is not ProgramKind.COMMAND
     return Configure(
         job_id=job.job_id,
@@ -200,7 +200,7 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: int) -
         fork=job.start_method is StartMethod.FORK and not job.program.interpreter_options,
         run_dir=directory,
         cgroup=cgroup,
-        threads=str(threads),
+        threads=threads,
     )
 
 

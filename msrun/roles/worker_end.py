@@ -88,7 +88,7 @@ def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float)
 
 
 def _read_error(path: str) -> tuple[str, float | None]:
-    """Return the last line of a worker's exception and when it was raised.
+    """Return the first line of a worker's exception and when it was raised.
 
     The format is torchelastic's, so a file that torch's own `record` wrote is read too;
     only ours have the monotonic time.
@@ -108,7 +108,7 @@ def _read_error(path: str) -> tuple[str, float | None]:
         lines = [line for line in str(text).splitlines() if line.strip()]
         at = extra.get("monotonic")
         return (
-            printable(lines[-1] if lines else "")[:_ERROR_CHARS_MAX],
+            printable(lines[0] if lines else "")[:_ERROR_CHARS_MAX],
             float(at) if isinstance(at, int | float) else None,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -27,7 +27,7 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
         fork: Whether to fork Python workers from the warm forkserver.
         run_dir: Private directory that the reaper removes at the end.
         cgroup: The job's own cgroup v2 directory; None without one.
-        threads: OMP_NUM_THREADS of most workers, before libraries read it.
+        threads: OMP_NUM_THREADS of the forkserver, which libraries read when it loads them.
     """
 
     job_id: str

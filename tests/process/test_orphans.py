@@ -6,6 +6,7 @@ import statistics
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from support import alive, kill, script, shell, until
 
@@ -20,7 +21,7 @@ FAMILY = """
     echo up
     wait
 """
-FAMILY_SIZE = 4
+SLEEPERS = 3
 
 LOADERS = """
     import os, subprocess, torch
@@ -56,7 +57,7 @@ def kill_agents(msrun, runtime, arguments, moments):
         job = msrun(*arguments)
         at = job.started_at + moment
         until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
-        has_reaper = any("msrun.roles.node:main" in " ".join(m.cmdline()) for m in job.members())
+        has_reaper = any(is_reaper(member) for member in job.members())
         job.process.kill()
         took.append(seconds_until_gone(runtime))
         assert job.wait() == 128 + signal.SIGKILL
@@ -111,14 +112,32 @@ def shared_memory(pids):
     return [p for pid in pids for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
+def is_reaper(member):
+    try:
+        return "msrun.roles.node:main" in member.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture
 def family(msrun):
     """A job that runs, each of its two workers with the whole family."""
     job = msrun("--workers-per-node", 2, *shell(FAMILY))
     job.until_logged("up", 0, 1)
     job.until_said("msrun: running 2/2")
-    assert len([m for m in job.members() if m.name() in ("sh", "sleep")]) == 2 * FAMILY_SIZE
+    until(lambda: names(job).count("sleep") == 2 * SLEEPERS, "for all grandchildren")
     return job
+
+
+def names(job):
+    return [name for member in job.members() if (name := name_of(member))]
+
+
+def name_of(member):
+    try:
+        return member.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):

@@ -64,3 +64,38 @@ def test_a_folder_that_is_no_package_hides_nothing(tmp_path):
     out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
 
     assert out == ""
+
+
+FOREIGN = """
+from msrun import launch
+from msrun.errors import UsageError
+print(launch.names())
+for name in ("good", "bad"):
+    try:
+        print(launch.load(name).plan(None, None))
+    except UsageError as refusal:
+        print(refusal.render())
+"""
+
+
+def test_a_backend_of_another_distribution_is_loaded_or_refused_with_its_error(tmp_path):
+    info = tmp_path / "foreign-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[msrun.launchers]\ngood = foreign:Good\nbad = foreign_bad:Bad\n"
+    )
+    (tmp_path / "foreign.py").write_text(
+        "class Good:\n    def plan(self, job, machine):\n        return 'planned'\n"
+    )
+    (tmp_path / "foreign_bad.py").write_text("import no_such_module\n")
+    script = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(HOME)!r}]\n{FOREIGN}"
+
+    out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
+
+    assert out == (
+        "['bad', 'dynamic', 'good']\n"
+        "planned\n"
+        "error: --launcher bad (foreign_bad:Bad) cannot be loaded\n"
+        "  hint: ModuleNotFoundError: No module named 'no_such_module'\n"
+    )
