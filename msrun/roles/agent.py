@@ -37,7 +37,7 @@ from msrun.cluster.agent_state import (
 )
 from msrun.cluster.messages import Envelope, Register, Restarting
 from msrun.cluster.verdict import Verdict, render_seconds
-from msrun.errors import ExitCode
+from msrun.errors import ExitCode, UsageError
 from msrun.launch import LaunchPlan
 from msrun.roles import background, ending, worker_end
 from msrun.roles.console import Console, Status, open_console
@@ -102,10 +102,9 @@ class Agent:
         self._running = 0
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
-        log_file = os.path.join(self._job.log_dir, LOG_FILE)  # noqa: PTH118 - as all log paths
-        self._journal = logs.create(log_file)
+        journal = _open_journal(self._job.log_dir)
         tails = _tails(plan)
-        self._console: Console = open_console(self._journal, tails, plan.machine.host)
+        self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         self._node = NodeResources(plan)
         self._state = AgentState(
@@ -312,6 +311,17 @@ class Agent:
 
     def _some_ended(self) -> bool:
         return len(self._state.live) < self._job.workers_per_node
+
+
+def _open_journal(log_dir: str) -> int:
+    try:
+        return logs.claim(str(Path(log_dir, LOG_FILE)))
+    except BlockingIOError:
+        msg = f"--log-dir {log_dir} is in use by a job that still runs"
+        raise UsageError(msg, hint="choose another directory, or leave --log-dir out") from None
+    except OSError as error:
+        msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
+        raise UsageError(msg) from None
 
 
 def _tails(plan: LaunchPlan) -> list[logs.Tail]:

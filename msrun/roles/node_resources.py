@@ -13,6 +13,7 @@ from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import run_dir
+from msrun.roles.ending import VERDICT_FILE
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
@@ -74,15 +75,16 @@ class NodeResources:
 
     def _open(self) -> None:
         # What an earlier job left must not be shown as this one's.
-        for worker in self._plan.workers:
-            Path(worker.log_file).unlink(missing_ok=True)
-        threads = _threads(self._plan)
+        verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
+        for path in (verdict_file, *(worker.log_file for worker in self._plan.workers)):
+            Path(path).unlink(missing_ok=True)
+        env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
         cgroup = self._make_cgroup()
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
-            _configure(self._job, str(self._dir), cgroup, threads),
+            _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
             self._store_socket,
-            environ.node_env(self._base, str(self._dir), threads),
+            env,
             lock=self._lock,
         )
         self._opened.add("tree")

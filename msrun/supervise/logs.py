@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -14,6 +15,27 @@ _READ_BYTES = 64 * 1024
 def make_log_dir(path: str) -> None:
     """Make the directory `path` for this user alone; one that exists is kept as it is."""
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def claim(path: str) -> int:
+    """Return a descriptor that appends to `path`, emptied, as long as no other process has it.
+
+    Raises:
+        BlockingIOError: Another process has it.
+        OSError: It cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        # Some network file systems have no locks; the name of the directory must do.
+        pass
+    os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def create(path: str) -> int:

@@ -122,7 +122,7 @@ def is_reaper(member):
 @pytest.fixture
 def family(msrun):
     """A job that runs, each of its two workers with the whole family."""
-    job = msrun("--workers-per-node", 2, *shell(FAMILY))
+    job = msrun("--workers-per-node", 2, "--grace", "0.2s", *shell(FAMILY))
     job.until_logged("up", 0, 1)
     job.until_said("msrun: running 2/2")
     until(lambda: names(job).count("sleep") == 2 * SLEEPERS, "for all grandchildren")

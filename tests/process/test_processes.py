@@ -1,0 +1,143 @@
+"""What a worker inherits, and what is between the launcher and it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import script, shell, until
+
+pytestmark = pytest.mark.process
+
+# Prints what a process has open and what it does about signals.
+INSIDE = """
+import os, re, signal
+descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+status = open("/proc/self/status").read()
+masks = {name: int(value, 16) for name, value in re.findall(r"Sig(\\w+):\\s(\\w+)", status)}
+for name in ("Blk", "Ign", "Cgt"):
+    print(name, sorted(n for n in range(1, 65) if masks[name] >> (n - 1) & 1))
+print("fds", [fd for fd in descriptors if os.path.exists(f"/proc/self/fd/{fd}")])
+print("nice", os.nice(0), "umask", oct(os.umask(0)))
+"""
+# What the traceback of a crash and of a stack dump on demand is printed by.
+FAULTHANDLER = {
+    signal.SIGSEGV,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGRTMIN + 5,
+}
+
+
+def plain(command, folder):
+    """Return what `command` prints when a shell starts it."""
+    return subprocess.check_output(
+        command, cwd=folder, text=True, stdin=subprocess.DEVNULL, timeout=20
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_a_python_worker_is_like_a_process_of_python_itself(msrun, tmp_path, method):
+    program = script(tmp_path, INSIDE)
+    job = msrun("--start-method", method, program)
+    assert job.wait() == 0
+    ours, pythons = facts(job.log()), facts(plain([sys.executable, program], tmp_path))
+
+    assert ours.pop("fds") == pythons.pop("fds") == "[0, 1, 2]"
+    assert numbers(ours.pop("Cgt")) == numbers(pythons.pop("Cgt")) | FAULTHANDLER
+    assert ours == pythons
+
+
+def facts(text):
+    return dict(line.split(maxsplit=1) for line in text.splitlines())
+
+
+def numbers(text):
+    return {int(word) for word in text.strip("[]").split(",")}
+
+
+def test_a_command_is_like_one_that_a_shell_started(msrun, tmp_path):
+    program = ["sh", "-c", "grep Sig /proc/self/status; ls /proc/self/fd; umask; ulimit -a"]
+    job = msrun("--no-python", *program)
+
+    assert job.wait() == 0
+    assert without_queue(job.log()) == without_queue(plain(program, tmp_path))
+
+
+def without_queue(text):
+    """Drop the count of queued signals, which is the whole user's."""
+    return [line for line in text.splitlines() if not line.startswith("SigQ")]
+
+
+def test_a_worker_leads_a_session_of_its_own_and_has_a_childs_name(msrun):
+    job = msrun("--workers-per-node", 2, *shell("echo $$ up; exec sleep 600"))
+    job.until_logged("up", 0, 1)
+    workers = [int(job.log(rank).split()[0]) for rank in (0, 1)]
+    forkserver, reaper = job.find("msrun forksrv"), job.find("msrun reaper")
+
+    assert [os.getsid(pid) for pid in workers] == workers
+    assert {child.pid for child in forkserver.children()} == set(workers)
+    assert (forkserver.ppid(), reaper.ppid()) == (reaper.pid, job.pid)
+    assert job.find("msrun scheduler").ppid() == job.pid
+    job.send(signal.SIGTERM)
+    job.wait()
+
+
+def test_only_rank_0_reads_the_launchers_standard_input(msrun):
+    reading, writing = os.pipe()
+    os.write(writing, b"three words here\n")
+    os.close(writing)
+    program = 'echo "$(cat)."'
+    job = msrun("--workers-per-node", 2, *shell(program), stdin=reading)
+    os.close(reading)
+
+    assert job.wait() == 0
+    assert (job.log(0), job.log(1)) == ("three words here.\n", ".\n")
+
+
+def test_two_jobs_run_side_by_side(msrun):
+    """Each with its own directory, ports and processes; the end of one is none of the other's."""
+    program = "echo up; until [ -e go ]; do sleep 0.01; done"
+    first, second = msrun(*shell(program)), msrun(*shell("echo up; exec sleep 600"))
+    first.until_logged("up")
+    second.until_logged("up")
+    second.send(signal.SIGTERM)
+    assert second.wait() == 143
+    assert first.process.poll() is None
+    (first.folder / "go").touch()
+
+    assert first.wait() == 0
+
+
+def test_a_job_id_that_runs_already_is_refused(msrun):
+    first = msrun("--job-id", "train", *shell("echo up; until [ -e go ]; do sleep 0.01; done"))
+    first.until_logged("up")
+    second = msrun("--job-id", "train", *shell("true"))
+
+    assert second.wait() == 2
+    assert second.err == (
+        "error: --job-id train is the name of a job that still runs on this machine\n"
+        "  hint: choose another name, or leave --job-id out\n"
+    )
+    (first.folder / "go").touch()
+    assert first.wait() == 0
+
+
+def test_a_job_id_can_be_used_again(msrun):
+    for _ in range(2):
+        job = msrun("--job-id", "train", *shell("true"))
+        assert job.wait() == 0
+
+
+def test_the_forkserver_takes_the_program_for_python_only(msrun):
+    """A command needs no torch: what would load it is not there."""
+    job = msrun(*shell("echo up; exec sleep 600"))
+    job.until_logged("up")
+    mapped = [m.path for m in until(lambda: job.find("msrun forksrv").memory_maps(), "for maps")]
+    job.send(signal.SIGTERM)
+    job.wait()
+
+    assert not [path for path in mapped if "libtorch" in path]
