@@ -15,6 +15,8 @@ _IDENTITY = (
     RUN_DIR,
     "MSRUN_CONFIG",
 )
+# One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
+_COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -150,12 +152,12 @@ def current() -> dict[str, str]:
 def options_environment() -> dict[str, str]:
     """Return the variables that may hold options of msrun.
 
-    Inside a worker the identity variables describe that worker, so they are left
-    out: a nested msrun must not take its parent's job for its own.
+    Inside a worker the identity variables describe that worker, and those of Slurm and
+    MPI its launcher, so they are left out: a nested msrun is alone.
     """
     env = current()
     if "MSRUN_GENERATION" in env:
-        for name in _IDENTITY:
+        for name in (*_IDENTITY, *_COPIES):
             env.pop(name, None)
     return env
 
@@ -170,6 +172,14 @@ def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, s
             when it is loaded.
     """
     return {OMP_THREADS: str(threads), **base, RUN_DIR: run_dir}
+
+
+def copies(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the variable and the number by which Slurm or MPI says that it started several."""
+    for name in _COPIES:
+        if (text := env.get(name, "")).isdecimal() and int(text) > 1:
+            return name, int(text)
+    return None
 
 
 def install(env: Mapping[str, str]) -> None:

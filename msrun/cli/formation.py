@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from msrun import environ
 from msrun.cli import options
 from msrun.cli.capacity import capacity
 from msrun.cli.parsers import WorkerWord
@@ -13,12 +16,17 @@ from msrun.topology import DeviceKind, Machine
 ONE_NODE = "this version forms one node"
 
 
-def check_one_node(settings: Settings) -> None:
+def check_one_node(settings: Settings, environment: Mapping[str, str]) -> None:
     """Refuse what needs further nodes.
 
     Raises:
-        UsageError: More than one node, or another rank than 0, is asked for.
+        UsageError: More than one node, or another rank than 0, is asked for, or another
+            launcher started several copies of this one.
     """
+    if copies := environ.copies(environment):
+        variable, count = copies
+        msg = f"environment {variable}={count}: {count} copies of msrun run, and {ONE_NODE}"
+        raise UsageError(msg, hint="start one, such as by `srun --ntasks 1` or `mpirun -n 1`")
     nnodes = settings.get(options.NNODES)
     if nnodes and nnodes.value[1] > 1:
         msg = f"{nnodes.cite()} asks for more nodes than one, and {ONE_NODE} (choose 1)"

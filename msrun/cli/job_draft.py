@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
     """
-    check_one_node(settings)
+    check_one_node(settings, world.environment())
     workers = count_workers(settings, machine)
     host, port = find_endpoint(settings, world)
     join_timeout = find_join_timeout(settings)
@@ -108,8 +108,14 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
         "bind-numa": bind_numa,
     }
     values |= {o.name: Given(settings.value(o), settings.source(o)) for o in _DIRECT}
-    notes = (*start_notes, *bind_notes)
+    notes = (*_insecure(settings), *start_notes, *bind_notes)
     return JobDraft(job=job, machine=machine, values=values, notes=notes)
+
+
+def _insecure(settings: Settings) -> Iterator[str]:
+    given = settings.get(options.INSECURE)
+    if given and given.value:
+        yield "--insecure: any process on this machine can stop this job or make it fail"
 
 
 def _restarts(settings: Settings) -> RestartLimits:

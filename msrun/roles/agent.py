@@ -100,13 +100,15 @@ class Agent:
         self._incarnation = int(self._began_at * 1000)
         self._workers: dict[int, RunningWorker] = {}
         self._running = 0
+        self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
         journal = _open_journal(self._job.log_dir)
         tails = _tails(plan)
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
-        self._node = NodeResources(plan)
+        # In the background nothing may hold on to the terminal.
+        self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
         self._state = AgentState(
             job_id=self._job.job_id,
             register=Register(
@@ -132,7 +134,11 @@ class Agent:
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
-        verdict = msgspec.structs.replace(self._verdict, stuck=[*self._verdict.stuck, *stuck])
+        verdict = msgspec.structs.replace(
+            self._verdict,
+            stuck=[*self._verdict.stuck, *stuck],
+            insecure=self._job.insecure,
+        )
         took = self._loop.now() - self._began_at
         workers = self._job.workers_per_node
         ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
@@ -194,7 +200,8 @@ class Agent:
                     self._handle(Swept(generation, tuple(stuck)))
                 case orders.ForkserverExited(status=status):
                     how = process.render_status(status)
-                    self._handle(TreeLost(f"the forkserver {how}", ExitCode.NODE_LOST))
+                    when = "" if self._has_imported else " during its imports"
+                    self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
 
     def _on_forkserver(self) -> None:
         forkserver = self._node.tree.forkserver
@@ -216,6 +223,7 @@ class Agent:
                     self._on_worker_end(report)
 
     def _on_ready(self, ready: orders.Ready) -> None:
+        self._has_imported = True
         if ready.reason:
             self._console.say(
                 f"warning: {ready.reason}, so every worker is an interpreter of its own"

@@ -70,6 +70,7 @@ class Console:
         self._tails = tails
         self._pending = b""
         self._has_reader = True
+        self._is_heard = True
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +129,9 @@ class Console:
                 return
 
     def _show(self, text: str) -> None:
-        write_bounded(2, f"{text}\n".encode(errors="backslashreplace"))
+        # Who let us wait in vain once is not waited for again: a stop may be next.
+        wait_ms = _PATIENCE_MS if self._is_heard else 0
+        self._is_heard = write_bounded(2, f"{text}\n".encode(errors="backslashreplace"), wait_ms)
 
     def _next_lines(self, *, final: bool = False) -> bytes:
         for tail in self._tails:
@@ -224,13 +227,14 @@ def is_terminal() -> bool:
     return os.isatty(1) and os.isatty(2)
 
 
-def write_bounded(descriptor: int, data: bytes) -> None:
-    """Write `data` as far as a reader takes it within `_PATIENCE_MS`; the rest is dropped."""
+def write_bounded(descriptor: int, data: bytes, wait_ms: int = _PATIENCE_MS) -> bool:
+    """Write `data` as far as a reader takes it within `wait_ms`; return whether it took all."""
     poller = select.poll()
     poller.register(descriptor, select.POLLOUT)
     with contextlib.suppress(OSError):
-        while data and poller.poll(_PATIENCE_MS):
+        while data and poller.poll(wait_ms):
             data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
+    return not data
 
 
 class _Terminal(io.TextIOBase):

@@ -40,6 +40,7 @@ class NodeResources:
 
     Args:
         plan: What will run.
+        stderr: As of `ProcessTree`.
 
     Raises:
         UsageError: A port is in use, or the job runs already.
@@ -50,8 +51,9 @@ class NodeResources:
     socket: AgentSocket
     containment: str
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, *, stderr: int | None = None) -> None:
         self._plan = plan
+        self._stderr = stderr
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
@@ -86,6 +88,7 @@ class NodeResources:
             self._store_socket,
             env,
             lock=self._lock,
+            stderr=self._stderr,
         )
         self._opened.add("tree")
         secret = None if self._job.insecure else new_secret()
@@ -198,7 +201,8 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -
         argv=[job.program.target, *job.program.args],
         interpreter_options=list(job.program.interpreter_options),
         cwd=job.cwd,
-        preload=[*BUILT_IN_PRELOAD, *job.preload] if is_python else [],
+        preload=list(BUILT_IN_PRELOAD) if is_python else [],
+        preload_of_user=list(job.preload) if is_python else [],
         fork=job.start_method is StartMethod.FORK and not job.program.interpreter_options,
         run_dir=directory,
         cgroup=cgroup,

@@ -11,13 +11,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import stat
 from pathlib import Path
 
 from msrun import environ
 from msrun.errors import UsageError
-from msrun.supervise import containment, process
+from msrun.supervise.tree import end_strays
 
 _LOCK = "lock"
 _CGROUP = "cgroup"
@@ -122,9 +121,4 @@ def _end_strays(directory: Path) -> None:
         cgroup = (directory / _CGROUP).read_text()
     except OSError:
         cgroup = ""
-    if cgroup:
-        containment.kill(cgroup)
-    for pid in process.with_variable(cookie(directory)):
-        process.kill(pid, signal.SIGKILL)
-    if cgroup:
-        containment.remove(cgroup)
+    end_strays(cookie(directory), cgroup or None)

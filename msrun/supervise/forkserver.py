@@ -7,12 +7,16 @@ worker as an interpreter of its own instead.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import importlib
 import os
+import pkgutil
 import select
 import signal
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -197,7 +201,9 @@ def preload(configure: Configure) -> Ready:
     # Nothing is collected, as gc.freeze advises: freed holes would be filled by the
     # workers, each copying the page around them.
     gc.disable()
-    error = _import_all(configure.preload)
+    error = _import_all(configure.preload) or _import_all(
+        configure.preload_of_user, beside=_program_directory(configure)
+    )
     gc.freeze()
     gc.enable()
     environ.restore(before)
@@ -207,14 +213,34 @@ def preload(configure: Configure) -> Ready:
     return Ready(fork=not reason, reason=reason, error=error, seconds=seconds)
 
 
-def _import_all(names: Sequence[str]) -> str | None:
-    """Import `names`; return one sentence about the first that cannot be."""
+def _import_all(names: Sequence[str], beside: str = "") -> str | None:
+    """Import `names`; return one sentence about the first that cannot be.
+
+    Args:
+        names: Modules.
+        beside: What stands in front on `sys.path` meanwhile.
+    """
+    path = [beside] if beside and not sys.flags.safe_path else []
+    sys.path[:0] = path
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - any code may run at import
-            return f"cannot import {name}: {type(error).__name__}: {error}"
+        except BaseException as error:  # noqa: BLE001 - any code may run at import, even exit
+            return f"cannot import {name}: {type(error).__name__}: {error}".rstrip(": ")
+    for directory in path:
+        with contextlib.suppress(ValueError):  # a module may have changed the path
+            sys.path.remove(directory)
     return None
+
+
+def _program_directory(configure: Configure) -> str:
+    """Return what the program will find in front on `sys.path`, so that both find the same."""
+    if configure.kind == "module":
+        return configure.cwd
+    file = os.path.join(configure.cwd, configure.argv[0])  # noqa: PTH118 - as it was given
+    if pkgutil.get_importer(file) is not None:
+        return file
+    return str(Path(os.path.realpath(file)).parent)
 
 
 def _keep_operators() -> None:
@@ -234,7 +260,8 @@ def why_unsafe() -> str:
     if threads > 1:
         return f"the preloaded modules started {threads - 1} thread(s)"
     if started := process.children(os.getpid()):
-        return f"the preloaded modules started a process ({process.command_line(started[0])})"
+        command = process.command_line(started[0]).strip()
+        return f"the preloaded modules started a process ({command})"
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = str(link.readlink())
@@ -260,6 +287,7 @@ def run(
     title.show_as(["msrun", "forkserver", configure.job_id], environ.current())
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
+    faulthandler.enable()  # what is imported may crash
     ready = preload(configure)
     channel.send(ready)
     wakeup = wake_on_child()

@@ -24,6 +24,7 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
         interpreter_options: Options of the Python interpreter; exec only.
         cwd: Working directory of the workers.
         preload: Modules that the forkserver imports, torch first.
+        preload_of_user: Further ones, which may also lie where the program finds its own.
         fork: Whether to fork Python workers from the warm forkserver.
         run_dir: Private directory that the reaper removes at the end.
         cgroup: The job's own cgroup v2 directory; None without one.
@@ -38,6 +39,7 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
     threads: str
     interpreter_options: list[str] = []
     preload: list[str] = []
+    preload_of_user: list[str] = []
     fork: bool = True
     cgroup: str | None = None
 

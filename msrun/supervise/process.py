@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import functools
 import os
+import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -147,6 +148,21 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def kill_and_wait(pids: Iterable[int], timeout: float) -> None:
+    """SIGKILL `pids` and wait for their ends, at most `timeout` seconds for each."""
+    with contextlib.ExitStack() as stack:
+        descriptors = []
+        for pid in pids:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                descriptors.append(os.pidfd_open(pid))
+                stack.callback(os.close, descriptors[-1])
+                signal.pidfd_send_signal(descriptors[-1], signal.SIGKILL)
+        for descriptor in descriptors:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll(timeout * 1000)
 
 
 def with_variable(assignment: bytes) -> list[int]:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -123,8 +123,7 @@ class Reaper:
     def _sweep(self, order: Sweep) -> None:
         cgroup = self.configure.cgroup
         directory = containment.generation_dir(cgroup, order.generation) if cgroup else ""
-        containment.kill(directory)
-        stuck = self._kill_until_gone(spare=self.forkserver)
+        stuck = self._kill_until_gone(self.forkserver, [directory] if cgroup else [])
         containment.remove(directory)
         self.channel.send(Swept(generation=order.generation, stuck=stuck))
 
@@ -133,10 +132,8 @@ class Reaper:
         if self.forkserver is not None:
             process.kill(self.forkserver)
         cgroup = self.configure.cgroup
-        if cgroup:
-            for directory in Path(cgroup).glob("*/"):
-                containment.kill(str(directory))
-        stuck = self._kill_until_gone(spare=None)
+        generations = [str(path) for path in Path(cgroup).glob("*/")] if cgroup else []
+        stuck = self._kill_until_gone(None, generations)
         if cgroup:
             with contextlib.suppress(OSError):
                 containment.enter(str(Path(cgroup).parent))
@@ -144,10 +141,11 @@ class Reaper:
         shutil.rmtree(self.configure.run_dir, ignore_errors=True)
         self.channel.send(Swept(generation=-1, stuck=stuck))
 
-    def _kill_until_gone(self, spare: int | None) -> list[str]:
+    def _kill_until_gone(self, spare: int | None, cgroups: Sequence[str]) -> list[str]:
         """SIGKILL all descendants but `spare` until none is left; describe those that stay.
 
-        A process that forks while it is being killed is why this is a loop.
+        A process that forks while it is being killed is why this is a loop; what forks
+        faster than that is killed with its cgroup, one of `cgroups`.
         Trackers of shared memory get a moment to unlink what the killed left.
         """
         started = time.monotonic()
@@ -155,6 +153,8 @@ class Reaper:
         while (alive := self._living(spare)) or (spare is None and not self._no_child_left):
             trackers = [pid for pid in alive if _is_tracker(pid)]
             spared = trackers if time.monotonic() - started < TRACKER_GRACE else []
+            for directory in cgroups if not spared else ():
+                containment.kill(directory)
             for pid in alive:
                 if pid not in spared:
                     process.kill(pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from msrun.supervise import containment, process
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
 
+_STRAYS_SECONDS = 1.0
+
 
 class ProcessTree:
     """Everything on this node that belongs to the job, from the agent's side.
@@ -24,10 +25,17 @@ class ProcessTree:
         env: Environment of the reaper and, before their own variables, of all below it.
         lock: Descriptor of a locked file, which the reaper alone keeps open until it
             exits; the caller may close its own once this returns.
+        stderr: Descriptor that takes what they say; None for this process's own.
     """
 
     def __init__(
-        self, configure: Configure, listen: socket.socket, env: Mapping[str, str], *, lock: int
+        self,
+        configure: Configure,
+        listen: socket.socket,
+        env: Mapping[str, str],
+        *,
+        lock: int,
+        stderr: int | None = None,
     ) -> None:
         reaper_here, reaper_there = socket.socketpair()
         forkserver_here, forkserver_there = socket.socketpair()
@@ -38,6 +46,7 @@ class ProcessTree:
             pass_fds=descriptors,
             start_new_session=True,
             env=dict(env),
+            stderr=stderr,
         )
         reaper_there.close()
         forkserver_there.close()
@@ -75,12 +84,7 @@ class ProcessTree:
             job_id_variable: `NAME=value` that stands in the environment of every
                 process of this job and of no other.
         """
-        if self._cgroup:
-            containment.kill(self._cgroup)
-        for pid in process.with_variable(job_id_variable):
-            process.kill(pid, signal.SIGKILL)
-        if self._cgroup:
-            containment.remove(self._cgroup)
+        end_strays(job_id_variable, self._cgroup)
 
     def _last_words(self) -> list[str]:
         stuck: list[str] = []
@@ -91,6 +95,22 @@ class ProcessTree:
                         stuck = report.stuck
         except ChannelClosed:
             return stuck
+
+
+def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
+    """Kill what is left of a job whose reaper is gone, and remove its cgroup.
+
+    Args:
+        job_id_variable: As of `ProcessTree.kill_by_force`.
+        cgroup: The job's own, if it had one.
+    """
+    strays = {*process.with_variable(job_id_variable)}
+    if cgroup:
+        strays.update(containment.members(cgroup))
+        containment.kill(cgroup)
+    process.kill_and_wait(strays, _STRAYS_SECONDS)
+    if cgroup:
+        containment.remove(cgroup)
 
 
 def python_command(function: str, *arguments: str) -> list[str]:

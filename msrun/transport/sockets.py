@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 
@@ -178,10 +179,12 @@ class AgentSocket:
         self.socket.send(codec.encode(envelope))
 
     def receive(self) -> list[Envelope]:
-        """Return the messages that wait."""
+        """Return the messages that wait; garbage is dropped."""
         messages: list[Envelope] = []
         while True:
             try:
-                messages.append(codec.decode(self.socket.recv(zmq.NOBLOCK)))
+                frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
+            with contextlib.suppress(ProtocolError):
+                messages.append(codec.decode(frame))

@@ -29,6 +29,8 @@ from msrun.worker import main_module, math_threads, stdio
 
 # SIGUSR1 and SIGUSR2 belong to the user; the first real-time signals to the C library.
 STACK_SIGNAL = signal.SIGRTMIN + 5
+# Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _ERROR_TEXT_MAX = 16 * 1024
@@ -125,6 +127,8 @@ def _name_main_thread() -> None:
 
 def _exec(kind: str, argv: list[str], interpreter_options: list[str]) -> NoReturn:
     if kind == "command":
+        for signum in _IGNORED_BY_PYTHON:
+            signal.signal(signum, signal.SIG_DFL)
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
     python = [sys.executable, *interpreter_options]
     start = [str(Path(entry.__file__)), f"{__name__}:main", kind]

@@ -176,9 +176,8 @@ class Job:
     def leftovers(self) -> list[str]:
         """Describe what an ended job has left on the machine."""
         processes = [f"{member.pid} {member.cmdline()}" for member in self.members()]
-        return [*processes, *map(str, (d for d in [self.run_dir] if d.exists()))] + [
-            *map(str, self.cgroups())
-        ]
+        directories = [self.run_dir] if self.run_dir.exists() else []
+        return [*processes, *map(str, directories), *map(str, self.cgroups())]
 
     def report(self) -> str:
         """Return everything that helps to understand a failed test."""

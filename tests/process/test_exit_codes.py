@@ -73,11 +73,11 @@ def test_the_first_failure_is_the_cause_and_later_ones_are_collateral(msrun):
         "  rank 3 had finished with code 0 before\n"
         "collateral: rank 0 exited with code 9; rank 2 was killed by SIGTERM\n"
     )
+    check_verdict(job)
 
 
-def test_the_verdict_file_says_the_same_to_a_program(msrun):
-    job = msrun("--workers-per-node", 4, *shell(ONE_OF_FOUR))
-    job.wait()
+def check_verdict(job):
+    """The file says the same to a program."""
     verdict = job.verdict()
     root = verdict["root"]
 

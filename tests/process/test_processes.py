@@ -56,7 +56,8 @@ def facts(text):
 
 
 def numbers(text):
-    return {int(word) for word in text.strip("[]").split(",")}
+    """Return the signals of a list, without the two that the C library keeps for its threads."""
+    return {int(word) for word in text.strip("[]").split(",")} - {32, 33}
 
 
 def test_a_command_is_like_one_that_a_shell_started(msrun, tmp_path):

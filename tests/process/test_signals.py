@@ -13,6 +13,7 @@ IDLE = "echo up; exec sleep 600"
 DEAF = "trap '' TERM INT HUP QUIT; echo up; while :; do sleep 0.01; done"
 
 every_stop = pytest.mark.parametrize(("signum", "code"), STOPS.items())
+usual_stop = pytest.mark.parametrize(("signum", "code"), list(STOPS.items())[:2])
 
 
 @every_stop
@@ -39,7 +40,7 @@ def test_stopped_while_it_runs(msrun, signum, code):
     assert job.verdict()["code"] == code
 
 
-@every_stop
+@usual_stop
 def test_stopped_while_it_stops_for_a_restart(msrun, signum, code):
     """The failure is no longer the job's end, so the signal is."""
     program = f'[ "$RANK" = 0 ] && {{ until [ -e go ]; do sleep 0.01; done; exit 3; }}; {DEAF}'
@@ -54,7 +55,7 @@ def test_stopped_while_it_stops_for_a_restart(msrun, signum, code):
     assert "msrun: restart" not in job.err
 
 
-@every_stop
+@usual_stop
 def test_stopped_while_it_waits_to_restart(msrun, signum, code):
     job = msrun("--max-restarts", 9, *shell("exit 5"))
     job.until_said("msrun: restart 2 of 9 in ")

@@ -1,0 +1,381 @@
+"""What a person at a terminal sees of a job, and what a pipe gets."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import termios
+import time
+
+import pytest
+from support import PATIENCE, script, shell, until
+
+pytestmark = pytest.mark.process
+
+WIDTH, HEIGHT = 300, 40
+CONTROL = re.compile(r"\x1b\[(\?25[lh]|\d*A|2K|[\d;]*m)|[\r\n]|[^\x1b\r\n]")
+STATUS = re.compile(r"\S+  (\w+) (\d)/(\d)  (\d+):(\d\d)( +generation \d)?")
+
+
+class Screen:
+    """A terminal that knows what rich writes and fails on everything else."""
+
+    def __init__(self):
+        self.lines = [""]
+        self.row = 0
+        self.column = 0
+        self.has_cursor = True
+        self.seen = []
+        self.colours = set()
+
+    def feed(self, text):
+        at = 0
+        while at < len(text):
+            match = CONTROL.match(text, at)
+            assert match, f"stray control bytes: {text[at : at + 20]!r}"
+            self._take(match[0], match[1])
+            at = match.end()
+        self._see()
+
+    def _take(self, piece, control):
+        if piece == "\n":
+            self._see()
+            self.row += 1
+            self.lines += [""] * (self.row + 1 - len(self.lines))
+        elif piece == "\r":
+            self._see()
+            self.column = 0
+        elif control is None:
+            assert piece.isprintable(), f"stray control byte: {piece!r}"
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + piece + line[self.column + 1 :]
+            self.column += 1
+        elif control.endswith("A"):
+            self.row -= int(control[:-1] or 1)
+        elif control == "2K":
+            self.lines[self.row] = ""
+        elif control.endswith("m"):
+            self.colours.add(control)
+        else:
+            self.has_cursor = control == "?25h"
+
+    def _see(self):
+        if not self.seen or self.lines[self.row] != self.seen[-1]:
+            self.seen.append(self.lines[self.row])
+
+    def statuses(self):
+        """Return the phase, running workers and wanted workers of each live line."""
+        matches = map(STATUS.fullmatch, self.seen)
+        return [(m[1], int(m[2]), int(m[3])) for m in matches if m]
+
+    def elapsed(self):
+        matches = map(STATUS.fullmatch, self.seen)
+        return [60 * int(m[4]) + int(m[5]) for m in matches if m]
+
+    def text(self):
+        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n") + "\n"
+
+
+class Terminal:
+    """A pseudo terminal and what was shown on it."""
+
+    def __init__(self):
+        self._ours, self.theirs = pty.openpty()
+        size = struct.pack("HHHH", HEIGHT, WIDTH, 0, 0)
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, size)
+        self.raw = b""
+
+    def started(self):
+        """The job has its own copies of the other side."""
+        os.close(self.theirs)
+
+    def type(self, keys):
+        os.write(self._ours, keys)
+
+    def until(self, condition, what):
+        """Wait until the screen fulfils `condition`, and return it."""
+        return until(lambda: self._read(0.02) and condition(self.screen()) and self.screen(), what)
+
+    def until_closed(self):
+        deadline = time.monotonic() + PATIENCE
+        while self._read(0.1, at_end=False):
+            assert time.monotonic() < deadline, self.raw
+        return self.screen()
+
+    def _read(self, seconds, *, at_end=True):
+        """Take what is there; return whether more may come, or `at_end` once none can."""
+        ready, _, _ = select.select([self._ours], [], [], seconds)
+        try:
+            self.raw += os.read(self._ours, 65536) if ready else b""
+        except OSError:  # nobody has the other side open any more
+            return at_end
+        return True
+
+    def screen(self):
+        screen = Screen()
+        screen.feed(self.raw.decode(errors="ignore").replace("^C", ""))
+        return screen
+
+    def close(self):
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal()
+    yield terminal
+    print(f"======== terminal\n{terminal.raw!r}")
+    terminal.close()
+
+
+@pytest.fixture
+def at_terminal(msrun, terminal):
+    """Start `msrun` as the foreground job of a terminal."""
+
+    def start(*arguments, env=None):
+        env = {"TERM": "xterm-256color", **(env or {})}
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.theirs)
+        job = msrun(*arguments, wrapper=("setsid", "--ctty"), env=env, **ends)
+        terminal.started()
+        return job
+
+    return start
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A file that workers wait for, by `read go < gate`; call it to let some of them on."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    # Kept open for reading too, so that no worker comes too late or finds an end.
+    descriptor = os.open(path, os.O_RDWR)
+    yield lambda workers: os.write(descriptor, b"\n" * workers)
+    os.close(descriptor)
+
+
+WAITING = "echo up; read go < gate; echo on"
+FIRST_LINES = "msrun: JOB: {0} on HOST, contained by CONTAINMENT; logs: LOGS\n"
+
+
+def run_alone(workers):
+    return FIRST_LINES.format(f"{workers} worker{'s' if workers > 1 else ''}")
+
+
+def test_a_terminal_shows_how_the_job_goes_on_and_is_left_clean(at_terminal, terminal, gate):
+    program = r"printf '\033[31mred\007\n'; read go < gate; echo end"
+    job = at_terminal("--workers-per-node", 1, *shell(program))
+    terminal.until(lambda screen: screen.elapsed() and screen.elapsed()[-1] >= 1, "for a second")
+    gate(1)
+    screen = terminal.until_closed()
+
+    assert job.wait() == 0
+    assert screen.statuses()[0] == ("forming", 0, 1)
+    assert screen.statuses()[-1] == ("running", 1, 1)
+    assert {phase for phase, _, _ in screen.statuses()} <= {"forming", "starting", "running"}
+    assert screen.elapsed() == sorted(screen.elapsed())
+    assert screen.has_cursor
+    assert job.mask(screen.text()) == (
+        run_alone(1) + "msrun: running 1/1 after Ns\n"
+        "[rank 0] \\x1b[31mred\\x07\n"
+        "[rank 0] end\n"
+        "msrun: 1/1 workers finished after Ns\n"
+    )
+
+
+def test_a_terminal_shows_a_failure_last(at_terminal, terminal, gate):
+    program = 'echo "rank $RANK"; read go < gate; [ $RANK = 1 ] && exit 3; exec sleep 600'
+    job = at_terminal("--workers-per-node", 2, *shell(program))
+    terminal.until(lambda screen: ("running", 2, 2) in screen.statuses(), "for both workers")
+    gate(2)
+    screen = terminal.until_closed()
+
+    assert job.wait() == 3
+    assert screen.has_cursor
+    assert job.mask(screen.text()) == (
+        run_alone(2) + "msrun: running 2/2 after Ns\n"
+        "[rank 0] rank 0\n"
+        "error: rank 1 (node HOST, local_rank 1, pid N) exited with code 3 after Ns\n"
+        "  last 1 line(s) of its log:\n"
+        "  | rank 1\n"
+        "  log: LOGS/worker_1.log\n"
+        "collateral: rank 0 was killed by SIGTERM\n"
+    )
+
+
+def test_control_c_ends_the_job(at_terminal, terminal):
+    job = at_terminal("--workers-per-node", 2, *shell("echo up; exec sleep 600"))
+    terminal.until(lambda screen: "[rank 0] up" in screen.seen, "for a line of rank 0")
+    terminal.type(b"\x03")
+    screen = terminal.until_closed()
+
+    assert job.wait() == 130
+    assert screen.has_cursor
+    assert screen.text().splitlines()[-2:] == [
+        "msrun: SIGINT: stopping the workers",
+        "error: stopped by SIGINT",
+    ]
+
+
+def test_a_closed_terminal_ends_the_job(at_terminal, terminal):
+    job = at_terminal("--workers-per-node", 2, *shell("echo up; exec sleep 600"))
+    terminal.until(lambda screen: "[rank 0] up" in screen.seen, "for a line of rank 0")
+    terminal.close()
+
+    assert job.wait() == 129
+
+
+def test_a_dumb_terminal_gets_plain_lines(at_terminal, terminal):
+    job = at_terminal(*shell("echo shown"), env={"TERM": "dumb"})
+    terminal.until_closed()
+
+    assert job.wait() == 0
+    assert job.mask(terminal.raw.decode().replace("\r\n", "\n")) == (
+        run_alone(1) + "msrun: running 1/1 after Ns\n[rank 0] shown\n"
+        "msrun: 1/1 workers finished after Ns\n"
+    )
+
+
+def test_colours_can_be_switched_off(at_terminal, terminal):
+    job = at_terminal(*shell("echo shown"), env={"NO_COLOR": "1"})
+    screen = terminal.until_closed()
+
+    assert job.wait() == 0
+    assert screen.colours <= {"0m", "1m"}
+
+
+def test_a_pipe_gets_plain_lines(msrun):
+    job = msrun("--workers-per-node", 2, *shell("echo not shown"))
+
+    assert job.wait() == 0
+    assert job.out == ""
+    assert job.mask(job.err) == (
+        run_alone(2) + "msrun: running 2/2 after Ns\nmsrun: 2/2 workers finished after Ns\n"
+    )
+
+
+def test_a_pipe_gets_the_lines_of_the_chosen_ranks_on_stdout(msrun, gate):
+    program = r"read go < gate; echo rank $RANK; printf 'a\rb\tc\033[0m'"
+    job = msrun("--workers-per-node", 2, "--tail", "1", *shell(program))
+    job.until_said("msrun: running 2/2")
+    gate(2)
+
+    assert job.wait() == 0
+    assert job.out == "[rank 1] rank 1\n[rank 1] b\tc\\x1b[0m\n"
+
+
+def test_a_pipe_is_told_about_restarts_and_the_failure(msrun, gate):
+    program = 'read go < gate; [ $RANK = 1 ] || exec sleep 600; echo "failing now"; exit 3'
+    job = msrun("--workers-per-node", 2, "--max-restarts", 1, *shell(program))
+    job.until_said("msrun: running 2/2 after")
+    gate(2)
+    job.until_said("msrun: restart 1 of 1")
+    until(lambda: job.err.count("msrun: running 2/2") == 2, "for the second generation")
+    gate(2)
+
+    assert job.wait() == 3
+    how = "rank 1 (node HOST, local_rank 1, pid N) exited with code 3 after Ns"
+    assert job.mask(job.err) == (
+        run_alone(2) + "msrun: running 2/2 after Ns\n"
+        f"warning: {how}; log: LOGS/worker_1.log\n"
+        "msrun: restart 1 of 1 now\n"
+        "msrun: running 2/2 after Ns\n"
+        f"error: {how}; the budget of 1 restart(s) is spent\n"
+        "  last 2 line(s) of its log:\n"
+        "  | [msrun] generation 1 starts here\n"
+        "  | failing now\n"
+        "  log: LOGS/worker_1.log\n"
+        "collateral: rank 0 was killed by SIGTERM\n"
+    )
+
+
+def test_what_it_says_is_written_down_with_the_time(msrun):
+    job = msrun(*shell("true"))
+    assert job.wait() == 0
+
+    lines = (job.logs / "msrun.log").read_text().splitlines()
+    times, words = zip(*(line.split(" ", 1) for line in lines), strict=True)
+    assert list(words) == job.err.splitlines()
+    assert all(re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", at) for at in times)
+
+
+# In the background.
+
+
+def pid_of(job):
+    return int(re.search(rf"^msrun: {job.name} runs as pid (\d+); ", job.err, re.MULTILINE)[1])
+
+
+def until_gone(job):
+    until(lambda: not job.members(), "for the job in the background to end")
+
+
+def journal(job):
+    lines = (job.logs / "msrun.log").read_text().splitlines()
+    return job.mask("".join(line.partition(" ")[2] + "\n" for line in lines))
+
+
+def test_a_detached_job_goes_on_alone(msrun, gate):
+    job = msrun("--join=False", *shell(WAITING))
+
+    assert job.wait() == 0
+    job.until_logged("up")
+    assert job.mask(job.err) == (
+        run_alone(1) + "msrun: running 1/1 after Ns\n"
+        "msrun: JOB runs as pid N; log: LOGS/msrun.log\n"
+    )
+    gate(1)
+    until_gone(job)
+    assert job.log() == "up\non\n"
+    assert job.verdict()["code"] == 0
+    expected = "msrun: running 1/1 after Ns\nmsrun: 1/1 workers finished after Ns\n"
+    assert journal(job) == run_alone(1) + expected
+
+
+def test_a_detached_job_ends_by_its_pid(msrun):
+    job = msrun("--join=False", *shell("echo up; exec sleep 600"))
+    assert job.wait() == 0
+    os.kill(pid_of(job), 15)
+    until_gone(job)
+
+    assert job.verdict()["code"] == 143
+    assert journal(job).endswith(
+        "msrun: SIGTERM: stopping the workers\nerror: stopped by SIGTERM\n"
+    )
+
+
+def test_a_detached_job_that_cannot_start_says_so(msrun, tmp_path):
+    job = msrun("--join=False", "--preload", "no_such", script(tmp_path, ""))
+
+    assert job.wait() == 2
+    assert job.err.splitlines()[1:] == [
+        "error: cannot import no_such: ModuleNotFoundError: No module named 'no_such'"
+    ]
+
+
+def test_a_closed_terminal_does_not_end_a_detached_job(at_terminal, terminal, gate):
+    job = at_terminal("--join=False", *shell(WAITING))
+    assert job.wait() == 0
+    terminal.until_closed()
+    terminal.close()
+    gate(1)
+    until_gone(job)
+
+    assert job.log() == "up\non\n"
+    assert job.verdict()["code"] == 0
+
+
+def test_nothing_of_a_detached_job_holds_on_to_the_terminal(at_terminal, terminal, gate):
+    """Whoever waits for the end of the launcher's output is not kept waiting by the job."""
+    job = at_terminal("--join=False", *shell(WAITING))
+    screen = terminal.until_closed()
+
+    assert job.members()
+    assert f"msrun: {job.name} runs as pid" in screen.text()
+    gate(1)
+    until_gone(job)
