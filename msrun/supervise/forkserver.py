@@ -260,7 +260,8 @@ def why_unsafe() -> str:
     if threads > 1:
         return f"the preloaded modules started {threads - 1} thread(s)"
     if started := process.children(os.getpid()):
-        command = process.command_line(started[0]).strip()
+        # In the midst of its exec a process has no command line.
+        command = process.command_line(started[0]).strip() or f"pid {started[0]}"
         return f"the preloaded modules started a process ({command})"
     for link in Path("/proc/self/fd").iterdir():
         try:

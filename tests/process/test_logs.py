@@ -39,9 +39,9 @@ def test_a_log_may_be_named_by_rank_host_and_address(msrun):
         assert log.read_text() == f"{rank}\n"
 
 
-def test_an_earlier_jobs_logs_are_not_taken_for_this_ones(msrun, tmp_path):
+def test_a_job_that_is_run_again_has_a_log_of_its_own(msrun, tmp_path):
     for text in ("first", "second"):
-        job = msrun("--log-dir", tmp_path / "logs", *shell(f"echo {text}"))
+        job = msrun("--job-id", "train", "--log-dir", tmp_path / "logs", *shell(f"echo {text}"))
         assert job.wait() == 0
 
     assert (tmp_path / "logs" / "worker_0.log").read_text() == "second\n"

@@ -127,12 +127,6 @@ def test_a_job_id_that_runs_already_is_refused(msrun):
     assert first.wait() == 0
 
 
-def test_a_job_id_can_be_used_again(msrun):
-    for _ in range(2):
-        job = msrun("--job-id", "train", *shell("true"))
-        assert job.wait() == 0
-
-
 def test_the_forkserver_takes_the_program_for_python_only(msrun):
     """A command needs no torch: what would load it is not there."""
     job = msrun(*shell("echo up; exec sleep 600"))

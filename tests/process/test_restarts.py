@@ -123,14 +123,6 @@ def starts(job):
     return [int(line) / 1e9 for line in job.log().splitlines() if line.isdigit()]
 
 
-def test_without_restarts_the_first_failure_ends_the_job(msrun):
-    job = msrun(*shell("exit 6"))
-
-    assert job.wait() == 6
-    assert "restart" not in job.mask(job.err)
-    assert job.verdict()["restarts"] == 0
-
-
 def test_a_failed_generation_is_stopped_before_the_next(msrun):
     """Ranks that ignore SIGTERM are killed after the grace, then the next generation starts."""
     program = f"""

@@ -17,14 +17,21 @@ PROGRAM = """
     print(preloaded, wanted.PID == os.getpid(), wanted.__file__, sys.path[0])
 """
 WANTED = "import os\nPID = os.getpid()\n"
+# What comes back shows that it is no longer in the midst of its start.
+START_CAT = """
+from subprocess import PIPE, Popen
+CHILD = Popen(["cat", "-u"], stdin=PIPE, stdout=PIPE, bufsize=0)
+CHILD.stdin.write(b"up")
+CHILD.stdout.read(2)
+"""
 UNSAFE = {
     "a thread": (
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n",
         "the preloaded modules started 1 thread(s)",
     ),
     "a process": (
-        "import subprocess\nCHILD = subprocess.Popen(['sleep', '600'])\n",
-        "the preloaded modules started a process (sleep 600)",
+        START_CAT,
+        "the preloaded modules started a process (cat -u)",
     ),
 }
 FAILING = {
