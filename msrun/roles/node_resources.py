@@ -18,6 +18,7 @@ from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
 from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import LOOPBACK, Placement
 from msrun.supervise.orders import Configure, SignalWorkers, SpawnStore, SpawnWorker
 from msrun.supervise.tree import ProcessTree
@@ -157,7 +158,7 @@ class NodeResources:
             plan=plan,
             host=self._plan.machine.host,
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
-            log_start=_size(plan.log_file) if order.append else 0,
+            log_start=_size(plan.log_file) + len(banner(generation)) if order.append else 0,
         )
         self.tree.forkserver.send(order)
         return worker

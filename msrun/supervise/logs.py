@@ -17,6 +17,11 @@ def make_log_dir(path: str) -> None:
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def banner(generation: int) -> str:
+    """Return the line between what two generations wrote into one log."""
+    return f"[msrun] generation {generation} starts here\n"
+
+
 def claim(path: str) -> int:
     """Return a descriptor that appends to `path`, emptied, as long as no other process has it.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from msrun import entry, environ
-from msrun.supervise import containment, memory_policy, process, title
+from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
@@ -43,7 +43,7 @@ def become_worker(birth: Birth, order: SpawnWorker) -> Next:
         _leave_forkserver(birth)
         if configure.cgroup:
             containment.enter_generation(configure.cgroup, order.generation)
-        banner = f"[msrun] generation {order.generation} starts here\n"
+        banner = logs.banner(order.generation) if order.append else ""
         stdio.redirect(order.log_file, append=order.append, banner=banner)
         if not order.keep_stdin:
             _close_stdin()

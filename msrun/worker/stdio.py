@@ -67,7 +67,7 @@ def _stream(descriptor: int, name: str, old: io.TextIOBase | None, errors: str) 
     return stream
 
 
-def redirect(path: str, *, append: bool, banner: str) -> None:
+def redirect(path: str, *, append: bool, banner: str = "") -> None:
     """Send descriptors 1 and 2 to the file `path`, made with mode 0600.
 
     Raises:
@@ -78,5 +78,5 @@ def redirect(path: str, *, append: bool, banner: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    if append:
+    if banner:
         LogFile(1, "w", closefd=False).write(banner.encode())
