@@ -35,6 +35,7 @@ from msrun.errors import ExitCode
 SCHEDULER_PATIENCE = 2.0
 SWEEP_PATIENCE = 8.0
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Phase(enum.Enum):
@@ -257,8 +258,7 @@ class AgentState:
         if event.generation != self.generation:
             return []
         self.live.discard(event.exit.rank)
-        swept = self.phase is Phase.SWEEPING
-        end = msgspec.structs.replace(event.exit, swept=swept)
+        end = self._without_our_signal(event.exit)
         actions: list[Action] = [self._send(WorkerExited(exit=end))]
         if not self.live:
             if self.phase is Phase.STOPPING:
@@ -266,6 +266,15 @@ class AgentState:
             elif self.phase is Phase.SWEEPING:
                 actions += self._drained_if_done(now)
         return actions
+
+    def _without_our_signal(self, end: RankExit) -> RankExit:
+        """Return `end` as it would have been without what we did meanwhile."""
+        end = msgspec.structs.replace(end, swept=self.phase is Phase.SWEEPING)
+        is_stopping = self.phase in (Phase.STOPPING, Phase.SWEEPING)
+        if is_stopping and end.error and end.signum in _OURS:
+            # It had raised and was on its way out, which Python goes with code 1.
+            return msgspec.structs.replace(end, code=1, signum=None)
+        return end
 
     def _stop(self, generation: int, signum: int, now: float) -> list[Action]:
         if self._pending and self._pending[0] == generation:

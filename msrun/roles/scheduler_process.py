@@ -18,7 +18,7 @@ from msrun.roles.scheduler import SchedulerConfig
 from msrun.supervise import logs
 from msrun.supervise.channel import dump
 from msrun.supervise.process import signal_name
-from msrun.supervise.tree import python_command
+from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
 
 
@@ -48,6 +48,7 @@ class SchedulerProcess:
                 pass_fds=[listening.fileno()],
                 start_new_session=True,
                 env=dict(env),
+                preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
             )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
         # One that ended at once shows by its pidfd.

@@ -32,6 +32,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def become_subreaper() -> None:
     """Have orphaned descendants of this process become its children."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -66,18 +71,18 @@ def flush_c_streams() -> None:
     _libc.fflush(None)
 
 
-def descendants(root: int) -> list[int]:
-    """Return the pids of all living descendants of `root`, parents first.
+def descendants(root: int) -> Iterator[int]:
+    """Yield the pids of all living descendants of `root`, parents first.
 
-    A snapshot: processes that fork or die meanwhile may be missed.
+    The children of each are listed before it is yielded, so it may be killed at once.
+    Processes that fork or die meanwhile may be missed.
     """
-    found: list[int] = []
-    pending = [root]
+    pending = children(root)
     while pending:
-        for child in children(pending.pop()):
-            found.append(child)
-            pending.append(child)
-    return [pid for pid in found if is_alive(pid)]
+        pid = pending.pop()
+        pending += children(pid)
+        if is_alive(pid):
+            yield pid
 
 
 def is_alive(pid: int) -> bool:

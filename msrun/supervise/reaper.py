@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from msrun import environ
-from msrun.supervise import containment, process, title
+from msrun.supervise import containment, process, shared_memory, title
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Sweep, Swept
 
 SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.05
+_PRIORITY = -10
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 _DEAF_TO = (
     signal.SIGHUP,
@@ -85,6 +85,7 @@ class Reaper:
     forkserver: int | None
     wakeup: int
     _no_child_left: bool = field(default=False)
+    _killed: set[int] = field(default_factory=set)
 
     def serve(self) -> None:
         """Carry out orders until the agent is gone, then end everything."""
@@ -132,11 +133,8 @@ class Reaper:
         if self.forkserver is not None:
             process.kill(self.forkserver)
         cgroup = self.configure.cgroup
-        generations = [str(path) for path in Path(cgroup).glob("*/")] if cgroup else []
-        stuck = self._kill_until_gone(None, generations)
+        stuck = self._kill_until_gone(None, [cgroup] if cgroup else [])
         if cgroup:
-            with contextlib.suppress(OSError):
-                containment.enter(str(Path(cgroup).parent))
             containment.remove(cgroup)
         shutil.rmtree(self.configure.run_dir, ignore_errors=True)
         self.channel.send(Swept(generation=-1, stuck=stuck))
@@ -150,25 +148,39 @@ class Reaper:
         """
         started = time.monotonic()
         pause = 0.001
-        while (alive := self._living(spare)) or (spare is None and not self._no_child_left):
-            trackers = [pid for pid in alive if _is_tracker(pid)]
-            spared = trackers if time.monotonic() - started < TRACKER_GRACE else []
-            for directory in cgroups if not spared else ():
-                containment.kill(directory)
-            for pid in alive:
-                if pid not in spared:
-                    process.kill(pid)
-            if time.monotonic() - started > SWEEP_TIMEOUT:
+        while True:
+            waited = time.monotonic() - started
+            alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
+            if not alive and (spare is not None or self._no_child_left):
+                shared_memory.remove(self._killed)
+                self._killed.clear()
+                return []
+            if waited > SWEEP_TIMEOUT:
                 return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
             select.select([self.wakeup], [], [], pause)
             pause = min(pause * 2, 0.01)
-        return []
 
-    def _living(self, spare: int | None) -> list[int]:
+    def _kill_once(
+        self, spare: int | None, cgroups: Sequence[str], *, spare_trackers: bool
+    ) -> list[int]:
+        """Kill what lives now; return it, with the trackers that were spared."""
         self._reap()
         if spare is None and self._no_child_left:
             return []
-        return [pid for pid in process.descendants(os.getpid()) if pid != spare]
+        for directory in cgroups:
+            members = containment.members(directory)
+            self._killed.update(members)
+            if not (spare_trackers and any(map(_is_tracker, members))):
+                containment.kill(directory)
+        alive = []
+        for pid in process.descendants(os.getpid()):
+            if pid == spare:
+                continue
+            alive.append(pid)
+            self._killed.add(pid)
+            if not (spare_trackers and _is_tracker(pid)):
+                process.kill(pid)
+        return alive
 
 
 def _is_tracker(pid: int) -> bool:
@@ -208,17 +220,22 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
     channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
     forkserver_socket = socket.socket(fileno=forkserver_fd)
     configure = _first_order(channel)
-    if configure.cgroup:
-        containment.enter(configure.cgroup)
+    # From here on there may be something to clean up when the agent dies.
+    process.outlive_parent()
     reaper = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(lock_fd)
         process.die_with_parent(reaper)
+        if configure.cgroup:
+            containment.enter(configure.cgroup)
         channel.close()
         return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
     forkserver_socket.close()
     os.close(listen_fd)
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())
+    # Only root may: then busy workers cannot delay their own end.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     Reaper(channel, configure, pid, wake_on_child()).serve()
     os._exit(0)

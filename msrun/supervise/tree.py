@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from msrun import entry
@@ -47,6 +49,7 @@ class ProcessTree:
             start_new_session=True,
             env=dict(env),
             stderr=stderr,
+            preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
         )
         reaper_there.close()
         forkserver_there.close()
@@ -111,6 +114,14 @@ def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
     process.kill_and_wait(strays, _STRAYS_SECONDS)
     if cgroup:
         containment.remove(cgroup)
+
+
+def dies_with_us() -> Callable[[], None]:
+    """Return what a new process of ours calls first, so that it cannot be born an orphan.
+
+    Only before this process has a second thread, whose locks a fork would inherit.
+    """
+    return partial(process.die_with_parent, os.getpid())
 
 
 def python_command(function: str, *arguments: str) -> list[str]:

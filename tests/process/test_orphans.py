@@ -21,7 +21,6 @@ FAMILY = """
     wait
 """
 SLEEPERS = 3
-OURS = ("msrun reaper", "msrun forksrv", "msrun scheduler")
 
 LOADERS = """
     import os, subprocess, torch
@@ -50,20 +49,18 @@ def seconds_until_gone(runtime):
     return time.monotonic() - began
 
 
-def kill_agents(msrun, runtime, moments):
+def kill_agents(msrun, runtime, program, moments):
     """Kill one agent at each of `moments` after its start.
 
     Returns:
-        The seconds to the end of all, once for those whose processes were all there, and
-        once for those that were killed while some of them had still to start.
+        The seconds to the end of all, ascending.
     """
-    serving, starting = [], []
+    took = []
     for moment in moments:
-        job = msrun("--workers-per-node", 2, *shell(FAMILY))
+        job = msrun("--workers-per-node", 2, *program)
         at = job.started_at + moment
         until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
         has_reaper = any(map(is_reaper, job.members()))
-        took = serving if {*OURS} <= {*names(job)} else starting
         job.process.kill()
         took.append(seconds_until_gone(runtime))
         assert job.wait() == 128 + signal.SIGKILL
@@ -71,50 +68,45 @@ def kill_agents(msrun, runtime, moments):
             assert not job.leftovers(), f"killed after {moment:.3f} s"
     # What was killed before it had a reaper is for the next start to remove.
     assert msrun(*shell("true")).wait() == 0
-    return serving, starting
+    return sorted(took)
 
 
 def test_an_agent_killed_at_any_moment_leaves_nothing(msrun, runtime):
     moments = [random.Random(seed).uniform(0, 0.7) for seed in range(20)]
-    serving, starting = kill_agents(msrun, runtime, moments)
+    took = kill_agents(msrun, runtime, shell(FAMILY), moments)
 
-    assert statistics.median(serving + starting) <= 0.1, (serving, starting)
-    assert max(serving + starting) <= 1, (serving, starting)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime):
-    """Within the 0.1 s that are promised as soon as the reaper is there, 1 s before."""
-    moments = [random.Random(seed).uniform(0, 0.8) for seed in range(200)]
-    serving, starting = kill_agents(msrun, runtime, moments)
-    print("seconds to the end of the tree", sorted(serving), sorted(starting))
-
-    assert max(serving) <= 0.1, sorted(serving)
-    assert max(starting) <= 1, sorted(starting)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
-    program = script(tmp_path, LOADERS)
-    took = []
-    for seed in range(30):
-        job = msrun("--workers-per-node", 2, program)
-        job.until_logged("up", 0, 1)
-        at = time.monotonic() + random.Random(seed).uniform(0, 0.3)
-        until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
-        job.process.kill()
-        took.append(seconds_until_gone(runtime))
-        assert not job.leftovers()
-    print("seconds to the end of the tree", sorted(took))
-
+    # A busy machine may take its time now and then; the slow test allows it never.
+    assert statistics.median(took) <= 0.1, took
     assert max(took) <= 1, took
+
+
+@pytest.mark.torch
+def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
+    program = [script(tmp_path, LOADERS)]
+    took = kill_agents(msrun, runtime, program, [1.0, 2.0, 3.0])
+
+    assert statistics.median(took) <= 0.15, took
+    assert max(took) <= 1, took
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["shell", "loaders"])
+def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime, tmp_path, kind):
+    """The promise is 0.1 s, on a machine that has nothing else to do."""
+    program, span = (shell(FAMILY), 0.8)
+    if kind == "loaders":
+        program, span = [script(tmp_path, LOADERS)], 3.0
+    moments = [random.Random(seed).uniform(0, span) for seed in range(200)]
+    took = kill_agents(msrun, runtime, program, moments)
+    print("seconds to the end of the tree", took)
+
+    assert max(took) <= 0.1, took
 
 
 def is_reaper(member):
     try:
-        return "msrun.roles.node:main" in member.cmdline()
+        return member.name() == "msrun reaper"
     except psutil.NoSuchProcess:
         return False
 

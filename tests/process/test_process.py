@@ -73,9 +73,9 @@ def test_descendants_hold_grandchildren_in_sessions_of_their_own_parents_first(s
     child = start(TREE, 3)
     pids = read_pids(child, 4)
 
-    assert process.descendants(os.getpid())[-4:] == pids
-    assert process.descendants(child.pid) == pids[1:]
-    assert process.descendants(pids[-1]) == []
+    assert list(process.descendants(os.getpid()))[-4:] == pids
+    assert list(process.descendants(child.pid)) == pids[1:]
+    assert list(process.descendants(pids[-1])) == []
     child.stdin.close()
     child.wait(PATIENCE)
 
@@ -124,7 +124,7 @@ sys.stdin.read()
     (zombie,) = read_pids(child, 1)
 
     assert (process.state(zombie), process.is_alive(zombie)) == ("Z", False)
-    assert process.descendants(child.pid) == []
+    assert list(process.descendants(child.pid)) == []
     assert process.command_line(zombie) == ""
 
 
@@ -155,7 +155,7 @@ def test_a_gone_process_has_nothing_and_is_no_error(gone):
     assert process.state(gone) is None
     assert not process.is_alive(gone)
     assert process.children(gone) == []
-    assert process.descendants(gone) == []
+    assert list(process.descendants(gone)) == []
     assert process.kill(gone) is False
 
 
