@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 RUN_DIR = "MSRUN_RUN_DIR"
 OMP_THREADS = "OMP_NUM_THREADS"
@@ -20,8 +21,7 @@ _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Who one worker is, from which its environment follows.
 
     Args:

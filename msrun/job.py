@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import re
-from dataclasses import dataclass, field
+
+import msgspec
 
 from msrun.errors import UsageError
 
@@ -36,8 +37,7 @@ class BindMode(enum.Enum):
     GIVEN = "given"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(msgspec.Struct, frozen=True, kw_only=True):
     """What every worker runs.
 
     Args:
@@ -54,8 +54,7 @@ class Program:
     interpreter_options: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class Binding(msgspec.Struct, frozen=True, kw_only=True):
     """One of `--bind-core` and `--bind-numa`.
 
     Args:
@@ -64,11 +63,10 @@ class Binding:
     """
 
     mode: BindMode = BindMode.OFF
-    by_device: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    by_device: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartLimits:
+class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     """When a failed generation is followed by another.
 
     Args:
@@ -88,8 +86,7 @@ class RestartLimits:
     early: float = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One job, as its user asked for it.
 
     Args:
@@ -140,11 +137,11 @@ class JobSpec:
     preload: tuple[str, ...] = ()
     worker_log_name: str = "worker_{rank}"
     tail: frozenset[int] | None = None
-    bind_core: Binding = field(default_factory=Binding)
-    bind_numa: Binding = field(default_factory=Binding)
+    bind_core: Binding = msgspec.field(default_factory=Binding)
+    bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
     virtual_local_rank: bool = False
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = msgspec.field(default_factory=dict)
     insecure: bool = False
     detach: bool = False
     launcher: str = "dynamic"

@@ -8,9 +8,10 @@ they are asked for; other distributions add theirs under the entry-point group
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+
+import msgspec
 
 from msrun.errors import UsageError
 from msrun.job import JobSpec
@@ -26,8 +27,7 @@ BUILT_IN = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlan:
+class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, as it would be started.
 
     Args:
@@ -51,8 +51,7 @@ class WorkerPlan:
     env: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchPlan:
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `submit` would do, as data.
 
     Args:

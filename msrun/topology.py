@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,8 +19,7 @@ class DeviceKind(enum.Enum):
     NPU = "npu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One accelerator that this job may use.
 
     Args:
@@ -35,8 +35,7 @@ class Device:
     numa_node: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuTopology:
+class CpuTopology(msgspec.Struct, frozen=True, kw_only=True):
     """CPUs this process may run on.
 
     Args:
@@ -49,7 +48,7 @@ class CpuTopology:
 
     numa: dict[int, tuple[int, ...]]
     siblings: dict[int, tuple[int, ...]]
-    distances: dict[int, dict[int, int]] = field(default_factory=dict)
+    distances: dict[int, dict[int, int]] = msgspec.field(default_factory=dict)
     memory_nodes: tuple[int, ...] = ()
     quota: float = math.inf
 
@@ -63,8 +62,7 @@ class CpuTopology:
         return min(self.siblings.get(cpu, (cpu,)), default=cpu)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """What this node offers to a job.
 
     Args:

@@ -48,108 +48,94 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """The scheduler said something about `generation`."""
 
     generation: int
     body: FromScheduler
 
 
-@dataclass(frozen=True, slots=True)
-class TreeReady:
+class TreeReady(msgspec.Struct, frozen=True):
     """The forkserver takes orders; or cannot, when `error` says why."""
 
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
+class WorkerEnded(msgspec.Struct, frozen=True):
     """A worker of `generation` ended."""
 
     generation: int
     exit: RankExit
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True):
     """Nothing is left of `generation` but what is `stuck`."""
 
     generation: int
     stuck: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLost:
+class TreeLost(msgspec.Struct, frozen=True):
     """The reaper or the forkserver ended; no more workers can be started or swept."""
 
     reason: str
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLost:
+class SchedulerLost(msgspec.Struct, frozen=True):
     """The scheduler ended; `verdict` is what it had written down, if it had."""
 
     reason: str
     verdict: Verdict | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Signalled:
+class Signalled(msgspec.Struct, frozen=True):
     """This process got a signal."""
 
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed and nothing else happened."""
 
 
 Event = Received | TreeReady | WorkerEnded | Swept | TreeLost | SchedulerLost | Signalled | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send `body` to the scheduler, about `generation`."""
 
     generation: int
     body: FromAgent
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorkers:
+class StartWorkers(msgspec.Struct, frozen=True):
     """Start this node's workers of `generation`."""
 
     generation: int
     start: Start
 
 
-@dataclass(frozen=True, slots=True)
-class SignalWorkers:
+class SignalWorkers(msgspec.Struct, frozen=True):
     """Send `signum` to the workers of `ranks`."""
 
     ranks: tuple[int, ...]
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(msgspec.Struct, frozen=True):
     """Kill whatever is left of `generation`."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Tell the user that the job goes on after a failure."""
 
     restarting: Restarting
 
 
-@dataclass(frozen=True, slots=True)
-class Conclude:
+class Conclude(msgspec.Struct, frozen=True):
     """End everything on this node and exit with the verdict's code."""
 
     verdict: Verdict

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+import msgspec
+
 from msrun.cluster.verdict import RankExit
 from msrun.errors import ExitCode
 from msrun.job import RestartLimits
@@ -14,15 +16,13 @@ _JITTER = 0.25
 _CANNOT_START = (126, 127)
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
+class Again(msgspec.Struct, frozen=True):
     """Start another generation after `delay` seconds."""
 
     delay: float
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True):
     """End the job.
 
     Args:

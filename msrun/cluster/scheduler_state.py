@@ -50,8 +50,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """An agent said something; of its node's life and generation as on the envelope."""
 
     node_id: str
@@ -60,23 +59,20 @@ class Received:
     body: FromAgent
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed and nothing else happened."""
 
 
 Event = Received | Tick
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Put `record` on disk before the next action."""
 
     record: wal.Record
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send `body` to a node's agent, about `generation`."""
 
     node_id: str

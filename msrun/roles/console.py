@@ -11,10 +11,11 @@ import io
 import os
 import select
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self, cast
+
+import msgspec
 
 from msrun.supervise.logs import Tail, printable
 
@@ -27,8 +28,7 @@ _CHUNKS_EACH_TIME = 64
 _PATIENCE_MS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job stands on this node.
 
     Args:

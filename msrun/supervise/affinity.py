@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
@@ -28,8 +30,7 @@ _REMOTE = 20
 _ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AffinityPlan:
+class AffinityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Where the workers of one node run, by local rank.
 
     Args:
@@ -110,8 +111,7 @@ def plan_threads(plan: AffinityPlan, cpus: CpuTopology) -> tuple[int, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _Given(msgspec.Struct, frozen=True, kw_only=True):
     """One option whose value names devices."""
 
     option: str

@@ -10,8 +10,10 @@ from __future__ import annotations
 import io
 import os
 import re
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from msrun.topology import Device, DeviceKind
 
@@ -23,8 +25,7 @@ _NVIDIA = re.compile(r"nvidia([0-9]+)")
 _DAVINCI = re.compile(r"davinci([0-9]+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
     """One device: its number before any visibility variable, and what the driver says."""
 
     number: int | None = None

@@ -12,9 +12,10 @@ import re
 import resource
 import socket
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from msrun.supervise.devices import read_devices, read_names, read_text
 from msrun.topology import CpuTopology, Machine, parse_number_list

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from msrun.environ import WorkerIdentity, worker_env
 from msrun.job import JobSpec
@@ -17,8 +18,7 @@ LOOPBACK = "127.0.0.1"
 UNKNOWN = "<port>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where one node stands in one generation.
 
     Args:

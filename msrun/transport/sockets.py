@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import socket
 
 import zmq
@@ -164,7 +164,7 @@ class AgentSocket:
         _bound(self.socket)
         # One identity for all of its connections, so that an agent whose connection broke
         # need not speak first to be reached again.  The first byte must not be zero.
-        self.socket.setsockopt(zmq.ROUTING_ID, b"a" + secrets.token_bytes(16))
+        self.socket.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         if secret is not None:

@@ -12,6 +12,7 @@ only, and leaves no process behind.
 from __future__ import annotations
 
 import argparse
+import compileall
 import datetime as dt
 import importlib.metadata
 import itertools
@@ -45,6 +46,9 @@ def main() -> int:
     """Measure, print, and return the exit code."""
     options = _parse_options()
     processes.become_subreaper()
+    # As an installation has it, and torchrun's has: a checkout may have no bytecode yet.
+    for package in ("launchers", "msrun", "ranktable"):
+        compileall.compile_dir(runs.ROOT / package, quiet=1)
     load_before = os.getloadavg()[0]
     if load_before > LOAD_LIMIT:
         _say(f"warning: load average is {load_before:.2f}, figures will be worse than they are")

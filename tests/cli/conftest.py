@@ -1,9 +1,10 @@
 """A made-up world, and `msrun` as a function that is called with words."""
 
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from msrun.cli.main import main
 from msrun.errors import UsageError

@@ -139,7 +139,7 @@ def test_version(msrun, line):
 def test_help_loads_little():
     code = (
         "import sys; from msrun.cli.main import main; main(['--help']); "
-        "heavy = {'rich', 'yaml', 'psutil', 'zmq', 'torch', 'numpy', 'msgspec'}; "
+        "heavy = {'rich', 'yaml', 'psutil', 'zmq', 'torch', 'numpy'}; "
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
 

@@ -1,10 +1,10 @@
 """Every way to be refused: one sentence, exit code 2, nothing started."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from msrun.cli.peer_options import TABLE
 

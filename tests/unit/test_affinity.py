@@ -1,11 +1,11 @@
 """CPU and memory plans on made-up machines."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode

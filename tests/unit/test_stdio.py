@@ -146,7 +146,7 @@ import os, sys
 from msrun.worker import stdio
 path, append = sys.argv[1], sys.argv[2] == "append"
 try:
-    stdio.redirect(path, append=append, banner="banner\\n")
+    stdio.redirect(path, append=append, banner="banner\\n" if append else "")
 except OSError as error:
     sys.exit(error.errno)
 os.write(1, b"out\\n")
