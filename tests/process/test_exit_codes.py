@@ -66,7 +66,7 @@ def test_the_first_failure_is_the_cause_and_later_ones_are_collateral(msrun):
     assert job.wait() == 7
     assert job.block() == (
         "error: rank 1 (node HOST, local_rank 1, pid N) exited with code 7 after Ns\n"
-        "  last 4 line(s) of its log:\n"
+        "  last 4 lines of its log:\n"
         "  | line 1\n  | line 2\n  | line 3\n"
         "  | last \\x1b[31mwords\n"
         "  log: LOGS/worker_1.log\n"

@@ -98,7 +98,7 @@ def test_equal_early_failures_in_a_row_end_the_job(msrun):
     assert job.block() == (
         "error: rank 0 (node HOST, local_rank 0, pid N) exited with code 6 after Ns; "
         "the same early failure came 3 times in a row\n"
-        f"  last 2 line(s) of its log:\n  | [msrun] generation 2 starts here\n"
+        "  last line of its log:\n"
         f"  | {job.log().splitlines()[-1]}\n"
         "  log: LOGS/worker_0.log\n"
         "  hint: correct the cause, or pass --no-progress-limit 0 "

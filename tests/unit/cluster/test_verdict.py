@@ -131,7 +131,7 @@ def test_a_failure_is_rendered_with_everything_that_is_known():
     assert render(verdict).splitlines() == [
         "error: rank 2 (node node-1, local_rank 2, pid 102) exited with code 1 after 2.50s",
         "  ValueError: bad shape",
-        "  last 2 line(s) of its log:",
+        "  last 2 lines of its log:",
         "  | step 1",
         "  | step 2",
         "  log: logs/worker_2.log",
