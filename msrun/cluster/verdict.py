@@ -175,7 +175,9 @@ def _render_root(root: RankExit) -> list[str]:
     lines = [f"  {root.error}"] if root.error else []
     if root.tail:
         count = len(root.tail)
-        lines.append(f"  last {count} lines of its log:" if count > 1 else "  last line of its log:")
+        lines.append(
+            f"  last {count} lines of its log:" if count > 1 else "  last line of its log:"
+        )
         lines += [f"  | {line}" for line in root.tail]
     return [*lines, f"  log: {root.log_file}"]
 
