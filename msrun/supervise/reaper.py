@@ -27,6 +27,7 @@ from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Swe
 
 SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.05
+_PAUSE_MAX = 0.01
 _PRIORITY = -10
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 _DEAF_TO = (
@@ -147,7 +148,8 @@ class Reaper:
         Trackers of shared memory get a moment to unlink what the killed left.
         """
         started = time.monotonic()
-        pause = 0.001
+        # At the end the kernel tells when there is no child left; a sweep has to look.
+        pause = _PAUSE_MAX if spare is None else 0.001
         while True:
             waited = time.monotonic() - started
             alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
@@ -157,8 +159,18 @@ class Reaper:
                 return []
             if waited > SWEEP_TIMEOUT:
                 return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
-            select.select([self.wakeup], [], [], pause)
-            pause = min(pause * 2, 0.01)
+            self._wait(pause)
+            pause = min(pause * 2, _PAUSE_MAX)
+
+    def _wait(self, seconds: float) -> None:
+        """Reap what ends within `seconds`, or until no child is left.
+
+        Looking again at each end would take the CPU from those that are still dying.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._no_child_left and (left := deadline - time.monotonic()) > 0:
+            select.select([self.wakeup], [], [], left)
+            self._reap()
 
     def _kill_once(
         self, spare: int | None, cgroups: Sequence[str], *, spare_trackers: bool
