@@ -31,13 +31,19 @@ _KEPT = "MSRUN_TESTS_SESSION"
 Value = TypeVar("Value")
 
 
-def until(condition: Callable[[], Value], what: str, *, seconds: float = PATIENCE) -> Value:
+def until(
+    condition: Callable[[], Value],
+    what: str,
+    *,
+    seconds: float = PATIENCE,
+    pause: float = _PAUSE,
+) -> Value:
     """Return the first true value of `condition`; fail when none comes in time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds:g} s: {what}")
-        time.sleep(_PAUSE)
+        time.sleep(pause)
     return value
 
 
