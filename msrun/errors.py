@@ -7,6 +7,7 @@ hint, when there is one, says what to do next.
 from __future__ import annotations
 
 import enum
+import signal
 
 
 class ExitCode(enum.IntEnum):
@@ -47,20 +48,16 @@ class UsageError(MsrunError):
     exit_code = ExitCode.USAGE
 
 
-class JoinTimeoutError(MsrunError):
-    """Not all nodes registered in time."""
-
-    exit_code = ExitCode.JOIN_TIMEOUT
-
-
-class AuthenticationError(MsrunError):
-    """A peer does not hold this job's key."""
-
-    exit_code = ExitCode.AUTHENTICATION
-
-
 class ProtocolError(MsrunError):
     """A peer sent bytes that are no message of this protocol version."""
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of `signum`; real-time signals have none but their number."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
 
 
 def signal_exit_code(signum: int) -> int:

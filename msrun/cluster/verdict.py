@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from msrun.errors import ExitCode, signal_exit_code
+from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 TAIL_LINES = 20
 # A process that one of these ends was not ended by the loss of a peer.
@@ -71,7 +71,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         """Return how it ended, in words that follow "rank 3"."""
         if self.signum is None:
             return f"exited with code {self.code}"
-        words = f"was killed by {_signal_name(self.signum)}"
+        words = f"was killed by {signal_name(self.signum)}"
         if self.oom:
             words += " (out of memory)"
         elif self.core:
@@ -150,7 +150,7 @@ def interrupted(job_id: str, signum: int, *, generation: int, restarts: int) -> 
     return Verdict(
         job_id=job_id,
         code=signal_exit_code(signum),
-        reason=f"stopped by {_signal_name(signum)}",
+        reason=f"stopped by {signal_name(signum)}",
         generation=generation,
         restarts=restarts,
     )
@@ -205,13 +205,6 @@ def render_ranges(numbers: Sequence[int]) -> str:
 def render_seconds(seconds: float) -> str:
     """Return a duration with as many digits as a person wants to read."""
     return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.0f}s"  # noqa: PLR2004
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
 
 
 def internal(job_id: str, reason: str, *, generation: int, code: int) -> Verdict:

@@ -70,17 +70,24 @@ class NodeResources:
         Raises:
             MsrunError: The machine does not let us.
         """
+        self._forget_earlier_job()
         try:
             self._open()
         except OSError as error:
             msg = f"{self._plan.machine.host} cannot start another process: {error.strerror}"
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
-    def _open(self) -> None:
-        # What an earlier job left must not be shown as this one's.
+    def _forget_earlier_job(self) -> None:
+        """Remove what must not be shown as this job's."""
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
         for path in (verdict_file, *(worker.log_file for worker in self._plan.workers)):
-            Path(path).unlink(missing_ok=True)
+            try:
+                Path(path).unlink(missing_ok=True)
+            except OSError as error:
+                msg = f"{path} of an earlier job cannot be replaced: {error.strerror}"
+                raise UsageError(msg, hint="choose another --log-dir") from None
+
+    def _open(self) -> None:
         env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
         cgroup = self._make_cgroup()
         self.containment = containment.describe(cgroup)

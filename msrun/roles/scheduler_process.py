@@ -14,10 +14,10 @@ import msgspec
 
 from msrun.cluster import wal
 from msrun.cluster.verdict import Verdict
+from msrun.errors import signal_name
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.supervise import logs
 from msrun.supervise.channel import dump
-from msrun.supervise.process import signal_name
 from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
 

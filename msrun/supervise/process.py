@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from msrun.errors import signal_name
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,14 +58,6 @@ def render_status(status: int) -> str:
     """Return how a process ended, from its `waitpid` status, in words that follow its name."""
     code = os.waitstatus_to_exitcode(status)
     return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-
-
-def signal_name(signum: int) -> str:
-    """Return the name of `signum`; real-time signals have none but their number."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
 
 
 def flush_c_streams() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from msrun.cli.main import main
 from msrun.cli.peer_options import PLAN_TABLE
-from msrun.errors import AuthenticationError, JoinTimeoutError
+from msrun.errors import MsrunError, UsageError
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 137])
@@ -25,8 +25,12 @@ def test_the_code_of_the_job(msrun, world, code):
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (JoinTimeoutError("1 of 2 nodes"), 121, "error: 1 of 2 nodes\n"),
-        (AuthenticationError("no key", hint="copy it"), 122, "error: no key\n  hint: copy it\n"),
+        (MsrunError("no more processes"), 70, "error: no more processes\n"),
+        (
+            UsageError("a taken name", hint="choose one"),
+            2,
+            "error: a taken name\n  hint: choose one\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )

@@ -235,3 +235,15 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_137_and_says_so(msrun, memo
     assert job.wait() == 137
     assert "was killed by SIGKILL (out of memory) after Ns" in job.block()
     assert job.verdict()["root"]["oom"] is True
+
+
+def test_a_log_that_cannot_be_replaced_is_named(msrun, tmp_path):
+    logs = tmp_path / "mine"
+    (logs / "worker_0.log").mkdir(parents=True)
+    job = msrun("--log-dir", logs, *shell("true"))
+
+    assert job.wait() == 2
+    assert job.err == (
+        f"error: {logs}/worker_0.log of an earlier job cannot be replaced: Is a directory\n"
+        "  hint: choose another --log-dir\n"
+    )

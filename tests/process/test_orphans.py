@@ -4,6 +4,7 @@ import random
 import signal
 import statistics
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -75,12 +76,14 @@ def kill_agents(msrun, runtime, program, moments):
         job = msrun("--workers-per-node", 2, *program)
         at = job.started_at + moment
         until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
-        has_reaper = any(map(is_reaper, job.members()))
+        members = job.members()
+        has_reaper = any(map(is_reaper, members))
         job.process.kill()
         took.append(last_seen_alive(runtime))
         assert job.wait() == 128 + signal.SIGKILL
         if has_reaper:
             assert not job.leftovers(), f"killed after {moment:.3f} s"
+            assert not segments(members), f"killed after {moment:.3f} s"
     # What was killed before it had a reaper is for the next start to remove.
     assert msrun(*shell("true")).wait() == 0
     return sorted(took)
@@ -117,6 +120,12 @@ def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime, t
     print("seconds after which a process was last seen", took)
 
     assert max(took) <= 0.1, took
+
+
+def segments(members):
+    """Return what is left of torch's shared memory that was named after one of `members`."""
+    names = [path.name for path in Path("/dev/shm").glob("torch_*")]
+    return [name for name in names if int(name.split("_")[1]) in {m.pid for m in members}]
 
 
 def is_reaper(member):

@@ -1,9 +1,7 @@
 import pytest
 
 from msrun.errors import (
-    AuthenticationError,
     ExitCode,
-    JoinTimeoutError,
     MsrunError,
     ProtocolError,
     UsageError,
@@ -22,8 +20,6 @@ def test_an_error_is_rendered_with_its_hint():
     [
         (MsrunError, 70),
         (UsageError, 2),
-        (JoinTimeoutError, 121),
-        (AuthenticationError, 122),
         (ProtocolError, 70),
     ],
 )
