@@ -155,6 +155,7 @@ class Agent:
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.scheduler.pidfd, self._on_scheduler_end)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
+        process.raise_priority()
         self._perform(self._state.begin())
 
     # What happens.
@@ -289,6 +290,7 @@ class Agent:
         self._node.socket.send(envelope)
 
     def _start_workers(self, action: StartWorkers) -> None:
+        process.raise_priority()
         self._running = 0
         self._workers = {
             worker.plan.rank: worker

@@ -54,6 +54,25 @@ def open_standard_streams() -> None:
     os.close(descriptor)
 
 
+def raise_priority() -> None:
+    """Let this process run before all ordinary ones, where the user may have that: as root.
+
+    Busy workers then delay neither what it does nor its end.  What it forks is ordinary.
+    A thread that has no name of its own yet is still being set up, which for libzmq's
+    includes a look at their scheduling; it is left to the next call.
+    """
+    policy, parameter = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1)
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            is_main = thread.name == str(os.getpid())
+            if is_main or _thread_name(thread) != _thread_name(Path("/proc/self")):
+                os.sched_setscheduler(int(thread.name), policy, parameter)
+
+
+def _thread_name(directory: Path) -> str:
+    return Path(directory, "comm").read_text()
+
+
 def render_status(status: int) -> str:
     """Return how a process ended, from its `waitpid` status, in words that follow its name."""
     code = os.waitstatus_to_exitcode(status)

@@ -9,7 +9,6 @@ no child left, cleans up, and exits.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import shutil
@@ -28,7 +27,6 @@ from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Swe
 SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.05
 _PAUSE_MAX = 0.01
-_PRIORITY = -10
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 _DEAF_TO = (
     signal.SIGHUP,
@@ -246,8 +244,6 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
     forkserver_socket.close()
     os.close(listen_fd)
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())
-    # Only root may: then busy workers cannot delay their own end.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    process.raise_priority()
     Reaper(channel, configure, pid, wake_on_child()).serve()
     os._exit(0)

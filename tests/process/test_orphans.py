@@ -5,6 +5,7 @@ import signal
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -43,33 +44,40 @@ LOADERS = """
 """
 
 
-def last_seen_alive(runtime):
-    """Wait for the end of all processes of `runtime`.
+class LastSeen(NamedTuple):
+    """The last look at a dying tree that still found a process.
 
-    Returns:
-        Seconds from now to the last look that found one; on a busy machine there may be
-        long between two looks, and only what was seen is known.
+    On a busy machine there may be long between two looks, and only what was seen is known.
     """
+
+    seconds: float
+    who: list[str]
+    killed_at: float = 0.0
+
+
+def last_seen_alive(runtime):
+    """Wait for the end of all processes of `runtime`, and return when one was last seen."""
     began = time.monotonic()
-    looks = [0.0]
+    last = LastSeen(0.0, [])
 
     def is_empty():
+        nonlocal last
         look = time.monotonic() - began
-        if not alive(runtime):
-            return True
-        looks.append(look)
-        return False
+        pids = alive(runtime)
+        if pids:
+            last = LastSeen(look, [comm(pid) for pid in pids])
+        return not pids
 
     # A look reads all of /proc: without a pause it would take a core from those that die.
     until(is_empty, "for the end of the whole tree", pause=0.01)
-    return looks[-1]
+    return last
 
 
 def kill_agents(msrun, runtime, program, moments):
     """Kill one agent at each of `moments` after its start.
 
     Returns:
-        For each the seconds after which a process was last seen, ascending.
+        For each when a process was last seen, ascending.
     """
     took = []
     for moment in moments:
@@ -79,7 +87,7 @@ def kill_agents(msrun, runtime, program, moments):
         members = job.members()
         has_reaper = any(map(is_reaper, members))
         job.process.kill()
-        took.append(last_seen_alive(runtime))
+        took.append(last_seen_alive(runtime)._replace(killed_at=moment))
         assert job.wait() == 128 + signal.SIGKILL
         if has_reaper:
             assert not job.leftovers(), f"killed after {moment:.3f} s"
@@ -94,8 +102,8 @@ def test_an_agent_killed_at_any_moment_leaves_nothing(msrun, runtime):
     took = kill_agents(msrun, runtime, shell(FAMILY), moments)
 
     # A busy machine may take its time now and then; the slow test allows it never.
-    assert statistics.median(took) <= 0.1, took
-    assert max(took) <= 1, took
+    assert statistics.median(last.seconds for last in took) <= 0.1, took
+    assert took[-1].seconds <= 1, took
 
 
 @pytest.mark.torch
@@ -103,8 +111,8 @@ def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
     program = [script(tmp_path, LOADERS)]
     took = kill_agents(msrun, runtime, program, [1.0, 2.0, 3.0])
 
-    assert statistics.median(took) <= 0.15, took
-    assert max(took) <= 1, took
+    assert statistics.median(last.seconds for last in took) <= 0.15, took
+    assert took[-1].seconds <= 1, took
 
 
 @pytest.mark.slow
@@ -117,9 +125,19 @@ def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime, t
         program, span = [script(tmp_path, LOADERS)], 3.0
     moments = [random.Random(seed).uniform(0, span) for seed in range(200)]
     took = kill_agents(msrun, runtime, program, moments)
-    print("seconds after which a process was last seen", took)
+    print(f"last seen, of {len(took)}:", *took[-10:], sep="\n")
 
-    assert max(took) <= 0.1, took
+    assert took[-1].seconds <= 0.1
+
+
+def comm(pid):
+    """Return a process as the kernel shows it: state and name."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return f"{pid} gone"
+    name, _, rest = fields.partition("(")[2].rpartition(")")
+    return f"{pid} {name} {rest.split()[0]}"
 
 
 def segments(members):
@@ -159,7 +177,7 @@ def name_of(member):
 def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):
     family.process.kill()
 
-    assert last_seen_alive(runtime) <= 0.5
+    assert last_seen_alive(runtime).seconds <= 0.5
     assert not family.leftovers()
 
 

@@ -51,6 +51,19 @@ def test_a_python_worker_is_like_a_process_of_python_itself(msrun, tmp_path, met
     assert ours == pythons
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may have such a priority")
+def test_what_must_not_wait_for_busy_workers_runs_before_them(msrun):
+    job = msrun(*shell("echo up; sleep 600"))
+    job.until_logged("up", 0)
+    job.until_said("msrun: running 1/1")
+    policies = {m.name(): os.sched_getscheduler(m.pid) for m in job.members()}
+    ahead = {name for name, policy in policies.items() if policy & os.SCHED_RR}
+
+    assert "msrun reaper" in ahead
+    assert os.sched_getscheduler(job.process.pid) & os.SCHED_RR
+    assert not ahead & {"msrun forksrv", "msrun scheduler", "msrun store", "sh", "sleep"}
+
+
 def facts(text):
     return dict(line.split(maxsplit=1) for line in text.splitlines())
 
