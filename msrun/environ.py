@@ -7,18 +7,63 @@ from collections.abc import Mapping
 
 import msgspec
 
+from msrun.errors import UsageError
+
 RUN_DIR = "MSRUN_RUN_DIR"
+CONFIG = "MSRUN_CONFIG"
 OMP_THREADS = "OMP_NUM_THREADS"
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
     "MSRUN_NODE_RANK",
     RUN_DIR,
-    "MSRUN_CONFIG",
+    CONFIG,
 )
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this process is in a job, as whatever started it says.
+
+    Args:
+        source: The starter, as a person calls it.
+        rank: Global rank.
+        world_size: Ranks in the job.
+        local_rank: Rank on its node.
+        local_world_size: Ranks on its node.
+        node_rank: Its node; None where the starter does not say.
+        generation: How many times the job re-formed before.
+    """
+
+    source: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int | None = 0
+    generation: int = 0
+
+
+# Starter -> its variables of rank, world_size, local_rank, local_world_size, node_rank.
+# The first whose first two are set counts; inside an allocation of Slurm but outside a step
+# there is no rank yet, and Slurm sets SLURM_PROCID there all the same.
+_STARTERS: dict[str, tuple[str, str, str, str, str]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "",
+    ),
+    "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
+    "a rank table": ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "", ""),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "", "", "JOB_COMPLETION_INDEX"),
+}
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +217,77 @@ def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, s
             when it is loaded.
     """
     return {OMP_THREADS: str(threads), **base, RUN_DIR: run_dir}
+
+
+def rank_identity(env: Mapping[str, str]) -> RankIdentity:
+    """Return who the process with environment `env` is; alone when nothing says so.
+
+    Raises:
+        UsageError: A variable of the starter is no number, or outside its range.
+    """
+    for source, names in _STARTERS.items():
+        if not (env.get(names[0]) and env.get(names[1])):
+            continue
+        if source == "Slurm" and "SLURM_STEP_ID" not in env:
+            continue
+        rank, world_size = _whole(env, names[0]), _whole(env, names[1])
+        if not rank < world_size:
+            msg = f"environment {names[0]}={rank} must be below {names[1]}={world_size}"
+            raise UsageError(msg)
+        local_rank = _whole(env, names[2]) if env.get(names[2]) else 0
+        return RankIdentity(
+            source="msrun" if _IDENTITY[1] in env else source,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=_local_world_size(env, names[3], local_rank),
+            node_rank=_whole(env, names[4]) if env.get(names[4]) else None,
+            generation=_whole(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        )
+    return RankIdentity(source="plain python")
+
+
+def _local_world_size(env: Mapping[str, str], name: str, local_rank: int) -> int:
+    """Return the ranks of this node; where nothing says it, as many as are known to be there."""
+    if env.get(name):
+        return _whole(env, name)
+    # `2(x3),1`: tasks of each node, in the order of the nodes.
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        count, _, times = part.partition("(x")
+        if count.isdecimal():
+            counts += [int(count)] * int(times.rstrip(")") or 1)
+    node = env.get("SLURM_NODEID", "")
+    if node.isdecimal() and int(node) < len(counts):
+        return counts[int(node)]
+    return local_rank + 1
+
+
+def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if default is not None and not text:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"environment {name}={text} is no whole number")
+    return int(text)
+
+
+def config_file(env: Mapping[str, str]) -> str | None:
+    """Return the file with the parallel configuration that was handed over, if there is one."""
+    return env.get(CONFIG) or None
+
+
+def master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return host and port of the store that `env` names, None without.
+
+    Raises:
+        UsageError: Only one of the two is there, or the port is no number.
+    """
+    given = [name for name in _MASTER if env.get(name)]
+    if len(given) == 1:
+        missing = next(name for name in _MASTER if name not in given)
+        raise UsageError(f"environment {given[0]} is set and {missing} is not")
+    return (env[_MASTER[0]], _whole(env, _MASTER[1])) if given else None
 
 
 def copies(env: Mapping[str, str]) -> tuple[str, int] | None:

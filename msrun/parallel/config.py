@@ -1,0 +1,389 @@
+"""The parallel configuration: one mapping, read and checked before anything is built.
+
+A wrong key, type or range is one `UsageError` that starts with the key's path, such as
+`parallel.optimizer.zero`.  What depends on the number of ranks is checked in `layout`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.units import parse_size, quoted
+
+BYTES_MAX = 1 << 20
+ROOT = "parallel"
+REST = -1
+
+# Axes with a meaning of their own; every other name is for the operator plan.
+DATA_AXIS = "dp"
+PIPELINE_AXIS = "pp"
+
+Dim = str | list[str] | None
+Dims = list[Dim]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
+]
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ELSEWHERE = {
+    "search": "automatic strategy search",
+    "cost": "automatic strategy search",
+    "copies": "multiple-copy parallel",
+    "place": "heterogeneous placement",
+    "ps": "the parameter server",
+    "alltoall": "a switch of redistribution",
+}
+
+
+class Section(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One mapping of the file; unknown keys are refused."""
+
+
+def _size(section: Section, name: str) -> int:
+    value = getattr(section, name)
+    if isinstance(value, int):
+        _at_least(section, name, 0)
+        return value
+    try:
+        return parse_size(value)
+    except UsageError as error:
+        raise ValueError(f"{name}: {error.message}") from None
+
+
+def _given(section: Section) -> list[str]:
+    """Return the keys of `section` that do not have their defaults, in order."""
+    return list(msgspec.to_builtins(section))
+
+
+def _at_least(section: Section, name: str, least: int) -> None:
+    value = getattr(section, name)
+    if value < least:
+        raise ValueError(f"{name}: {value} must be at least {least}")
+
+
+class Rule(Section, frozen=True, kw_only=True):
+    """How the modules that `match` names compute, at operator level.
+
+    Args:
+        match: Pattern of module names, such as `layers.*.up`; `*` also crosses dots.
+        style: A common pattern by name instead of `params`, `inputs` and `out`.
+        axis: Mesh axis of `style`; None takes the only one there is.
+        params: Parameter name -> axis names of each of its dims.
+        inputs: Axis names of each dim of the first positional input.  Key `in`.
+        out: Axis names of each dim of the output.
+    """
+
+    match: str
+    style: Style | None = None
+    axis: str | None = None
+    params: dict[str, Dims] = {}
+    inputs: Dims | None = msgspec.field(default=None, name="in")
+    out: Dims | None = None
+
+    def __post_init__(self) -> None:
+        given = bool(self.params or self.inputs is not None or self.out is not None)
+        if self.style and given:
+            raise ValueError("style: stands instead of params, in and out")
+        if not self.style and not given:
+            raise ValueError("style: or params, in or out must be given")
+        if self.axis and not self.style:
+            raise ValueError("axis: belongs to a style")
+
+
+class Optimizer(Section, frozen=True, kw_only=True):
+    """Optimizer parallel (ZeRO) over the data-parallel axis.
+
+    Args:
+        zero: 0 nothing is sharded; 1 parameters outside the step and optimizer state; 2 also
+            gradients between micro-batches; 3 also parameters between forward and backward.
+        shard_size: Ranks that share one copy; -1 all.  Fewer means hybrid sharding.
+        threshold: Parameters of fewer bytes stay whole.
+        modules: Patterns of modules gathered as one; empty takes each repeated block.
+        dtype: Type of gathered parameters and of the computation; None keeps theirs.
+        offload: Shards and optimizer state stay in host memory.
+    """
+
+    zero: Literal[0, 1, 2, 3] = 0
+    shard_size: int = REST
+    threshold: int | str = 0
+    modules: list[str] = []
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "threshold", _size(self, "threshold"))
+        if self.shard_size != REST and self.shard_size < 1:
+            raise ValueError(f"shard_size: {self.shard_size} must be -1 or at least 1")
+        if self.zero == 0:
+            for name in _given(self):
+                raise ValueError(f"{name}: needs zero 1, 2 or 3")
+
+
+class Pipeline(Section, frozen=True, kw_only=True):
+    """Pipeline parallel over the axis `pp`.
+
+    Args:
+        stages: Module pattern -> stage, in execution order; with several segments a stage is
+            `[stage, segment]`.  `auto` balances them.
+        microbatches: Parts of one local batch.
+        schedule: Order of forwards and backwards.
+    """
+
+    stages: dict[str, int | tuple[int, int]] | Literal["auto"]
+    microbatches: int
+    schedule: Schedule = "1f1b"
+
+    def __post_init__(self) -> None:
+        _at_least(self, "microbatches", 1)
+
+
+class Reduce(Section, frozen=True, kw_only=True):
+    """Reduction of gradients over the data-parallel axis.
+
+    Args:
+        op: `mean` as torch, or `sum` as MindSpore's default.
+        dtype: Type on the wire; None keeps the gradients'.
+        fuse: Bytes of a bucket, or ascending parameter indices at which a new one begins, or
+            `module` for one of each module that has parameters of its own.
+        exclude: Patterns of parameter names that are not reduced.
+    """
+
+    op: Literal["mean", "sum"] = "mean"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    fuse: int | str | list[int] = "25MiB"
+    exclude: list[str] = []
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fuse, list):
+            if self.fuse != sorted(set(self.fuse)) or any(index < 1 for index in self.fuse):
+                raise ValueError(f"fuse: {self.fuse} must be ascending indices from 1")
+        elif self.fuse != "module":
+            size = _size(self, "fuse")
+            if size < 1:
+                raise ValueError("fuse: 0 must be at least 1 byte")
+            msgspec.structs.force_setattr(self, "fuse", size)
+
+
+class Recompute(Section, frozen=True, kw_only=True):
+    """Activations that are computed again in the backward pass.
+
+    Args:
+        modules: Patterns of modules that keep only their inputs.
+        save: What is kept all the same: results of communication, of matrix products.
+    """
+
+    modules: list[str]
+    save: list[Literal["comm", "matmul"]] = []
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    """Checkpoints of `rt.save` and `rt.resume`.
+
+    Args:
+        dir: Directory of all checkpoints.
+        every: Steps between two automatic ones; 0 makes none.
+        keep: Newest ones that stay; 0 keeps all.
+        is_async: Write in the background.  Key `async`.
+        strategy: File that takes the layout of every parameter; None writes none.
+    """
+
+    dir: str
+    every: int = 0
+    keep: int = 5
+    is_async: bool = msgspec.field(default=False, name="async")
+    strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, "every", 0)
+        _at_least(self, "keep", 0)
+
+
+class ParallelConfig(Section, frozen=True, kw_only=True):
+    """How one model trains on many ranks.
+
+    Args:
+        mesh: Axis name -> size, the slowest-varying first; one may be -1, the rest.
+        mode: What is allowed beside the mesh; None follows from the rest.
+        plan: Operator-level rules; the first that matches a module counts.
+        optimizer: Optimizer parallel.
+        pipeline: Pipeline parallel; None without.
+        recompute: Recomputation; None without.
+        accumulate: Micro-batches of one step.
+        reduce: Reduction of gradients.
+        batch_norm: Statistics of batch norms over the whole batch, or each rank's own.
+        checkpoint: Checkpoints; None leaves them to `rt.save(path)`.
+        seed: Seed of all random generators; None leaves them as they are.
+    """
+
+    mesh: dict[str, int] = msgspec.field(default_factory=lambda: {DATA_AXIS: REST})
+    mode: Literal["stand_alone", "data", "semi_auto", "auto", "manual"] | None = None
+    plan: list[Rule] = []
+    optimizer: Optimizer = Optimizer()
+    pipeline: Pipeline | None = None
+    recompute: Recompute | None = None
+    accumulate: int = 1
+    reduce: Reduce = Reduce()
+    batch_norm: Literal["sync", "local"] = "sync"
+    checkpoint: Checkpoint | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, "accumulate", 1)
+        if self.seed is not None:
+            _at_least(self, "seed", 0)
+        for name in self.mesh:
+            if not _KEY.fullmatch(name):
+                raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
+        if self.mode == "auto":
+            raise ValueError("mode: auto: automatic strategy search is not part of this version")
+        for key in ("plan", "pipeline"):
+            if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
+                raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
+
+
+def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
+    """Return the configuration in `source`.
+
+    Args:
+        source: Path of a YAML file, a mapping, or None for plain data parallel.  The mapping may
+            stand under one key `parallel`.
+
+    Raises:
+        UsageError: It cannot be read, or says something that cannot be done.
+    """
+    match source:
+        case None:
+            return ParallelConfig()
+        case ParallelConfig():
+            return source
+        case str() | Path():
+            return parse_config(_load(Path(source)))
+        case _:
+            return parse_config(source)
+
+
+def parse_config(tree: object) -> ParallelConfig:
+    """Return the configuration that `tree`, plain values as of YAML, says.
+
+    Numbers may be text, as they are in a job file.
+
+    Raises:
+        UsageError: As of `read_config`.
+    """
+    if isinstance(tree, Mapping) and set(tree) == {ROOT}:
+        tree = tree[ROOT]
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
+    for key, feature in _ELSEWHERE.items():
+        if key in tree:
+            raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
+    try:
+        return msgspec.convert(tree, ParallelConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(_sentence(str(error), tree)) from None
+
+
+def render_config(config: ParallelConfig) -> str:
+    """Return `config` as JSON, which is YAML too."""
+    return json.dumps({ROOT: msgspec.to_builtins(config)}, indent=2)
+
+
+def _load(path: Path) -> object:
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > BYTES_MAX:
+        raise UsageError(f"{path} is larger than 1 MiB")
+    try:
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise UsageError(f"{path}{where}: {problem}") from None
+
+
+_WHERE = re.compile(r"(?s)(.*) - at `(?:key in )?\$(.*)`")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_OURS = re.compile(r"(?s)([a-z_]+): (.*)")
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+
+
+def _sentence(text: str, tree: object) -> str:
+    """Return msgspec's message as one of ours: path, value, problem."""
+    match = _WHERE.fullmatch(text)
+    problem, path = (match[1], match[2].replace("[...]", "")) if match else (text, "")
+    value, section, key = _follow(tree, path)
+    if unknown := _UNKNOWN.fullmatch(problem):
+        keys = [field.encode_name for field in msgspec.structs.fields(section)]
+        close = difflib.get_close_matches(unknown[1], keys, n=1)
+        guess = f"did you mean {close[0]}?" if close else f"choose {', '.join(keys)}"
+        return f"{ROOT}{path}.{unknown[1]}: is no key ({guess})"
+    if missing := _MISSING.fullmatch(problem):
+        return f"{ROOT}{path}.{missing[1]}: is missing"
+    if problem.startswith("Invalid enum value"):
+        return f"{ROOT}{path}: {_shown(value)} is not known (choose {_choices(section, key)})"
+    if problem.startswith("Expected"):
+        return f"{ROOT}{path}: {_shown(value)}: e{problem[1:].replace('`', '')}"
+    ours = _OURS.fullmatch(problem)
+    return f"{ROOT}{path}.{ours[1]}: {ours[2]}" if ours else f"{ROOT}{path}: {problem}"
+
+
+def _follow(tree: object, path: str) -> tuple[object, type[Section], str]:
+    """Return the value at `path`, the section that holds it, and its key there."""
+    section: type[Section] = ParallelConfig
+    key = ""
+    for step in _STEP.finditer(path):
+        section = _SECTIONS.get(key, section)
+        if step[1] is None:
+            tree = tree[int(step[2])] if isinstance(tree, list) else None
+        else:
+            key = step[1]
+            tree = tree.get(key) if isinstance(tree, Mapping) else None
+    is_section = key in _SECTIONS and isinstance(tree, Mapping)
+    return tree, _SECTIONS[key] if is_section else section, key
+
+
+def _choices(section: type[Section], key: str) -> str:
+    """Return the values that the literal type of `key` allows."""
+    found: list[object] = []
+    pending = [f.type for f in msgspec.structs.fields(section) if f.encode_name == key]
+    while pending:
+        kind = pending.pop(0)
+        if get_origin(kind) is Literal:
+            found += get_args(kind)
+        else:
+            pending += get_args(kind)
+    return ", ".join(map(str, found))
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "plan": Rule,
+    "optimizer": Optimizer,
+    "pipeline": Pipeline,
+    "recompute": Recompute,
+    "reduce": Reduce,
+    "checkpoint": Checkpoint,
+}
+
+
+def _shown(value: object) -> str:
+    return quoted(value) if isinstance(value, str) else quoted(json.dumps(value, default=str))[1:-1]

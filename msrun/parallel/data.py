@@ -1,0 +1,217 @@
+"""Batches of one data-parallel rank: every sample once an epoch, resumable in the middle of it.
+
+The samples of an epoch, in their shuffled order, are cut into global batches as one process
+would read them; each is cut into one contiguous part a rank.  So the set of samples in a step
+does not depend on how many ranks share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from msrun.errors import UsageError
+from msrun.parallel.config import DATA_AXIS
+
+if TYPE_CHECKING:
+    from msrun.parallel.runtime import Runtime
+
+
+class LoaderState(TypedDict):
+    """Where a loader stands: enough to go on there, on any number of ranks.
+
+    Args:
+        epoch: The epoch.
+        samples: Samples that all ranks together have had of it.
+        seed: Seed of the shuffling.
+    """
+
+    epoch: int
+    samples: int
+    seed: int
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """How an epoch is divided.
+
+    Args:
+        samples: Samples of the dataset.
+        batch_size: Samples of one rank in a full batch.
+        ranks: Ranks that share each global batch.
+        drop_last: Leave out the last batch where it is not full.
+    """
+
+    samples: int
+    batch_size: int
+    ranks: int
+    drop_last: bool
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a full batch."""
+        return self.batch_size * self.ranks
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        full, rest = divmod(self.samples, self.global_batch)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def size(self, batch: int) -> int:
+        """Return the samples of all ranks in `batch`."""
+        return min(self.global_batch, self.samples - batch * self.global_batch)
+
+    def part(self, batch: int, rank: int) -> range:
+        """Return the positions in the epoch's order of the part of `rank` in `batch`.
+
+        Parts differ by at most one sample; earlier ranks have the extra ones.
+        """
+        size = self.size(batch)
+        least, extra = divmod(size, self.ranks)
+        first = batch * self.global_batch + rank * least + min(rank, extra)
+        return range(first, first + least + (rank < extra))
+
+
+class _Batches:
+    """Batch sampler: the indices of one rank's batches from where the loader stands."""
+
+    def __init__(self, loader: MeshLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._loader.indices()
+
+    def __len__(self) -> int:
+        return self._loader.cut.batches
+
+
+class MeshLoader(DataLoader[Any]):
+    """A `DataLoader` over this rank's part of a dataset.
+
+    Each pass is one epoch; the next pass takes the next epoch's order unless `set_epoch`
+    says another.
+
+    Args:
+        runtime: Whose mesh divides the samples.
+        dataset: Has a length.
+        batch_size: Samples of one batch of one data-parallel rank, at least 1.
+        shuffle: Another order each epoch, the same on every rank.
+        seed: Of the shuffling.
+        drop_last: Leave out the last batch where it is not full.
+        options: Of `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        _check(dataset, batch_size, options)
+        self.cut = Cut(
+            samples=len(dataset),  # type: ignore[arg-type]  # checked
+            batch_size=batch_size,
+            ranks=runtime.layout.size(DATA_AXIS),
+            drop_last=drop_last,
+        )
+        _check_last(self.cut)
+        self._runtime = runtime
+        self._rank = runtime.coordinate.get(DATA_AXIS, 0)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = 0
+        self._first = 0
+        self._next = 0
+        super().__init__(dataset, batch_sampler=_Batches(self), **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`; the one that is under way goes on."""
+        if epoch != self._epoch:
+            self._epoch, self._first, self._next = epoch, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
+        """Yield this rank's batches of one epoch, from where `load_state_dict` left it."""
+        self._next = self._first
+        try:
+            for batch in super().__iter__():
+                self._runtime.batch_weight = self._weight(self._next)
+                self._next += 1
+                yield batch
+        finally:
+            self._runtime.batch_weight = 1.0
+        self._epoch, self._first, self._next = self._epoch + 1, 0, 0
+
+    def indices(self) -> Iterator[list[int]]:
+        """Yield the indices of each batch from where this pass begins."""
+        order = self._order()
+        for batch in range(self._first, self.cut.batches):
+            yield [order[position] for position in self.cut.part(batch, self._rank)]
+
+    def state_dict(self) -> LoaderState:
+        """Return where this loader stands, after the last batch that it yielded."""
+        samples = min(self._next * self.cut.global_batch, self.cut.samples)
+        return LoaderState(epoch=self._epoch, samples=samples, seed=self._seed)
+
+    def load_state_dict(self, state: LoaderState) -> None:
+        """Have the next pass begin where `state` was taken, on any number of ranks.
+
+        Raises:
+            UsageError: The global batch differs, and the place lies in the middle of one.
+        """
+        batch, rest = divmod(state["samples"], self.cut.global_batch)
+        if rest and state["samples"] < self.cut.samples:
+            raise UsageError(
+                f"the loader stopped after {state['samples']} samples, which is no multiple of "
+                f"the global batch of {self.cut.global_batch}"
+            )
+        is_over = state["samples"] >= self.cut.samples or batch >= self.cut.batches
+        self._seed = state["seed"]
+        self._epoch = state["epoch"] + is_over
+        self._first = self._next = 0 if is_over else batch
+
+    def _weight(self, batch: int) -> float:
+        """Return how much this rank's mean counts in the mean over all ranks."""
+        size = len(self.cut.part(batch, self._rank))
+        return size * self.cut.ranks / self.cut.size(batch)
+
+    def _order(self) -> range | list[int]:
+        if not self._shuffle:
+            return range(self.cut.samples)
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order: list[int] = torch.randperm(self.cut.samples, generator=generator).tolist()
+        return order
+
+
+def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        hint = "let it yield every rt.world_size-th sample itself, in a DataLoader of its own"
+        raise UsageError(f"rt.loader: {type(dataset).__name__} has no length to divide", hint=hint)
+    if batch_size < 1:
+        raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            raise UsageError(f"rt.loader: {name} is what rt.loader makes (use a DataLoader for it)")
+
+
+def _check_last(cut: Cut) -> None:
+    """Refuse an epoch whose last batch has no sample for some rank, or that has no batch."""
+    if cut.batches == 0:
+        raise UsageError(
+            f"rt.loader: {cut.samples} samples are no batch of {cut.batch_size} for each of "
+            f"{cut.ranks} ranks"
+        )
+    last = cut.size(cut.batches - 1)
+    if last < cut.ranks:
+        raise UsageError(
+            f"rt.loader: the last batch has {last} of {cut.samples} samples, fewer than the "
+            f"{cut.ranks} data-parallel ranks (choose drop_last=True or another batch_size)"
+        )

@@ -1,0 +1,55 @@
+"""Norm and clipping of gradients that lie on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from msrun.parallel.local import is_sharded, local_gradient
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def clip_gradients(params: Iterable[Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients of `params` to a global 2-norm of at most `max_norm`; return the norm.
+
+    As `torch.nn.utils.clip_grad_norm_`, but every element of the whole model counts once,
+    wherever it lies.
+    """
+    gradients = [(param, found) for param in params if (found := local_gradient(param)) is not None]
+    norm = _global_norm(gradients)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for _, gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+def _global_norm(gradients: Iterable[tuple[Parameter, Tensor]]) -> Tensor:
+    """Return the 2-norm over all ranks: squares are summed over what shards each parameter."""
+    squares: dict[Groups, list[Tensor]] = {}
+    for param, gradient in gradients:
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        squares.setdefault(_sharding_groups(param), []).append(norm.square())
+    total = torch.zeros(())
+    for groups, parts in squares.items():
+        part = torch.stack(parts).sum()
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        total = total.to(part.device) + part
+    return total.sqrt()
+
+
+def _sharding_groups(param: Parameter) -> Groups:
+    """Return the groups over which the elements of `param` are divided."""
+    if not is_sharded(param):
+        return ()
+    mesh = param.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(param.placements)
+        if placement.is_shard()
+    )

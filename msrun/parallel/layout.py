@@ -1,0 +1,210 @@
+"""The device mesh by arithmetic: axes, coordinates, groups, and what a configuration needs of them.
+
+Ranks are laid out in row-major order over the axes, the first varying slowest, as in
+`torch.distributed.device_mesh`; nothing here builds a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, ParallelConfig, Rule
+
+
+class MeshLayout(msgspec.Struct, frozen=True):
+    """Named axes over the ranks 0 to `world_size` - 1.
+
+    Args:
+        axes: Axis name -> size, the slowest-varying first.
+    """
+
+    axes: dict[str, int]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the mesh."""
+        return math.prod(self.axes.values())
+
+    def size(self, axis: str) -> int:
+        """Return the size of `axis`; 1 when the mesh has none of that name."""
+        return self.axes.get(axis, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Return axis name -> index of `rank` on it."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes.items()):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.axes}
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` in `axis` alone, itself included."""
+        stride = self._stride(axis)
+        first = rank - self.coordinate(rank)[axis] * stride
+        return tuple(first + i * stride for i in range(self.axes[axis]))
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Yield the groups of `axis`, each once, by their first rank."""
+        stride = self._stride(axis)
+        for rank in range(self.world_size):
+            if rank // stride % self.axes[axis] == 0:
+                yield self.group(axis, rank)
+
+    def _stride(self, axis: str) -> int:
+        names = list(self.axes)
+        return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
+
+
+def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
+    """Return the mesh of `config` over `world_size` ranks, after checking all that depends on it.
+
+    Raises:
+        UsageError: A size does not fit, or a key names an axis that is not there.
+    """
+    layout = MeshLayout(_fill(config.mesh, world_size))
+    for index, rule in enumerate(config.plan):
+        _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
+    _check_mode(config, layout)
+    _check_pipeline(config, layout)
+    _check_optimizer(config, layout)
+    return layout
+
+
+def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
+    """Return the axes that the operator plan may name, in mesh order."""
+    return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
+
+
+def shard_groups(config: ParallelConfig, layout: MeshLayout) -> tuple[int, int]:
+    """Return how optimizer parallel splits the data-parallel axis: copies, ranks of a copy."""
+    degree = layout.size(DATA_AXIS)
+    size = config.optimizer.shard_size
+    inner = degree if size == REST else size
+    return degree // inner, inner
+
+
+def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return `mesh` with the one -1 replaced by what is left."""
+    for name, size in mesh.items():
+        if size != REST and size < 1:
+            raise UsageError(f"{ROOT}.mesh.{name}: {size} must be -1 or at least 1")
+    rests = [name for name, size in mesh.items() if size == REST]
+    if len(rests) > 1:
+        raise UsageError(f"{ROOT}.mesh: only one axis can be -1, not {' and '.join(rests)}")
+    given = math.prod(size for size in mesh.values() if size != REST)
+    written = " x ".join(f"{name} {size}" for name, size in mesh.items() if size != REST) or "1"
+    if rests and world_size % given:
+        raise UsageError(
+            f"{ROOT}.mesh: {written} = {given} does not divide world_size {world_size}"
+        )
+    if not rests and given != world_size:
+        hint = f"change one size, or start {given} workers"
+        raise UsageError(
+            f"{ROOT}.mesh: {written} = {given} is not world_size {world_size}", hint=hint
+        )
+    rest = world_size // given
+    return {name: rest if size == REST else size for name, size in mesh.items()}
+
+
+def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
+    if config.mode == "stand_alone" and layout.world_size > 1:
+        raise UsageError(
+            f"{ROOT}.mode: stand_alone is for one worker, and world_size is {layout.world_size}"
+        )
+    others = {name: size for name, size in layout.axes.items() if size > 1 and name != DATA_AXIS}
+    if config.mode == "data" and others:
+        raise UsageError(f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})")
+    named = {axis for rule in config.plan for axis in _axes_of(rule, layout)}
+    for name in others:
+        if name != PIPELINE_AXIS and name not in named and config.mode != "manual":
+            hint = (
+                "name it in a rule, or say `mode: manual` when the script itself divides its work"
+            )
+            raise UsageError(
+                f"{ROOT}.mesh.{name}: no rule of {ROOT}.plan uses this axis", hint=hint
+            )
+
+
+def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
+    degree, pipeline = layout.size(PIPELINE_AXIS), config.pipeline
+    if pipeline is None:
+        if degree > 1:
+            raise UsageError(f"{ROOT}.mesh.{PIPELINE_AXIS}: {degree} stages need {ROOT}.pipeline")
+        return
+    if PIPELINE_AXIS not in layout.axes:
+        raise UsageError(f"{ROOT}.pipeline: the mesh has no axis {PIPELINE_AXIS}")
+    if config.accumulate > 1:
+        raise UsageError(
+            f"{ROOT}.accumulate: {config.accumulate} with a pipeline: "
+            f"raise {ROOT}.pipeline.microbatches instead"
+        )
+
+
+def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
+    size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
+    if size != REST and degree % size:
+        raise UsageError(
+            f"{ROOT}.optimizer.shard_size: {size} does not divide {DATA_AXIS} {degree}"
+        )
+
+
+def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:
+    allowed = plan_axes(layout)
+    for key, axes in _named(rule, layout):
+        seen: set[str] = set()
+        for axis in axes:
+            if axis not in layout.axes:
+                raise UsageError(
+                    f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
+                )
+            if axis not in allowed:
+                raise UsageError(
+                    f"{where}.{key}: {axis} divides the batch or the layers, not an operator"
+                    f" (choose {', '.join(allowed) or 'another axis in the mesh'})"
+                )
+            if axis in seen:
+                raise UsageError(f"{where}.{key}: axis {axis!r} stands there twice")
+            seen.add(axis)
+
+
+def style_axis(rule: Rule, layout: MeshLayout) -> str:
+    """Return the axis of a rule with a style.
+
+    Raises:
+        UsageError: None is named, and there is not exactly one to choose.
+    """
+    if rule.axis:
+        return rule.axis
+    choices = plan_axes(layout)
+    if len(choices) == 1:
+        return choices[0]
+    raise UsageError(
+        f"{ROOT}.plan: style {rule.style} of {rule.match!r} needs an axis "
+        f"(choose {', '.join(choices) or 'one in the mesh besides dp and pp'})"
+    )
+
+
+def _axes_of(rule: Rule, layout: MeshLayout) -> set[str]:
+    return {axis for _, axes in _named(rule, layout) for axis in axes}
+
+
+def _named(rule: Rule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
+    """Yield each key of `rule` that names axes, with them in order."""
+    if rule.style:
+        yield "axis", [style_axis(rule, layout)]
+    for name, dims in rule.params.items():
+        yield f"params.{name}", _flat(dims)
+    if rule.inputs is not None:
+        yield "in", _flat(rule.inputs)
+    if rule.out is not None:
+        yield "out", _flat(rule.out)
+
+
+def _flat(dims: list[str | list[str] | None]) -> list[str]:
+    found: list[str] = []
+    for dim in dims:
+        found += [dim] if isinstance(dim, str) else dim or []
+    return found

@@ -1,0 +1,315 @@
+"""`msrun.init()`: the object that each rank is handed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from msrun import environ
+from msrun.environ import RankIdentity
+from msrun.errors import UsageError
+from msrun.parallel import device as devices
+from msrun.parallel import step as steps
+from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
+from msrun.parallel.gradients import clip_gradients
+from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.shard import ShardedModel, shard_model
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from msrun.parallel.data import MeshLoader
+
+Source = str | Path | Mapping[str, Any] | ParallelConfig | None
+
+
+class Runtime:
+    """One rank of a job: its device, its mesh, and what the configuration makes of a model.
+
+    Made by `init`.  As a context manager it leaves the process group at the end of the block.
+
+    Attributes:
+        rank: Global rank, 0 to `world_size` - 1.
+        world_size: Ranks in the job.
+        local_rank: Rank on its node.
+        local_world_size: Ranks on its node.
+        node_rank: Its node; None where its starter does not say.
+        generation: How many times the job re-formed before.
+        device: Its device.
+        config: The parallel configuration.
+        layout: The mesh by arithmetic.
+        mesh: The mesh with its process groups.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        config: ParallelConfig,
+        device: torch.device,
+        *,
+        owns_group: bool,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.local_rank = identity.local_rank
+        self.local_world_size = identity.local_world_size
+        self.node_rank = identity.node_rank
+        self.generation = identity.generation
+        self.config = config
+        self.device = device
+        self.layout: MeshLayout = resolve(config, self.world_size)
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type,
+            tuple(self.layout.axes.values()),
+            mesh_dim_names=tuple(self.layout.axes),
+        )
+        self._owns_group = owns_group
+        self._models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
+        self.batch_weight = 1.0
+        if config.seed is not None:
+            seed_everything(config.seed)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis name -> this rank's index on it."""
+        return self.layout.coordinate(self.rank)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group of this rank along `axis`.
+
+        Raises:
+            UsageError: The mesh has no such axis.
+        """
+        if axis not in self.layout.axes:
+            raise UsageError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
+        return self.mesh.get_group(axis)
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on rank 0 alone."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})  # noqa: T201 - what it is for
+
+    def barrier(self) -> None:
+        """Wait until every rank of the job is here."""
+        dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Make `model` parallel as configured, in place, and return it.
+
+        All ranks call it with the same model; parameters and buffers become those of the
+        first rank, whatever this one has.
+
+        Raises:
+            UsageError: The configuration does not fit the model.
+        """
+        self._models[model] = shard_model(self, model)
+        return model
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return `optimizer`, made of the parameters of a sharded model.
+
+        Raises:
+            UsageError: It holds parameters that `shard` replaced: make it after `shard`.
+        """
+        for sharded in self._models.values():
+            sharded.check_optimizer(optimizer)
+        return optimizer
+
+    def loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> MeshLoader:
+        """Return a `DataLoader` over this rank's part of `dataset`.
+
+        Args:
+            dataset: Has a length; an iterable one has none and is refused.
+            batch_size: Samples of one batch of one data-parallel rank.
+            options: `shuffle`, `seed`, `drop_last`, and everything else `DataLoader` takes.
+
+        Raises:
+            UsageError: The last batch would leave some rank without a sample.
+        """
+        from msrun.parallel.data import MeshLoader
+
+        return MeshLoader(self, dataset, batch_size, **options)
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: steps.LossFunction,
+        *batch: Any,
+        max_norm: float | None = None,
+    ) -> Tensor:
+        """Train on one local batch: forward, backward, reduction, optimizer step.
+
+        Args:
+            model: Of `shard`.
+            optimizer: Its gradients are zeroed first.
+            loss_fn: Mean loss of the samples, from the output and the last part of `batch`.
+            batch: Inputs of the model, then the target.
+            max_norm: Clip gradients to this global norm; None does not.
+
+        Returns:
+            The loss averaged over all samples of the job, the same on every rank.
+        """
+        return steps.run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Let gradients of `model` add up on this rank: for all but the last backward of a step."""
+        with self.sharded(model).paused():
+            yield
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale the gradients of `model` so that their global norm is at most `max_norm`.
+
+        Returns:
+            The norm before, over all ranks and the whole model.
+        """
+        return clip_gradients(self.sharded(model).parameters(), max_norm)
+
+    def sharded(self, model: nn.Module) -> ShardedModel:
+        """Return what `shard` made of `model`.
+
+        Raises:
+            UsageError: It was not given to `shard`.
+        """
+        found = self._models.get(model)
+        if found is None:
+            raise UsageError(f"{type(model).__name__} is not a model of rt.shard")
+        return found
+
+    def mean_over_data(self, value: Tensor) -> Tensor:
+        """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
+        value = value.detach() * self.batch_weight
+        if self.layout.size(DATA_AXIS) > 1:
+            dist.all_reduce(value, group=self.group(DATA_AXIS))
+        return value / self.layout.size(DATA_AXIS)
+
+    def close(self) -> None:
+        """Leave the process group, if `init` made it; a second call does nothing."""
+        _forget(self)
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_current: Runtime | None = None
+
+
+def _forget(runtime: Runtime) -> None:
+    global _current  # noqa: PLW0603 - the process has one process group, and one runtime
+    if _current is runtime:
+        _current = None
+
+
+def init(
+    config: Source = None,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    timeout: float | None = None,
+) -> Runtime:
+    """Return this process's runtime; the first call joins the job.
+
+    Args:
+        config: Parallel configuration: path of a YAML file or a mapping; None takes the file
+            that the launcher handed over, or plain data parallel over all ranks.
+        backend: Process-group backend; None takes that of the device.
+        device: Device of this rank; None takes its own accelerator, or the CPU.
+        timeout: Seconds that a collective may take; None is torch's default.
+
+    Raises:
+        UsageError: The configuration, environment or device does not allow it; nothing was made.
+    """
+    global _current  # noqa: PLW0603 - as in `_forget`
+    if _current is not None:
+        if config is not None and read_config(config) != _current.config:
+            raise UsageError("msrun.init was called before with another configuration")
+        return _current
+    env = environ.current()
+    identity = environ.rank_identity(env)
+    settings = read_config(environ.config_file(env) if config is None else config)
+    is_adopted = dist.is_initialized()
+    resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
+    own = devices.pick_device(device, identity)
+    if not is_adopted:
+        _join(identity, env, backend or devices.backend_for(own), timeout)
+    try:
+        _current = Runtime(identity, settings, own, owns_group=not is_adopted)
+    except BaseException:
+        if not is_adopted:
+            dist.destroy_process_group()
+        raise
+    atexit.register(_close_at_exit, weakref.ref(_current))
+    return _current
+
+
+def _join(
+    identity: RankIdentity, env: Mapping[str, str], backend: str, timeout: float | None
+) -> None:
+    """Make the default process group."""
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    rank, world_size = identity.rank, identity.world_size
+    master = environ.master(env)
+    if master and identity.source in ("msrun", "torchrun"):
+        dist.init_process_group(backend, timeout=limit)
+    elif master:
+        address = f"tcp://{master[0]}:{master[1]}"
+        dist.init_process_group(
+            backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
+        )
+    elif world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
+        dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
+    else:
+        message = (
+            f"{identity.source} started {world_size} ranks, "
+            "and MASTER_ADDR and MASTER_PORT are not set"
+        )
+        hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
+        raise UsageError(message, hint=hint)
+
+
+def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
+    """Leave the group of a process that ends well; after an exception peers learn of its death."""
+    found = runtime()
+    if found is not None and not hasattr(sys, "last_value"):
+        found.close()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, numpy if it is loaded, and torch."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed % 2**32)

@@ -1,0 +1,283 @@
+"""Ranks for tests: forked from a parent that has torch loaded, so that four cost a moment.
+
+A test passes a module-level function; each rank calls it inside a gloo group of its own and the
+test gets what they return, by rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+import traceback
+from collections import Counter
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import msrun
+import msrun.parallel.data
+import msrun.parallel.runtime
+
+TIMEOUT = 60.0
+STEPS = 5
+BATCH = 16
+
+
+def run_ranks(function, world_size, *args, timeout=TIMEOUT):
+    """Return what `function(*args)` returned on each of `world_size` ranks.
+
+    A rank that fails, or does not return in time, fails the test with the tracebacks of all.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(function, args, (rank, world_size), f"{folder}/store", there)
+            )
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            answers = _collect(pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    failed = [f"rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
+    if failed:
+        pytest.fail("\n".join(failed))
+    return [value for _, value in answers]
+
+
+def _collect(pipes, deadline):
+    """Return one answer of each rank; after a failure the others get little more time."""
+    answers = [None] * len(pipes)
+    while None in answers and time.monotonic() < deadline:
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if answers[rank] is None}
+        for pipe in multiprocessing.connection.wait(list(waiting), deadline - time.monotonic()):
+            rank = waiting[pipe]
+            try:
+                answers[rank] = pipe.recv()
+            except EOFError:
+                answers[rank] = (False, "died without a word")
+            if not answers[rank][0]:
+                deadline = min(deadline, time.monotonic() + 2)
+    return [answer or (False, "did not return in time") for answer in answers]
+
+
+def _rank(function, args, place, store, pipe):
+    rank, world_size = place
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    try:
+        # As in a job, no two ranks draw the same numbers unless something sees to it.
+        torch.manual_seed(1000 + rank)
+        random.seed(1000 + rank)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
+        answer = (True, function(*args))
+    except BaseException:  # noqa: BLE001 - the test prints it
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    pipe.close()
+    os._exit(0)
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives and the bytes of their largest tensor, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented
+        if "c10d" in func.namespace:
+            name = func.name().partition("::")[2].partition(".")[0]
+            if name not in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
+                tensors = [t for t in _leaves(args) if isinstance(t, torch.Tensor)]
+                self.calls[name] += 1
+                self.bytes[name] += max((t.nbytes for t in tensors), default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(value):
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(16, 32)
+        self.fc2 = nn.Linear(32, 32)
+        self.fc3 = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(x)))))
+
+
+class ConvNet(nn.Module):
+    """Convolutions and batch norms over 1 x 8 x 8 images, given as 64 numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8 * 4 * 4, 10)
+
+    def forward(self, x):
+        x = functional.relu(self.norm1(self.conv1(x.view(-1, 1, 8, 8))))
+        x = functional.relu(self.norm2(self.conv2(x)))
+        return self.head(x.flatten(1))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, dropout=0.0):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.o = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def attend(self, x):
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (part(x).view(shape).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x):
+        x = x + self.drop(self.attend(self.norm1(x)))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norm2(x)))))
+
+
+class Transformer(nn.Module):
+    """A causal language model whose head is its embedding."""
+
+    def __init__(self, *, layers=2, vocabulary=32, width=16, heads=4, length=8, dropout=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(length, width)
+        self.layers = nn.ModuleList([Block(width, heads, dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def token_loss(logits, target):
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+MODELS = {
+    "mlp": (MLP, functional.cross_entropy),
+    "conv": (ConvNet, functional.cross_entropy),
+    "transformer": (Transformer, token_loss),
+}
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+def batches(model, size=BATCH, steps=STEPS):
+    """Return the global batches that every rank count trains on."""
+    random_numbers = torch.Generator().manual_seed(7)
+    found = []
+    for _ in range(steps):
+        if model == "transformer":
+            tokens = torch.randint(0, 32, (size, 9), generator=random_numbers)
+            found.append((tokens[:, :-1], tokens[:, 1:]))
+        else:
+            width = 64 if model == "conv" else 16
+            x = torch.randn(size, width, generator=random_numbers)
+            found.append((x, torch.randint(0, 10, (size,), generator=random_numbers)))
+    return found
+
+
+def build(model, **options):
+    """Return a model whose weights are the same wherever it is built."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return MODELS[model][0](**options)
+
+
+def train(config, model="mlp", optimizer="sgd", max_norm=None):
+    """Train under `config` on this rank's parts; return the losses."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build(model))
+    update = runtime.optimizer(OPTIMIZERS[optimizer](network.parameters()))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    losses = []
+    for x, y in batches(model):
+        part = [t.chunk(count)[share] for t in (x, y)]
+        loss = runtime.step(network, update, MODELS[model][1], *part, max_norm=max_norm)
+        losses.append(loss.item())
+    return losses
+
+
+def _plain(model, optimizer, max_norm):
+    network = build(model)
+    update = OPTIMIZERS[optimizer](network.parameters())
+    losses = []
+    for x, y in batches(model):
+        update.zero_grad()
+        loss = MODELS[model][1](network(x), y)
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), max_norm)
+        update.step()
+        losses.append(loss.item())
+    return losses
+
+
+@functools.cache
+def oracle(model="mlp", optimizer="sgd", max_norm=None):
+    """Return the losses of plain torch in one process on the global batches."""
+    return run_ranks(_plain, 1, model, optimizer, max_norm)[0]
+
+
+def assert_equal_curves(found, expected, tolerance=1e-6):
+    """Every rank reports the expected losses."""
+    for rank, losses in enumerate(found):
+        worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        assert worst <= tolerance, f"rank {rank}: {worst:.1e} off\n{losses}\n{expected}"
