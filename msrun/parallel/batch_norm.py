@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from msrun.errors import UsageError
-from msrun.parallel.collectives import sum_over
+from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -61,11 +61,11 @@ def _forward(module: BatchNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     shape = [1, -1] + [1] * (x.dim() - 2)
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     count = values.new_tensor([float(x.numel() // x.size(1))])
-    sums = sum_over(torch.cat([values.sum(dims), count]), group)
+    sums = all_reduce(torch.cat([values.sum(dims), count]), group)
     total = sums[-1].detach()
     mean = sums[:-1] / total
     centered = values - mean.view(shape)
-    variance = sum_over(centered.square().sum(dims), group) / total
+    variance = all_reduce(centered.square().sum(dims), group) / total
     if module.training and module.track_running_stats:
         _track(module, mean.detach(), (variance * total / (total - 1)).detach())
     normal = centered * torch.rsqrt(variance + module.eps).view(shape)

@@ -51,5 +51,5 @@ def _sharding_groups(param: Parameter) -> Groups:
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(param.placements)
-        if placement.is_shard()
+        if not placement.is_replicate()
     )

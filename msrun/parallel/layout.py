@@ -78,12 +78,19 @@ def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
 
 
-def shard_groups(config: ParallelConfig, layout: MeshLayout) -> tuple[int, int]:
-    """Return how optimizer parallel splits the data-parallel axis: copies, ranks of a copy."""
-    degree = layout.size(DATA_AXIS)
-    size = config.optimizer.shard_size
-    inner = degree if size == REST else size
-    return degree // inner, inner
+def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
+    """Return the axes with the data-parallel one in two where its copies are sharded apart.
+
+    `dp_replicate` numbers the copies, `dp_shard` the ranks that share one.
+    """
+    size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
+    if size in (REST, degree):
+        return dict(layout.axes)
+    parts = {"dp_replicate": degree // size, "dp_shard": size}
+    found: dict[str, int] = {}
+    for name, axis_size in layout.axes.items():
+        found |= parts if name == DATA_AXIS else {name: axis_size}
+    return found
 
 
 def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -27,6 +27,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of `tensor`, on every rank; gradients flow through."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
 def local_gradient(param: Parameter) -> Tensor | None:
     """Return this rank's part of the gradient of `param`, None without one.
 

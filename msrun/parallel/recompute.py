@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import (
 
 from msrun.parallel.config import Recompute
 from msrun.parallel.match import matching
+
+Context = Callable[[], AbstractContextManager[None]]
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
@@ -35,10 +38,16 @@ def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
     ]
 
 
-def apply(model: nn.Module, names: Iterable[str], save: Sequence[str]) -> None:
+def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: Context) -> None:
     """Have the modules called `names` recompute; names and hooks of the model stay as they are.
 
     Random numbers are drawn again as they were, so dropout is exact.
+
+    Args:
+        model: The model.
+        names: Modules, none inside another.
+        save: As of `config.Recompute.save`.
+        context: What the modules have to run in; in the backward pass nobody else enters it.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if save:
@@ -46,7 +55,8 @@ def apply(model: nn.Module, names: Iterable[str], save: Sequence[str]) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for name in names:
         module = model.get_submodule(name)
-        module.forward = partial(_forward, module.forward, options)
+        inner = partial(_inside, context, module.forward)
+        module.forward = partial(_forward, inner, options)
 
 
 def _forward(
@@ -55,6 +65,11 @@ def _forward(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, **options, **kwargs)
+
+
+def _inside(context: Context, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with context():
+        return forward(*args, **kwargs)
 
 
 def _policy(

@@ -25,7 +25,7 @@ from msrun.parallel import device as devices
 from msrun.parallel import step as steps
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
 from msrun.parallel.gradients import clip_gradients
-from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.layout import MeshLayout, resolve, root_axes
 from msrun.parallel.shard import ShardedModel, shard_model
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Runtime:
         config: The parallel configuration.
         layout: The mesh by arithmetic.
         mesh: The mesh with its process groups.
+        root_mesh: The same with the axis `dp` in two, where optimizer parallel has copies.
     """
 
     def __init__(
@@ -71,11 +72,9 @@ class Runtime:
         self.config = config
         self.device = device
         self.layout: MeshLayout = resolve(config, self.world_size)
-        self.mesh: DeviceMesh = init_device_mesh(
-            device.type,
-            tuple(self.layout.axes.values()),
-            mesh_dim_names=tuple(self.layout.axes),
-        )
+        self.mesh = _mesh(device, self.layout.axes)
+        axes = root_axes(config, self.layout)
+        self.root_mesh = self.mesh if axes == self.layout.axes else _mesh(device, axes)
         self._owns_group = owns_group
         self._models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = (
             weakref.WeakKeyDictionary()
@@ -224,6 +223,10 @@ class Runtime:
         self.close()
 
 
+def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
 _current: Runtime | None = None
 
 
@@ -280,17 +283,20 @@ def _join(
     """Make the default process group."""
     limit = None if timeout is None else timedelta(seconds=timeout)
     rank, world_size = identity.rank, identity.world_size
+    if world_size == 1:
+        # Nobody else is to be met, whatever MASTER_ADDR a shell has left.
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
+        dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
+        return
     master = environ.master(env)
     if master and identity.source in ("msrun", "torchrun"):
         dist.init_process_group(backend, timeout=limit)
     elif master:
-        address = f"tcp://{master[0]}:{master[1]}"
+        host = f"[{master[0]}]" if ":" in master[0] else master[0]
+        address = f"tcp://{host}:{master[1]}"
         dist.init_process_group(
             backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
         )
-    elif world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
-        dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
     else:
         message = (
             f"{identity.source} started {world_size} ranks, "

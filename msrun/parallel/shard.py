@@ -1,16 +1,20 @@
 """What `rt.shard` does to a model, in the one order in which the parts fit together.
 
-Equal weights everywhere -> batch norms -> recomputation -> reduction of gradients -> random
-streams.
+Equal weights everywhere -> operator plan -> batch norms -> recomputation -> optimizer sharding
+or reduction of gradients -> random streams.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,12 +22,17 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, ROOT
+from msrun.parallel.config import DATA_AXIS, Reduce
+from msrun.parallel.layout import plan_axes
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
+from msrun.parallel.tensor_plan import ModulePlan, plan_modules
 
 if TYPE_CHECKING:
+    from msrun.parallel.guard import Guard
     from msrun.parallel.runtime import Runtime
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _BROADCAST_BYTES = 25 * 2**20
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,31 +44,33 @@ class ShardedModel:
     Args:
         model: The model.
         originals: Its parameters before; those that were replaced are no longer its own.
-        reducer: Sums gradients over data-parallel ranks; None where there is one.
+        pauses: Contexts in which gradients add up on this rank.
+        computing: Context in which loss and gradients come out right.
     """
 
     def __init__(
         self,
         model: nn.Module,
         originals: Sequence[weakref.ref[Parameter]],
-        reducer: GradientReducer | None,
+        pauses: Sequence[Context],
+        computing: Context,
     ) -> None:
         self._model = weakref.ref(model)
         self._originals = originals
-        self._reducer = reducer
+        self._pauses = pauses
+        self.computing = computing
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's parameters, each once."""
         model = self._model()
         return [] if model is None else list(model.parameters())
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Let gradients add up on this rank."""
+    def paused(self) -> contextlib.ExitStack:
+        """Let gradients add up on this rank, inside the context that is returned."""
         with contextlib.ExitStack() as stack:
-            if self._reducer is not None:
-                stack.enter_context(self._reducer.paused())
-            yield
+            for pause in self._pauses:
+                stack.enter_context(pause())
+            return stack.pop_all()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that holds parameters which `shard` replaced."""
@@ -71,48 +82,104 @@ class ShardedModel:
                 raise UsageError(message, hint="make the optimizer after rt.shard(model)")
 
 
+class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the configuration says about one model, found before anything is changed.
+
+    Args:
+        plans: Module -> how it computes.
+        recomputed: Modules that recompute.
+        excluded: Parameters that are not reduced.
+        units: Modules whose parameters optimizer parallel gathers as one.
+    """
+
+    plans: dict[str, ModulePlan]
+    recomputed: list[str]
+    excluded: set[str]
+    units: list[str]
+
+
+def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
+    config, layout = runtime.config, runtime.layout
+    batch_norm.check(config, model)
+    modules = [name for name, _ in model.named_modules()]
+    params = [name for name, _ in model.named_parameters()]
+    return _Choice(
+        plans=plan_modules(config.plan, layout, _late("tensor").describe_modules(model))
+        if config.plan
+        else {},
+        recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
+        units=_late("zero").units(config, model) if config.optimizer.zero else [],
+    )
+
+
 def shard_model(runtime: Runtime, model: nn.Module) -> ShardedModel:
     """Make `model` parallel in place, as `runtime.config` says.
 
     Raises:
         UsageError: The configuration does not fit the model; then nothing was changed.
     """
-    config, layout = runtime.config, runtime.layout
-    modules = [name for name, _ in model.named_modules()]
-    recomputed = recompute.find(config.recompute, modules) if config.recompute else []
-    excluded = matching(
-        config.reduce.exclude, [name for name, _ in model.named_parameters()], "reduce.exclude"
-    )
-    batch_norm.check(config, model)
-
+    config = runtime.config
+    choice = _choose(runtime, model)
     model.to(runtime.device)
     originals = [weakref.ref(param) for param in model.parameters()]
     if runtime.world_size > 1:
-        _equalize(model, excluded)
-    group = runtime.group(DATA_AXIS) if layout.size(DATA_AXIS) > 1 else None
+        _equalize(model, choice.excluded)
+    guard = _divide_operators(runtime, model, choice.plans)
+    group = runtime.group(DATA_AXIS) if runtime.layout.size(DATA_AXIS) > 1 else None
     if group is not None and config.batch_norm == "sync":
         batch_norm.synchronize(model, group)
     if config.recompute:
-        recompute.apply(model, recomputed, config.recompute.save)
-    reducer = None
-    if group is not None:
-        reducer = _reducer(runtime, model, group, excluded)
+        inside = guard.active if guard else contextlib.nullcontext
+        recompute.apply(model, choice.recomputed, config.recompute.save, inside)
+    pauses = [] if group is None else _reduce(runtime, model, group, choice)
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
-    return ShardedModel(model, originals, reducer)
+    computing = guard.active_with_loss if guard else contextlib.nullcontext
+    return ShardedModel(model, originals, pauses, computing)
+
+
+def _divide_operators(
+    runtime: Runtime, model: nn.Module, plans: Mapping[str, ModulePlan]
+) -> Guard | None:
+    """Apply the operator plan; return what guards the model, None where nothing is divided."""
+    axes = plan_axes(runtime.layout)
+    if not plans or math.prod(map(runtime.layout.size, axes)) == 1:
+        return None
+    guard: Guard = _late("tensor").apply(model, plans, runtime.root_mesh[axes])
+    return guard
+
+
+def _reduce(
+    runtime: Runtime, model: nn.Module, group: dist.ProcessGroup, choice: _Choice
+) -> list[Context]:
+    """See to the sum of gradients over data-parallel ranks; return what pauses it."""
+    config = runtime.config
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
+    pauses: list[Context] = []
+    ours = set(named.values())
+    if config.optimizer.zero:
+        zero = _late("zero")
+        whole = zero.small_parameters(config, model) | excluded
+        divided = zero.apply(runtime, model, choice.units, whole)
+        pauses.append(partial(zero.paused, divided, config.optimizer.zero))
+        ours &= whole
+    params = [(name, param) for name, param in named.items() if param in ours - excluded]
+    if params:
+        reducer = _reducer(config.reduce, params, group)
+        pauses.append(reducer.paused)
+    return pauses
+
+
+def _late(name: str) -> Any:
+    """Return a module that imports `torch.distributed.tensor`, which takes a second."""
+    return importlib.import_module(f"msrun.parallel.{name}")
 
 
 def _reducer(
-    runtime: Runtime, model: nn.Module, group: dist.ProcessGroup, excluded: set[str]
+    settings: Reduce, params: Sequence[tuple[str, Parameter]], group: dist.ProcessGroup
 ) -> GradientReducer:
-    settings = runtime.config.reduce
-    params = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if param.requires_grad and name not in excluded
-    ]
-    if not params:
-        raise UsageError(f"{ROOT}.reduce: the model has no parameter to train")
     dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
     scale = 1.0 if settings.op == "sum" else 1.0 / group.size()
     return GradientReducer(fill_buckets(params, settings.fuse, dtype), group, scale=scale)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from msrun.errors import UsageError
 from msrun.parallel.config import ROOT
 from msrun.parallel.gradients import clip_gradients
+from msrun.parallel.local import whole
 
 if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime
@@ -40,9 +41,10 @@ def run_step(
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with contextlib.nullcontext() if is_last else sharded.paused():
-            loss = loss_fn(model(*part[:-1]), part[-1])
             share = batch_size(part) / samples
-            (loss * (share * runtime.batch_weight)).backward()
+            with sharded.computing():
+                loss = whole(loss_fn(model(*part[:-1]), part[-1]))
+                (loss * (share * runtime.batch_weight)).backward()
         total += loss.detach() * share
     if max_norm is not None:
         clip_gradients(sharded.parameters(), max_norm)

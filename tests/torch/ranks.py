@@ -196,6 +196,8 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
+        # Losses near ln(vocabulary), where a rounding is far below the tolerance.
+        nn.init.normal_(self.embed.weight, std=0.2)
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -215,7 +217,7 @@ MODELS = {
 }
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.003),
 }
 
 

@@ -1,11 +1,29 @@
 """Data parallel: the same losses as one process, and exactly the configured collectives."""
 
+import math
+
 import pytest
-from ranks import assert_equal_curves, oracle, run_ranks, train
+import torch
+from ranks import (
+    MODELS,
+    OPTIMIZERS,
+    Counted,
+    assert_equal_curves,
+    batches,
+    build,
+    oracle,
+    run_ranks,
+    train,
+)
+from torch import nn
+from torch.nn import functional
+
+import msrun
 
 pytestmark = pytest.mark.torch
 
 DP = {"mesh": {"dp": -1}}
+MLP_BYTES = 4 * (16 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -15,3 +33,289 @@ def test_equals_one_process(model, optimizer, world_size):
     found = run_ranks(train, world_size, DP, model, optimizer)
 
     assert_equal_curves(found, oracle(model, optimizer))
+
+
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_accumulation_equals_the_whole_batch(model):
+    found = run_ranks(train, 2, DP | {"accumulate": 4}, model)
+
+    assert_equal_curves(found, oracle(model))
+
+
+def test_clipping_is_by_the_global_norm():
+    found = run_ranks(train, 4, DP, "mlp", "sgd", 0.1)
+
+    assert_equal_curves(found, oracle("mlp", "sgd", 0.1))
+    assert abs(oracle("mlp", "sgd", 0.1)[-1] - oracle("mlp", "sgd")[-1]) > 1e-3
+
+
+def reduced(fuse, accumulate):
+    """Return the collectives of one step after the first, and the bytes of gradients."""
+    runtime = msrun.init({"reduce": {"fuse": fuse}, "accumulate": accumulate})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    for x, y in batches("mlp", steps=2):
+        with Counted() as counted:
+            runtime.step(network, update, functional.cross_entropy, x, y)
+    return dict(counted.calls), dict(counted.bytes)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(
+    ("fuse", "buckets"),
+    [
+        ("25MiB", 1),
+        (1, 6),
+        # The last parameters first: fc3 and the bias of fc2 do not fit with its weight.
+        (32 * 32 * 4, 3),
+        ("module", 3),
+        ([2, 4], 3),
+        ([1], 2),
+        ([6, 9], 1),
+    ],
+)
+def test_fusion_is_as_configured(fuse, buckets, accumulate):
+    calls, sent = run_ranks(reduced, 2, fuse, accumulate)[0]
+
+    # One more of four bytes is the loss.
+    assert calls == {"allreduce_": buckets + 1}
+    # Each parameter travels with one number that says whether anybody has its gradient.
+    assert sent == {"allreduce_": MLP_BYTES + 4 * 6 + 4}
+
+
+def gradients_of(config):
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    x, y = (part.chunk(runtime.world_size)[runtime.rank] for part in batches("mlp")[0])
+    functional.cross_entropy(network(x), y).backward()
+    return [param.grad.tolist() for param in network.parameters()]
+
+
+def test_sum_is_the_mean_times_the_ranks():
+    mean = run_ranks(gradients_of, 4, DP)[0]
+    total = run_ranks(gradients_of, 4, DP | {"reduce": {"op": "sum"}})[0]
+
+    for one, other in zip(mean, total, strict=True):
+        torch.testing.assert_close(4 * torch.tensor(one), torch.tensor(other))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_short_type_on_the_wire_is_near(dtype):
+    exact = run_ranks(gradients_of, 2, DP)
+    near = run_ranks(gradients_of, 2, DP | {"reduce": {"dtype": dtype}})
+
+    assert near[0] == near[1]
+    for one, other in zip(exact[0], near[0], strict=True):
+        assert one != other
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=2e-3, rtol=2e-2)
+
+
+def excluded():
+    runtime = msrun.init({"reduce": {"exclude": ["fc2.*"]}})
+    network = build("mlp")
+    with torch.no_grad():
+        network.fc2.bias.add_(runtime.rank)
+    network = runtime.shard(network)
+    update = OPTIMIZERS["sgd"](network.parameters())
+    for x, y in batches("mlp"):
+        part = (t.chunk(runtime.world_size)[runtime.rank] for t in (x, y))
+        runtime.step(network, update, functional.cross_entropy, *part)
+    return {name: param.tolist() for name, param in network.named_parameters()}
+
+
+def test_excluded_parameters_go_their_own_way():
+    first, second = run_ranks(excluded, 2)
+
+    differing = {name for name in first if first[name] != second[name]}
+    assert differing == {"fc2.weight", "fc2.bias"}
+
+
+class Forked(nn.Module):
+    """Uses one of two layers, as its input says; a third one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.left = nn.Linear(4, 2)
+        self.right = nn.Linear(4, 2)
+        self.never = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return (self.left if x.sum() > 0 else self.right)(self.stem(x))
+
+
+def forked(accumulate):
+    runtime = msrun.init({"accumulate": accumulate})
+    torch.manual_seed(0)
+    network = runtime.shard(Forked())
+    update = torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1)
+    x = torch.ones(2, 4) if runtime.rank == 0 else -torch.ones(2, 4)
+    runtime.step(network, update, functional.mse_loss, x, torch.zeros(2, 2))
+    return {
+        name: None if param.grad is None else param.grad.tolist()
+        for name, param in network.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_one_rank_uses_has_a_gradient_on_all_and_what_none_uses_on_none(accumulate):
+    first, second = run_ranks(forked, 2, accumulate)
+
+    assert first == second
+    assert first["never.weight"] is None
+    assert first["left.weight"]
+    assert first["right.weight"]
+
+
+def unequal():
+    """Build a model whose ranks begin with other weights and buffers."""
+    torch.manual_seed(msrun.init().rank)
+    network = msrun.init().shard(MODELS["conv"][0]())
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    runtime = msrun.init()
+    for x, y in batches("conv", steps=20):
+        part = (t.chunk(runtime.world_size)[runtime.rank] for t in (x, y))
+        runtime.step(network, update, functional.cross_entropy, *part)
+    return {name: value.tolist() for name, value in network.state_dict().items()}
+
+
+def test_ranks_begin_and_stay_equal_to_the_bit():
+    first, second = run_ranks(unequal, 2)
+
+    assert first == second
+
+
+def plain_loop(accumulate):
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    losses = []
+    for x, y in batches("mlp"):
+        x, y = (t.chunk(runtime.world_size)[runtime.rank] for t in (x, y))
+        update.zero_grad()
+        total = 0.0
+        for index, (a, b) in enumerate(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True)):
+            loss = functional.cross_entropy(network(a), b) / accumulate
+            if index < accumulate - 1:
+                with runtime.no_sync(network):
+                    loss.backward()
+            else:
+                loss.backward()
+            total += loss.detach()
+        update.step()
+        losses.append(runtime.mean_over_data(total).item())
+    return losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plain_loop_is_right_too(accumulate):
+    assert_equal_curves(run_ranks(plain_loop, 2, accumulate), oracle("mlp"))
+
+
+def started_before_the_end():
+    """Return the order in which gradients came and buckets were sent."""
+    runtime = msrun.init({"reduce": {"fuse": "module"}})
+    network = runtime.shard(build("mlp"))
+    events = []
+    for name, param in network.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+
+    class Sent(Counted):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "allreduce" in func.name():
+                events.append("sent")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    x, y = batches("mlp")[0]
+    loss = functional.cross_entropy(network(x), y)
+    with Sent():
+        loss.backward()
+    return events
+
+
+def test_reduction_begins_while_backward_runs():
+    for events in run_ranks(started_before_the_end, 2):
+        assert events.index("sent") < events.index("fc1.weight")
+        assert events.count("sent") == 3
+
+
+def dropping(seed):
+    runtime = msrun.init({"seed": seed})
+    network = runtime.shard(nn.Dropout(0.5))
+    x = torch.ones(64)
+    return network(x).tolist(), network(x).tolist()
+
+
+def test_data_parallel_ranks_drop_other_samples_and_repeat_themselves():
+    first = run_ranks(dropping, 2, 3)
+
+    assert first[0] != first[1]
+    assert first == run_ranks(dropping, 2, 3)
+    assert first != run_ranks(dropping, 2, 4)
+
+
+def refused(config, model):
+    runtime = msrun.init(config)
+    network = build(model)
+    before = {name: id(param) for name, param in network.named_parameters()}
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        runtime.shard(network)
+    assert before == {name: id(param) for name, param in network.named_parameters()}
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "sentence"),
+    [
+        (
+            {"accumulate": 2},
+            "conv",
+            "parallel.accumulate: with 2 micro-batches norm1 sees one of them at a time",
+        ),
+        (
+            {"reduce": {"exclude": ["fc4.*"]}},
+            "mlp",
+            "parallel.reduce.exclude: 'fc4.*' matches nothing (choose such as ",
+        ),
+        (
+            {"recompute": {"modules": ["layer.*"]}},
+            "mlp",
+            "parallel.recompute.modules: 'layer.*' matches nothing (choose such as fc1, fc2, fc3)",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_changes(config, model, sentence):
+    for found in run_ranks(refused, 2, config, model):
+        assert found.startswith(sentence)
+
+
+def local_statistics():
+    runtime = msrun.init({"accumulate": 2, "batch_norm": "local"})
+    network = runtime.shard(build("conv"))
+    x, y = batches("conv")[0]
+    return runtime.step(
+        network, OPTIMIZERS["sgd"](network.parameters()), functional.cross_entropy, x, y
+    ).item()
+
+
+def test_local_batch_norms_are_a_choice():
+    assert math.isfinite(run_ranks(local_statistics, 2)[0])
+
+
+def wrong_order():
+    runtime = msrun.init({"optimizer": {"zero": 3}})
+    network = build("mlp")
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    runtime.shard(network)
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        runtime.optimizer(update)
+    with pytest.raises(msrun.errors.UsageError) as other:
+        runtime.step(nn.Linear(1, 1), update, functional.mse_loss, torch.ones(1), torch.ones(1))
+    return caught.value.message, other.value.message
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused():
+    assert run_ranks(wrong_order, 2)[0] == (
+        "SGD holds parameters from before rt.shard",
+        "Linear is not a model of rt.shard",
+    )

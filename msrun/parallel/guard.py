@@ -1,0 +1,197 @@
+"""Which functions may run on the parts of a divided tensor.
+
+`DTensor` knows many operators, and some of them wrongly in the tested versions of torch.  So
+what is not on the list below, each entry of which is tested against one process, gets whole
+tensors instead: right, if slow, and said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.parallel import torch_compat
+
+Function = Callable[..., Any]
+
+# Names of functions and methods of tensors that are right on parts, whatever the cut.
+_VERIFIED = """
+    abs add add_ addcmul bfloat16 cos div div_ elu erf exp float gelu half leaky_relu log
+    log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
+    sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
+    __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
+    clone contiguous detach expand flatten permute reshape squeeze t transpose
+    unflatten unsqueeze view bmm embedding layer_norm linear matmul mean softmax sum __matmul__
+"""
+# They say something about a tensor, or move it, and compute nothing.
+_ASKING = """
+    backward data_ptr dim element_size full_tensor get_device has_names is_complex is_contiguous
+    is_floating_point item ndimension nelement numel redistribute register_hook requires_grad_
+    retain_grad size storage_offset stride to_local tolist __format__ __get__ __hash__ __len__
+    __repr__ __set__
+"""
+VERIFIED = frozenset(_VERIFIED.split())
+ASKING = frozenset(_ASKING.split())
+
+
+class Guard(TorchFunctionMode):
+    """While it is active, functions that see a `DTensor` are run in a way that is right.
+
+    Args:
+        mesh: Of all divided tensors.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._has_loss_parallel = False
+        self._mesh = mesh
+        self._whole = (Replicate(),) * mesh.ndim
+        self._told: set[str] = set()
+        self._special: dict[Function, Function] = {
+            functional.scaled_dot_product_attention: self._attend,
+            functional.dropout: self._dropout,
+            functional.cross_entropy: self._cross_entropy,
+            functional.embedding: self._embed,
+        }
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Guard what runs inside, also where it is guarded already."""
+        with contextlib.nullcontext() if torch_compat.is_active(self) else self:
+            yield
+
+    @contextlib.contextmanager
+    def active_with_loss(self) -> Iterator[None]:
+        """Guard model, loss and backward; logits may stay divided by class."""
+        self._has_loss_parallel = True
+        try:
+            with loss_parallel(), self.active():
+                yield
+        finally:
+            self._has_loss_parallel = False
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        if not any(map(_is_divided, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ASKING:
+            return func(*args, **kwargs)
+        args = tuple(map(self._lift, args))
+        kwargs = {key: self._lift(value) for key, value in kwargs.items()}
+        if func in self._special:
+            return self._special[func](*args, **kwargs)
+        if name not in VERIFIED:
+            return self._run_whole(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _lift(self, value: Any) -> Any:
+        """Return `value` with plain tensors, which all ranks have, on the mesh."""
+        if isinstance(value, DTensor):
+            return value
+        if isinstance(value, Tensor):
+            return DTensor.from_local(value, self._mesh, self._whole, run_check=False)
+        if isinstance(value, tuple | list) and any(map(_is_divided, value)):
+            return type(value)(map(self._lift, value))
+        return value
+
+    def _run_whole(
+        self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        found = [*_divided(args), *_divided(tuple(kwargs.values()))]
+        placed = {placement for tensor in found for placement in tensor.placements}
+        is_divided = any(not p.is_replicate() and not p.is_partial() for p in placed)
+        if is_divided and name not in self._told:
+            self._told.add(name)
+            warnings.warn(f"msrun: {name} is computed whole on every rank", stacklevel=4)
+        kwargs = {key: self._gather(value) for key, value in kwargs.items()}
+        return func(*map(self._gather, args), **kwargs)
+
+    def _gather(self, value: Any) -> Any:
+        """Return `value` with whole, plain tensors."""
+        if isinstance(value, DTensor):
+            return value.redistribute(self._mesh, self._whole).to_local()
+        if isinstance(value, tuple | list) and any(map(_is_divided, value)):
+            return type(value)(map(self._gather, value))
+        return value
+
+    def _attend(self, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kw: Any) -> Any:
+        """Run attention on (batch, heads, sequence, width) by heads, which do not meet.
+
+        torch would gather all heads on a CPU.
+        """
+        function = functional.scaled_dot_product_attention
+        mask = kw.get("attn_mask", args[0] if args else None)
+        drops = kw.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+        placed = query.placements
+        is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in placed)
+        is_alike = placed == key.placements == value.placements
+        if mask is not None or drops or not is_apart or not is_alike:
+            return self._run_whole(function, function.__name__, (query, key, value, *args), kw)
+        output = function(query.to_local(), key.to_local(), value.to_local(), *args, **kw)
+        return DTensor.from_local(output, self._mesh, placed, run_check=False)
+
+    def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
+        """Drop what one process would: the whole mask is drawn, and this rank's part used."""
+        del inplace
+        if not training or p == 0.0:
+            return x
+        if any(placement.is_partial() for placement in x.placements):
+            x = x.redistribute(self._mesh, self._whole)
+        keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        mask = DTensor.from_local(keep, self._mesh, self._whole, run_check=False)
+        return x * mask.redistribute(self._mesh, x.placements).div(1 - p)
+
+    def _embed(self, *args: Any, **options: Any) -> DTensor:
+        """Look rows up; with divided rows the sum is taken at once, as torch can do it once."""
+        found: DTensor = functional.embedding(*args, **options)
+        placed = [Replicate() if p.is_partial() else p for p in found.placements]
+        return found.redistribute(self._mesh, placed)
+
+    def _cross_entropy(self, logits: DTensor, target: DTensor, **options: Any) -> Any:
+        """Take the loss of logits that are divided by class without gathering them.
+
+        torch's `loss_parallel` does, inside its context, where `rt.step` runs the loss.
+        """
+        is_plain = options.get("weight") is None and not options.get("label_smoothing")
+        is_by_class = logits.dim() > 1 and all(
+            placement.is_replicate() or placement.is_shard(1) for placement in logits.placements
+        )
+        function = functional.cross_entropy
+        if is_plain and is_by_class and self._has_loss_parallel:
+            return function(logits, target, **options)
+        return self._run_whole(function, function.__name__, (logits, target), options)
+
+
+def _is_divided(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(isinstance(item, DTensor) for item in value)
+    return isinstance(value, DTensor)
+
+
+def _divided(values: Iterable[Any]) -> list[DTensor]:
+    found: list[DTensor] = []
+    for value in values:
+        if isinstance(value, DTensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += [item for item in value if isinstance(item, DTensor)]
+    return found

@@ -1,0 +1,459 @@
+"""Notations of how tensors are cut: axis names of each dim, and MindSpore's two.
+
+Ours lists axis names for each dim of a tensor: `["tp", None]`, or `[["sp", "dp"], None]` with
+the most significant axis first.
+
+MindSpore's strategy gives the number of parts of each dim of each input of an operator.  Its
+device matrix is, in this order, the number of parts of every dim of the operator, where dims
+that are multiplied or added with each other are one, and then what is left, which repeats
+the computation.  `((A, B), (B, C))` of a matrix product has the device matrix (A, B, C, rest),
+ranks row-major.  So on a mesh each dim takes the axes after those of the dim before it, until
+their product is the number of its parts: the axes must be the smallest factors that any
+strategy needs, such as 2 x 2 x 2 where one has (2, 4) and another (4, 2).  So it is for matrix
+products and elementwise operators; some others of MindSpore, its `Gather` among them, order
+their device matrix otherwise, which changes what lies on which rank but no result.
+
+MindSpore's `Layout` names the axes of a device matrix of its own, and lists them per dim as we
+do.  On a mesh its axes stand for mesh axes by the same rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.parallel.config import Dim, Dims
+from msrun.parallel.layout import MeshLayout
+from msrun.units import quoted
+
+REST_OF_DIMS = "..."
+WHOLE = "None"
+INTERLEAVED = "interleaved_parallel"
+
+Strategy = Sequence[Sequence[int]]
+Entry = str | Sequence[str] | None
+
+# Names of the dims that `...` stands for in an equation, the last dim being 0.
+_LEADING = "9876543210"
+
+
+def axes_of_dims(
+    dims: Sequence[Dim], ndim: int, mesh: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each of `ndim` dims, the most significant first.
+
+    Args:
+        dims: Axis names of each dim; one `...` stands for as many whole dims as fit.
+        ndim: Dims of the tensor.
+        mesh: Names of the axes there are.
+
+    Raises:
+        UsageError: The dims are not as many, or an axis is unknown or stands there twice.
+    """
+    entries = list(dims)
+    rests = entries.count(REST_OF_DIMS)
+    if rests > 1:
+        raise UsageError(f"{shown_dims(dims)}: only one entry can be ...")
+    if rests:
+        at, missing = entries.index(REST_OF_DIMS), ndim - len(entries) + 1
+        entries[at : at + 1] = [None] * max(missing, 0)
+    if len(entries) != ndim:
+        raise UsageError(f"{shown_dims(dims)} does not fit a tensor of {ndim} dims")
+    found = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
+    seen: set[str] = set()
+    for axis in (axis for axes in found for axis in axes):
+        if axis not in mesh:
+            raise UsageError(
+                f"{shown_dims(dims)}: axis {axis!r} is not in mesh ({', '.join(mesh)})"
+            )
+        if axis in seen:
+            raise UsageError(f"{shown_dims(dims)}: axis {axis!r} stands there twice")
+        seen.add(axis)
+    return found
+
+
+def dim_of(axes: Sequence[str]) -> Dim:
+    """Return `axes` as one entry of our notation."""
+    return list(axes) if len(axes) > 1 else axes[0] if axes else None
+
+
+def shown_dims(dims: Sequence[Dim]) -> str:
+    """Return `dims` as YAML shows them: `[[sp, dp], null]`."""
+    entries = [
+        entry if isinstance(entry, str) else f"[{', '.join(entry)}]" if entry else "null"
+        for entry in dims
+    ]
+    return f"[{', '.join(entries)}]"
+
+
+def local_slices(
+    shape: Sequence[int], dims: Sequence[Dim], layout: MeshLayout, rank: int
+) -> tuple[slice, ...]:
+    """Return the part of a tensor of `shape` that lies on `rank`, one slice for each dim.
+
+    Example: (2, 8) cut as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
+    columns 2 and 3.
+
+    Raises:
+        UsageError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
+    """
+    coordinate = layout.coordinate(rank)
+    found: list[slice] = []
+    for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
+        parts = math.prod(layout.size(axis) for axis in axes)
+        if shape[dim] % parts:
+            raise UsageError(
+                f"{shown_dims(dims)}: dim {dim} of size {shape[dim]} can not be split into {parts}"
+            )
+        index = 0
+        for axis in axes:
+            index = index * layout.size(axis) + coordinate[axis]
+        length = shape[dim] // parts
+        found.append(slice(index * length, (index + 1) * length))
+    return tuple(found)
+
+
+def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Return which axes make each number of parts: one dim after the other, and axis after axis.
+
+    Args:
+        parts: Name of a dim, for messages -> number of its parts.
+        axes: Mesh axis -> size, the slowest-varying first.
+
+    Raises:
+        UsageError: The axes do not make these numbers.
+    """
+    mesh = f"mesh ({', '.join(f'{name} {size}' for name, size in axes.items())})"
+    needed, there = math.prod(parts.values()), math.prod(axes.values())
+    if needed > there:
+        raise UsageError(f"{needed} parts in all, and {mesh} has {there} ranks")
+    left = [name for name, size in axes.items() if size > 1]
+    found: dict[str, list[str]] = {}
+    for dim, count in parts.items():
+        taken = found[dim] = []
+        while left and math.prod(axes[name] for name in taken) < count:
+            taken.append(left.pop(0))
+        if math.prod(axes[name] for name in taken) != count:
+            start = f" from {taken[0]} on" if taken else ""
+            raise UsageError(
+                f"no axes{start} make the {count} parts of {dim} in {mesh}",
+                hint="give the mesh the smallest factors as axes, such as 2 x 2 x 2 for 2 x 4 "
+                "and 4 x 2",
+            )
+    return found
+
+
+class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
+    """How one module is cut, by axis names.
+
+    Args:
+        params: Of each parameter that modules of its class can have.
+        inputs: Of the first input.
+        out: Of the output.
+    """
+
+    params: dict[str, Dims]
+    inputs: Dims
+    out: Dims
+
+
+def module_dims(
+    kind: str, strategy: Strategy, axes: Mapping[str, int], *, out_strategy: Strategy | None = None
+) -> ModuleDims:
+    """Return what `strategy` means for a module of class `kind`.
+
+    `Linear` is a product with a transposed weight, ((A, B), (C, B)); `Embedding` a lookup whose
+    first entry is the table, ((V, D), (...)).  Any other has one input, and an output like it.
+    Two entries for the input of `Linear` are for inputs of more dims too: the first is cut.
+
+    Args:
+        kind: Name of a class.
+        strategy: As of `strategy_dims`.
+        axes: As of `strategy_dims`.
+        out_strategy: As of `strategy_dims`.
+
+    Raises:
+        UsageError: The strategy is none of such a module, or does not fit the mesh.
+    """
+    equations = {"Linear": "...k,nk->...n", "Embedding": "vd,...->...d"}
+    equation = equations.get(kind, "...->...")
+    cut, out = strategy_dims(strategy, equation, axes, out_strategy=out_strategy)
+    match kind:
+        case "Linear":
+            params: dict[str, Dims] = {"weight": cut[1], "bias": [cut[1][0]]}
+            return ModuleDims(params=params, inputs=_stretched(cut[0]), out=_stretched(out))
+        case "Embedding":
+            return ModuleDims(params={"weight": cut[0]}, inputs=cut[1], out=out)
+        case _:
+            return ModuleDims(params={}, inputs=cut[0], out=out)
+
+
+def strategy_dims(
+    strategy: Strategy,
+    equation: str,
+    axes: Mapping[str, int],
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+    out_strategy: Strategy | None = None,
+) -> tuple[list[Dims], Dims]:
+    """Return the axis names of each input and of the output of an operator.
+
+    Args:
+        strategy: Number of parts of each dim of each input.
+        equation: The dims of the operator as in `torch.einsum`, such as `mk,kn->mn`.
+        axes: Mesh axis -> size, the slowest-varying first.
+        shapes: Of the inputs, if they are to be checked.
+        out_strategy: Number of parts of the output; None takes what the inputs give.  The parts
+            of what is summed can also cut a dim of the output, not the last: ((A * B, C),) for
+            ((A, B), (B, C)).
+
+    Raises:
+        UsageError: The strategy does not fit the operator, its shapes, or the mesh.
+    """
+    where = f"strategy {_shown(strategy)}"
+    _check_parts(strategy, where)
+    inputs, out_letters = _letters(strategy, equation, where)
+    if shapes is not None:
+        _check_shapes(strategy, shapes, where)
+    names, parts = _merge(strategy, inputs, equation, where)
+    try:
+        taken = consecutive_axes({names[letter]: parts[letter] for letter in parts}, axes)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
+    found = {letter: taken[name] for letter, name in names.items()}
+    cut: list[Dims] = [
+        [dim_of(found[letter]) if count > 1 else None for letter, count in zip(*pair, strict=True)]
+        for pair in zip(inputs, strategy, strict=True)
+    ]
+    out = [list(found[letter]) for letter in out_letters]
+    if out_strategy is not None:
+        summed = [axis for letter in parts if letter not in out_letters for axis in found[letter]]
+        _scatter(out, summed, axes, out_strategy)
+    return cut, [dim_of(dim) for dim in out]
+
+
+def _stretched(dims: Dims) -> Dims:
+    """Return two entries for a tensor of any number of dims."""
+    if len(dims) != 2:  # noqa: PLR2004 - a matrix
+        return dims
+    return [REST_OF_DIMS, dims[1]] if dims[0] is None else [dims[0], REST_OF_DIMS, dims[1]]
+
+
+def _check_parts(strategy: Strategy, where: str) -> None:
+    for counts in strategy:
+        for count in counts:
+            if type(count) is not int or count < 1:
+                raise UsageError(f"{where}: {count!r} is no number of parts")
+
+
+def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], str]:
+    """Return one letter for each dim of each input and of the output."""
+    written, _, out = equation.partition("->")
+    terms = written.split(",")
+    if len(terms) != len(strategy):
+        raise UsageError(f"{where}: {len(strategy)} entries for the inputs of {equation}")
+    found: list[str] = []
+    longest = 0
+    for index, (term, counts) in enumerate(zip(terms, strategy, strict=True)):
+        leading = len(counts) - len(term.replace("...", ""))
+        if leading < 0 or (leading and "..." not in term):
+            raise UsageError(f"{where}: {len(counts)} dims of input {index} are not {term!r}")
+        longest = max(longest, leading)
+        found.append(term.replace("...", _LEADING[len(_LEADING) - leading :]))
+    return found, out.replace("...", _LEADING[len(_LEADING) - longest :])
+
+
+def _check_shapes(strategy: Strategy, shapes: Sequence[Sequence[int]], where: str) -> None:
+    for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
+        if len(counts) != len(shape):
+            raise UsageError(f"{where}: {len(counts)} dims of input {index} are not {shape}")
+        for dim, (count, size) in enumerate(zip(counts, shape, strict=True)):
+            if size % count:
+                raise UsageError(
+                    f"{where}: dim {dim} of input {index}, of size {size}, "
+                    f"can not be split into {count} parts"
+                )
+
+
+def _merge(
+    strategy: Strategy, inputs: Sequence[str], equation: str, where: str
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the name of each letter, for messages, and the number of its parts."""
+    names: dict[str, str] = {}
+    parts: dict[str, int] = {}
+    for index, (letters, counts) in enumerate(zip(inputs, strategy, strict=True)):
+        for dim, (letter, count) in enumerate(zip(letters, counts, strict=True)):
+            name = f"dim {dim} of input {index}"
+            known = parts.setdefault(letter, count)
+            names.setdefault(letter, name)
+            # What broadcasts has one part, or as many as the others.
+            if known != count and not (letter in _LEADING and 1 in (known, count)):
+                raise UsageError(
+                    f"{where}: {name} has {count} parts and {names[letter]} has {known}, "
+                    f"and both are {letter} of {equation}"
+                )
+            parts[letter] = max(known, count)
+    return names, parts
+
+
+def _scatter(
+    out: list[list[str]], summed: list[str], axes: Mapping[str, int], wanted: Strategy
+) -> None:
+    """Let the axes of what is summed cut that dim of `out` where `wanted` has their parts."""
+    plain = [math.prod(axes[name] for name in dim) for dim in out]
+    factor = math.prod(axes[name] for name in summed)
+    choices = [plain]
+    for dim in range(len(out) - 1) if factor > 1 else ():
+        choices.append([*plain[:dim], plain[dim] * factor, *plain[dim + 1 :]])
+    given = [list(counts) for counts in wanted]
+    if len(given) != 1 or given[0] not in choices:
+        names = " or ".join(_shown([choice]) for choice in choices)
+        raise UsageError(f"out_strategy {_shown(wanted)}: the inputs give {names}")
+    if given[0] != plain:
+        out[choices.index(given[0]) - 1] += summed
+
+
+def _shown(strategy: Strategy) -> str:
+    """Return `strategy` as MindSpore writes it."""
+    return repr(tuple(tuple(counts) for counts in strategy))
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """MindSpore's named device matrix; called with one entry for each dim of a tensor.
+
+    Example: `Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`.
+
+    Args:
+        device_matrix: Size of each axis, the slowest-varying first.
+        alias_name: Name of each axis.
+        rank_list: Ranks in row-major order; None is 0, 1 and so on.
+    """
+
+    device_matrix: tuple[int, ...]
+    alias_name: tuple[str, ...]
+    rank_list: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        _check_layout(self.device_matrix, self.alias_name, self.rank_list)
+
+    def __call__(self, *entries: Entry) -> TensorLayout:
+        """Return how a tensor is cut.
+
+        Args:
+            entries: For each dim an alias, several with the most significant first, or "None".
+
+        Raises:
+            UsageError: An alias is unknown, or stands there twice.
+        """
+        seen: set[str] = set()
+        for alias in (alias for entry in entries for alias in _aliases(entry)):
+            if alias not in self.alias_name:
+                raise UsageError(
+                    f"alias {quoted(alias)} is not in alias_name ({', '.join(self.alias_name)})"
+                )
+            if alias in seen:
+                raise UsageError(f"alias {alias!r} cuts two dims, or one dim twice")
+            seen.add(alias)
+        return TensorLayout(self, entries)
+
+
+class TensorLayout(msgspec.Struct, frozen=True):
+    """A tensor cut over a `Layout`, which makes it.
+
+    Args:
+        layout: The device matrix.
+        entries: Of each dim.
+    """
+
+    layout: Layout
+    entries: tuple[Entry, ...]
+
+    @property
+    def dims(self) -> Dims:
+        """Aliases of each dim in our notation."""
+        return [dim_of(_aliases(entry)) for entry in self.entries]
+
+    def on_mesh(self, axes: Mapping[str, int]) -> Dims:
+        """Return the names of mesh axes instead of aliases.
+
+        Args:
+            axes: Mesh axis -> size, the slowest-varying first.
+
+        Raises:
+            UsageError: The device matrix is not that mesh, perhaps with axes in one.
+        """
+        sizes = dict(zip(self.layout.alias_name, self.layout.device_matrix, strict=True))
+        devices, ranks = math.prod(sizes.values()), math.prod(axes.values())
+        where = f"device_matrix {self.layout.device_matrix}"
+        if devices != ranks:
+            raise UsageError(f"{where} has {devices} devices, and the mesh {ranks} ranks")
+        order = self.layout.rank_list or [0]
+        if order != list(range(order[0], order[0] + len(order))):
+            raise UsageError(f"rank_list {order}: ranks of a mesh are in ascending order")
+        try:
+            found = consecutive_axes(sizes, axes)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
+        for alias, names in found.items():
+            if alias in axes and names != [alias] and sizes[alias] > 1:
+                raise UsageError(
+                    f"{where}: alias {alias} lies where the mesh has {' and '.join(names)}"
+                )
+        return [dim_of([n for alias in _aliases(e) for n in found[alias]]) for e in self.entries]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what MindSpore's `Layout.to_dict` does: axes are counted from the last, 0."""
+        ranks = range(math.prod(self.layout.device_matrix))
+        return {
+            "device_matrix": self.layout.device_matrix,
+            "tensor_map": tuple(self._mapped(entry) for entry in self.entries),
+            "interleaved_parallel": False,
+            "alias_name": self.layout.alias_name,
+            "rank_list": self.layout.rank_list or list(ranks),
+        }
+
+    def _mapped(self, entry: Entry) -> int | tuple[int, ...]:
+        names = self.layout.alias_name
+        if entry is None or isinstance(entry, str):
+            return len(names) - 1 - names.index(entry) if entry not in (None, WHOLE) else -1
+        return tuple(len(names) - 1 - names.index(alias) for alias in _aliases(entry)) or (-1,)
+
+
+def _aliases(entry: Entry) -> list[str]:
+    listed = [entry] if isinstance(entry, str) else entry or []
+    return [alias for alias in listed if alias != WHOLE]
+
+
+def _check_layout(matrix: object, names: object, ranks: object) -> None:
+    """Refuse what MindSpore's `Layout` refuses, and its alias that cuts a tensor on one device."""
+    if not isinstance(matrix, tuple):
+        raise UsageError(f"device_matrix {matrix!r} is no tuple")
+    if not isinstance(names, tuple):
+        raise UsageError(f"alias_name {names!r} is no tuple")
+    if len(matrix) != len(names):
+        raise UsageError(f"device_matrix has {len(matrix)} axes and alias_name {len(names)}")
+    for size in matrix:
+        if type(size) is not int or size < 1:
+            raise UsageError(f"device_matrix {matrix!r}: {size!r} is no number of devices")
+    for name in names:
+        if not isinstance(name, str) or name in ("", WHOLE):
+            raise UsageError(f"alias_name {names!r}: {name!r} is no name of an axis")
+    if INTERLEAVED in names:
+        raise UsageError(f"alias_name: {INTERLEAVED} is not part of this version")
+    if len(set(names)) != len(names):
+        raise UsageError(f"alias_name {names!r}: a name stands there twice")
+    if ranks is not None:
+        _check_ranks(ranks, math.prod(matrix))
+
+
+def _check_ranks(ranks: object, count: int) -> None:
+    if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
+        raise UsageError(f"rank_list {ranks!r} is no list of ranks")
+    if len(ranks) != count:
+        raise UsageError(f"rank_list has {len(ranks)} ranks and device_matrix {count}")
+    if len(set(ranks)) != count:
+        raise UsageError(f"rank_list {ranks!r}: a rank stands there twice")

@@ -1,0 +1,153 @@
+"""Operator-level parallel: parameters and activations divided over mesh axes, module by module.
+
+What lies between two planned modules stays a `DTensor`, which knows how it is divided, so an
+unmodified model computes with it; `guard` sees to it that only what is known to be right runs
+on the parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.config import Dims
+from msrun.parallel.guard import Guard
+from msrun.parallel.local import local_gradient
+from msrun.parallel.placements import placements
+from msrun.parallel.tensor_plan import ModulePlan, ModuleShape
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
+    """Return what a plan must know of each module of `model`, by name."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)].append(name)
+    found = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        prefix = f"{name}." if name else ""
+        found[name] = ModuleShape(
+            kind=type(module).__name__,
+            params={param: tuple(tensor.shape) for param, tensor in own.items()},
+            shared={
+                param: tuple(other for other in names[id(tensor)] if other != prefix + param)
+                for param, tensor in own.items()
+                if len(names[id(tensor)]) > 1
+            },
+        )
+    return found
+
+
+def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
+    """Make the planned modules of `model` compute on `mesh`, in place.
+
+    Every rank has the same whole parameters before.
+
+    Returns:
+        What guards the model, and has to guard its loss and whatever runs again in backward.
+    """
+    done: dict[int, Parameter] = {}
+    for name, plan in plans.items():
+        module = model.get_submodule(name)
+        for param, tensor in list(module.named_parameters(recurse=False)):
+            if id(tensor) not in done:
+                done[id(tensor)] = _divide(tensor, plan.params.get(param, ["..."]), mesh)
+                done[id(done[id(tensor)])] = done[id(tensor)]
+            setattr(module, param, done[id(tensor)])
+        hooks = _Hooks(name, plan, mesh)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after)
+    guard = Guard(mesh)
+    model.forward = partial(_guarded, guard, model.forward)
+    return guard
+
+
+def _divide(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
+    """Return this rank's part of `param`, whose gradients will be complete."""
+    placed = placements(dims, mesh, param.dim())
+    # Every rank has the same values: nothing need be sent.
+    part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
+    divided = Parameter(part, requires_grad=param.requires_grad)
+    if divided.requires_grad:
+        divided.register_post_accumulate_grad_hook(_complete)
+    return divided
+
+
+def _complete(param: Tensor) -> None:
+    """Sum a gradient that is still in parts: what MindSpore calls a mirror operator."""
+    local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
+
+
+class _Hooks:
+    """Places the first input and the output of one planned module."""
+
+    def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh) -> None:
+        self._name, self._plan, self._mesh = name, plan, mesh
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        where = f"{self._plan.key}.in of {self._name}"
+        if args and isinstance(args[0], Tensor):
+            return (_place(args[0], self._plan.inputs, self._mesh, where), *args[1:]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor):
+                placed = _place(value, self._plan.inputs, self._mesh, where)
+                return args, {**kwargs, key: placed}
+        raise UsageError(f"{self._plan.key}: {self._name} was called without a tensor")
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del args
+        if self._plan.out is None or not isinstance(output, Tensor):
+            return output
+        where = f"{self._plan.key}.out of {self._name}"
+        placed = _place(output, self._plan.out, self._mesh, where)
+        is_whole = all(placement.is_replicate() for placement in placed.placements)
+        return placed.to_local() if is_whole else placed
+
+
+def _place(x: Tensor, dims: Dims | None, mesh: DeviceMesh, where: str) -> DTensor:
+    """Return `x` on `mesh`, divided as `dims` says; a plain tensor is the same on every rank."""
+    placed = x
+    if not isinstance(placed, DTensor):
+        placed = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if dims is None:
+        return placed
+    try:
+        wanted = placements(dims, mesh, x.dim())
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}") from None
+    for dim, size in enumerate(x.shape):
+        parts = 1
+        for axis, placement in enumerate(wanted):
+            parts *= mesh.size(axis) if placement.is_shard(dim) else 1
+        if size % parts:
+            raise UsageError(f"{where}: dim {dim} of {size} can not be split in {parts} parts")
+    return placed if placed.placements == wanted else placed.redistribute(mesh, wanted)
+
+
+def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a model's forward; what all ranks have whole leaves it as a plain tensor."""
+    with guard.active():
+        output = forward(*args, **kwargs)
+    return _plain(output)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case DTensor() if all(placement.is_replicate() for placement in value.placements):
+            return value.to_local()
+        case tuple() | list():
+            return type(value)(map(_plain, value))
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case _:
+            return value

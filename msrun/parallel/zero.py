@@ -1,0 +1,151 @@
+"""Optimizer parallel: parameters, gradients and optimizer state divided over data-parallel ranks.
+
+Everything is `torch.distributed.fsdp.fully_shard`.  Parameters that are too small to divide, or
+that are left out of the reduction, it does not touch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn import Parameter
+
+from msrun.parallel.config import ParallelConfig
+from msrun.parallel.local import local_part
+from msrun.parallel.match import matching
+
+if TYPE_CHECKING:
+    from msrun.parallel.runtime import Runtime
+
+SUM_LEVEL = 1
+RESHARD_LEVEL = 3
+
+
+def units(config: ParallelConfig, model: nn.Module) -> list[str]:
+    """Return the names of the modules whose parameters are gathered as one, outermost first.
+
+    Without patterns: each member of a `ModuleList` or `Sequential`, else each child.  What
+    shares a parameter with the rest of the model stays with the whole model.
+
+    Raises:
+        UsageError: A pattern matches none.
+    """
+    modules = dict(model.named_modules())
+    if config.optimizer.modules:
+        chosen = matching(config.optimizer.modules, list(modules), "optimizer.modules") - {""}
+    else:
+        chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
+    return [
+        name
+        for name in modules
+        if name in chosen
+        and any(True for _ in modules[name].parameters())
+        and not _is_shared(modules[name], model)
+    ]
+
+
+def _blocks(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the outermost members of lists of modules."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name not in inside:
+            prefix = f"{name}." if name else ""
+            for child, _ in module.named_children():
+                yield prefix + child
+            inside += [f"{prefix}{below}" for below, _ in module.named_modules() if below]
+
+
+def _is_shared(part: nn.Module, model: nn.Module) -> bool:
+    own = {id(module) for module in part.modules()}
+    others = {
+        id(param)
+        for module in model.modules()
+        if id(module) not in own
+        for param in module.parameters(recurse=False)
+    }
+    return any(id(param) in others for param in part.parameters())
+
+
+def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]:
+    """Return the parameters of fewer bytes than the threshold."""
+    return {
+        param
+        for param in model.parameters()
+        if local_part(param).nbytes < int(config.optimizer.threshold)
+    }
+
+
+def apply(
+    runtime: Runtime, model: nn.Module, names: Sequence[str], whole: Collection[Parameter]
+) -> FSDPModule:
+    """Divide the parameters of `model` in place; those in `whole` stay as they are."""
+    config = runtime.config
+    options = _options(runtime, set(whole))
+    for name in reversed(names):  # the innermost first
+        module = model.get_submodule(name)
+        if any(param not in options["ignored_params"] for param in module.parameters()):
+            fully_shard(module, **options)
+    divided = fully_shard(model, **options)
+    if config.reduce.op == "sum":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(enable=True)
+    return divided
+
+
+def _options(runtime: Runtime, whole: set[Parameter]) -> dict[str, Any]:
+    settings, reduce = runtime.config.optimizer, runtime.config.reduce
+    options: dict[str, Any] = {
+        "mesh": _mesh(runtime),
+        "reshard_after_forward": settings.zero == RESHARD_LEVEL,
+        "ignored_params": whole,
+    }
+    if settings.dtype or reduce.dtype:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=_dtype(settings.dtype), reduce_dtype=_dtype(reduce.dtype)
+        )
+    if settings.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=runtime.device.type != "cpu")
+    return options
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _mesh(runtime: Runtime) -> DeviceMesh:
+    """Return the axis to divide over, behind the axis of its copies if there are several."""
+    axes = tuple(name for name in runtime.root_mesh.mesh_dim_names or () if name.startswith("dp"))
+    return runtime.root_mesh[axes]
+
+
+@contextlib.contextmanager
+def paused(divided: FSDPModule, zero: int) -> Iterator[None]:
+    """Let gradients add up over micro-batches: whole at level 1, divided at levels 2 and 3.
+
+    Parameters stay gathered from one micro-batch to the next below level 3.
+    """
+    _set(divided, zero, is_last=False)
+    try:
+        yield
+    finally:
+        _set(divided, zero, is_last=True)
+
+
+def _set(divided: FSDPModule, zero: int, *, is_last: bool) -> None:
+    if zero == SUM_LEVEL:
+        divided.set_requires_gradient_sync(is_last)
+    if zero < RESHARD_LEVEL:
+        divided.set_reshard_after_backward(is_last)

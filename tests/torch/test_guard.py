@@ -1,0 +1,263 @@
+"""Each function that runs on parts gives what it gives on the whole, gradients included."""
+
+import warnings
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import msrun
+from msrun.parallel.guard import VERIFIED, Guard
+
+pytestmark = pytest.mark.torch
+
+SHAPE = (4, 6, 8)
+# How a function is called on a tensor of SHAPE: one call a name, or several.
+CALLS = {
+    "abs": torch.abs,
+    "add": lambda x: torch.add(x, x, alpha=2),
+    "add_": lambda x: (x * 1).add_(x),
+    "addcmul": lambda x: torch.addcmul(x, x, x, value=0.5),
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "cos": torch.cos,
+    "div": lambda x: torch.div(x, 3.0),
+    "div_": lambda x: (x * 1).div_(3.0),
+    "elu": functional.elu,
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "float": lambda x: x.float(),
+    "gelu": lambda x: functional.gelu(x) + functional.gelu(x, approximate="tanh"),
+    "half": lambda x: x.half().float(),
+    "hardtanh": functional.hardtanh,
+    "leaky_relu": functional.leaky_relu,
+    "log": lambda x: torch.log(x.abs() + 1),
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.5),
+    "mul": lambda x: torch.mul(x, x),
+    "mul_": lambda x: (x * 1).mul_(2.0),
+    "neg": torch.neg,
+    "pow": lambda x: torch.pow(x, 3),
+    "reciprocal": lambda x: torch.reciprocal(x.abs() + 1),
+    "relu": functional.relu,
+    "relu_": lambda x: (x * 1).relu_(),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "rsub": lambda x: torch.rsub(x, 1.0),
+    "sigmoid": torch.sigmoid,
+    "silu": functional.silu,
+    "sin": torch.sin,
+    "softplus": functional.softplus,
+    "sqrt": lambda x: torch.sqrt(x.abs() + 1),
+    "square": torch.square,
+    "sub": lambda x: torch.sub(x, 1.0),
+    "sub_": lambda x: (x * 1).sub_(1.0),
+    "tanh": torch.tanh,
+    "to": lambda x: x.to(torch.float64).to(torch.float32),
+    "true_divide": lambda x: torch.true_divide(x, 2.0),
+    "type_as": lambda x: x.type_as(x),
+    "where": lambda x: torch.where(x > 0, x, x * 0.1),
+    "__add__": lambda x: x + x,
+    "__iadd__": lambda x: add_in_place(x * 1, x),
+    "__imul__": lambda x: multiply_in_place(x * 1, x),
+    "__isub__": lambda x: subtract_in_place(x * 1, x * 2),
+    "__mul__": lambda x: x * x,
+    "__neg__": lambda x: -x,
+    "__pow__": lambda x: x**2,
+    "__radd__": lambda x: 1 + x,
+    "__rmul__": lambda x: 2 * x,
+    "__rpow__": lambda x: 2**x,
+    "__rsub__": lambda x: 1 - x,
+    "__rtruediv__": lambda x: 1 / (x.abs() + 1),
+    "__sub__": lambda x: x - x * 3,
+    "__truediv__": lambda x: x / (x.abs() + 1),
+    "chunk": lambda x: torch.cat([part * 2 for part in x.chunk(2, -1)], -1),
+    "clone": torch.clone,
+    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+    "detach": lambda x: x + x.detach(),
+    "expand": lambda x: x.unsqueeze(0).expand(3, *SHAPE),
+    "flatten": lambda x: x.flatten(0, 1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "reshape": lambda x: x.reshape(4, 6, 2, 4),
+    "split": lambda x: x.split(4, -1)[1],
+    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "t": lambda x: x.flatten(0, 1).t(),
+    "transpose": lambda x: x.transpose(1, -1),
+    "unflatten": lambda x: x.unflatten(-1, (2, 4)),
+    "unsqueeze": lambda x: x.unsqueeze(-1),
+    "view": lambda x: x.view(4, 6, 4, 2).view(4, 6, 8),
+    "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
+    "layer_norm": lambda x: functional.layer_norm(x, (8,)),
+    "linear": lambda x: functional.linear(x, WEIGHT),
+    "matmul": lambda x: torch.matmul(x, WEIGHT),
+    "mean": lambda x: x.mean(-1) + x.mean(),
+    "softmax": lambda x: functional.softmax(x, dim=-1) + x.softmax(1),
+    "sum": lambda x: x.sum(1),
+    "__matmul__": lambda x: x @ WEIGHT,
+    # Not on the list: torch has them wrong, or not at all, so they run whole.
+    "cumsum": lambda x: torch.cumsum(x, dim=-1),
+    "unfold": lambda x: x.unfold(-1, 3, 1),
+    "roll": lambda x: torch.roll(x, 1, -1),
+    "cat": lambda x: torch.cat([x, x * 2], dim=1),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "conv1d": lambda x: functional.conv1d(x, KERNEL, padding=1),
+    "max_pool1d": lambda x: functional.max_pool1d(x, 2),
+    "log_softmax": lambda x: functional.log_softmax(x, -1),
+    "einsum": lambda x: torch.einsum("bsd,bsd->bd", x, x),
+}
+# Of integers, so it has a test of its own.
+APART = {"embedding"}
+WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
+KERNEL = torch.linspace(-1, 1, 6 * 6 * 3).view(6, 6, 3)
+
+
+def add_in_place(x, y):
+    x += y
+    return x
+
+
+def subtract_in_place(x, y):
+    x -= y
+    return x
+
+
+def multiply_in_place(x, y):
+    x *= y
+    return x
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def sweep():
+    """Return the name and cut of every call that is wrong, and of those that are not on parts."""
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    wrong, told = [], set()
+    for name, call in CALLS.items():
+        plain = x.clone().requires_grad_()
+        expected = call(plain)
+        (expected.square().sum()).backward()
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+            part = distribute_tensor(x, mesh, [placement], src_data_rank=None).requires_grad_()
+            with warnings.catch_warnings(record=True) as caught, Guard(mesh):
+                warnings.simplefilter("always")
+                try:
+                    found = call(part)
+                    whole(found.square().sum()).backward()
+                except (NotImplementedError, RuntimeError) as error:
+                    wrong.append(f"{name} {placement}: {error}")
+                    continue
+            told |= {str(w.message).split()[1] for w in caught if "msrun:" in str(w.message)}
+            for one, other in ((whole(found), expected), (whole(part.grad), plain.grad)):
+                if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+                    wrong.append(f"{name} {placement}")
+    return wrong, told
+
+
+def test_every_function_on_the_list_has_a_call():
+    assert set(CALLS) >= VERIFIED - APART
+
+
+def test_functions_on_parts_are_right_and_others_run_whole():
+    for wrong, told in run_ranks(sweep, 2):
+        assert wrong == []
+        assert told >= {"cumsum", "unfold", "roll", "conv1d"}
+        assert not told & VERIFIED
+
+
+def test_uneven_parts_are_right_or_refused():
+    # A plan makes no such parts, but a view may: 4 and 8 in three.
+    for wrong, _ in run_ranks(sweep, 3):
+        assert [entry for entry in wrong if "uneven" not in entry] == []
+
+
+def embedded():
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    torch.manual_seed(0)
+    table, ids = torch.randn(8, 6), torch.randint(0, 8, (4, 6))
+    wrong = []
+    plain = table.clone().requires_grad_()
+    functional.embedding(ids, plain).square().sum().backward()
+    for rows in (Replicate(), Shard(0), Shard(1)):
+        for cut in (Replicate(), Shard(0), Shard(1)):
+            weight = distribute_tensor(table, mesh, [rows], src_data_rank=None).requires_grad_()
+            index = distribute_tensor(ids, mesh, [cut], src_data_rank=None)
+            with Guard(mesh):
+                found = functional.embedding(index, weight)
+                whole(found.square().sum()).backward()
+            same = torch.allclose(whole(found), functional.embedding(ids, table))
+            if not same or not torch.allclose(whole(weight.grad), plain.grad):
+                wrong.append(f"{rows} {cut}")
+    return wrong
+
+
+def test_embedding():
+    assert run_ranks(embedded, 2) == [[], []]
+
+
+def attended():
+    """Return what is wrong of attention by heads, by batch, by sequence, masked and dropped."""
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    mask = torch.rand(2, 4, 6, 6) > 0.2
+    wrong = []
+    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"dropout_p": 0.5}):
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)):
+            torch.manual_seed(9)
+            inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+            expected = functional.scaled_dot_product_attention(*inputs, **options)
+            expected.square().sum().backward()
+            torch.manual_seed(9)
+            parts = [
+                distribute_tensor(t, mesh, [placement], src_data_rank=None).requires_grad_()
+                for t in (q, k, v)
+            ]
+            with warnings.catch_warnings(), Guard(mesh):
+                warnings.simplefilter("ignore")
+                found = functional.scaled_dot_product_attention(*parts, **options)
+                whole(found.square().sum()).backward()
+            pairs = [
+                (found, expected),
+                *((p.grad, i.grad) for p, i in zip(parts, inputs, strict=True)),
+            ]
+            if not all(torch.allclose(whole(a), b, atol=1e-5) for a, b in pairs):
+                wrong.append(f"{list(options)} {placement}")
+    return wrong
+
+
+def test_attention():
+    assert run_ranks(attended, 2) == [[], []]
+
+
+def mixed():
+    """Run a module that no rule names between two that have one."""
+    runtime = msrun.init(
+        {
+            "mesh": {"tp": 2},
+            "plan": [{"match": "0", "style": "colwise"}, {"match": "2", "style": "rowwise"}],
+        }
+    )
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    expected = network(x)
+    expected.square().sum().backward()
+    gradients = [param.grad.clone() for param in network.parameters()]
+    network.zero_grad()
+    found = runtime.shard(network)(x)
+    found.square().sum().backward()
+    return torch.allclose(found, expected, atol=1e-6) and all(
+        torch.allclose(whole(param.grad), gradient, atol=1e-5)
+        for param, gradient in zip(network.parameters(), gradients, strict=True)
+    )
+
+
+def test_a_module_without_a_rule_may_stand_between_two_with_one():
+    assert run_ranks(mixed, 2) == [True, True]

@@ -1,0 +1,310 @@
+"""Operator-level parallel: an unmodified model, divided by a plan, equals one process."""
+
+import pytest
+import torch
+from ranks import (
+    OPTIMIZERS,
+    Counted,
+    assert_equal_curves,
+    batches,
+    build,
+    oracle,
+    run_ranks,
+    token_loss,
+    train,
+)
+from torch import nn
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+MLP = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
+MLP_BY_DIMS = [
+    {"match": "fc1", "params": {"weight": ["tp", None], "bias": ["tp"]}, "out": [None, "tp"]},
+    {
+        "match": "fc2",
+        "params": {"weight": [None, "tp"]},
+        "in": [None, "tp"],
+        "out": [None, None],
+    },
+]
+LAYERS = [
+    {"match": "layers.*.[qkv]", "style": "colwise"},
+    {"match": "layers.*.o", "style": "rowwise"},
+    {"match": "layers.*.up", "style": "colwise"},
+    {"match": "layers.*.down", "style": "rowwise"},
+]
+VOCABULARY = [{"match": "embed", "style": "embedding"}, {"match": "head", "style": "vocab"}]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("model", "world_size", "mesh", "plan"),
+    [
+        ("mlp", 2, {"tp": 2}, MLP),
+        ("mlp", 4, {"tp": 4}, MLP_BY_DIMS),
+        ("mlp", 4, {"dp": 2, "tp": 2}, MLP),
+        ("transformer", 2, {"tp": 2}, LAYERS),
+        ("transformer", 4, {"tp": 4}, LAYERS + VOCABULARY),
+        ("transformer", 4, {"dp": 2, "tp": 2}, LAYERS + VOCABULARY),
+    ],
+)
+def test_equals_one_process(model, world_size, mesh, plan, optimizer):
+    found = run_ranks(train, world_size, {"mesh": mesh, "plan": plan}, model, optimizer)
+
+    assert_equal_curves(found, oracle(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": {"zero": 1}},
+        {"optimizer": {"zero": 3}, "accumulate": 2},
+        {"optimizer": {"zero": 2, "threshold": 600}},
+        {"accumulate": 2},
+        {"recompute": {"modules": ["layers.*"]}},
+        {"recompute": {"modules": ["layers.*"], "save": ["comm"]}},
+        {"recompute": {"modules": ["layers.0"], "save": ["matmul", "comm"]}, "accumulate": 2},
+    ],
+)
+def test_with_the_other_kinds(options):
+    config = {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS + VOCABULARY, **options}
+    found = run_ranks(train, 4, config, "transformer", "adamw")
+
+    assert_equal_curves(found, oracle("transformer", "adamw"))
+
+
+def test_copies_of_shards():
+    config = {
+        "mesh": {"dp": 4, "tp": 2},
+        "plan": LAYERS,
+        "optimizer": {"zero": 3, "shard_size": 2},
+    }
+    found = run_ranks(train, 8, config, "transformer", "sgd")
+
+    assert_equal_curves(found, oracle("transformer"))
+
+
+def test_clipping_is_by_the_global_norm():
+    config = {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS + VOCABULARY, "optimizer": {"zero": 1}}
+    found = run_ranks(train, 4, config, "transformer", "sgd", 0.1)
+
+    assert_equal_curves(found, oracle("transformer", "sgd", 0.1))
+
+
+def measured(plan, options):
+    """Return the collectives of forward and of backward, and local parameter shapes."""
+    runtime = msrun.init({"mesh": {"tp": -1}, "plan": plan, **options})
+    network = runtime.shard(build("transformer"))
+    tokens, target = batches("transformer")[0]
+    sharded = runtime.sharded(network)
+    with sharded.computing():
+        with Counted() as forward:
+            loss = token_loss(network(tokens), target)
+        with Counted() as backward:
+            loss.backward()
+    shapes = {
+        name: list((param.to_local() if hasattr(param, "to_local") else param).shape)
+        for name, param in network.named_parameters()
+    }
+    return dict(forward.calls), dict(backward.calls), shapes
+
+
+def test_heads_are_not_gathered():
+    for forward, backward, shapes in run_ranks(measured, 2, LAYERS, {}):
+        # Two row-wise layers in each of two blocks; backward of the column-wise ones.
+        assert forward == {"all_reduce": 4}
+        assert set(backward) == {"all_reduce"}
+        assert shapes["layers.0.q.weight"] == [8, 16]
+        assert shapes["layers.0.q.bias"] == [8]
+        assert shapes["layers.0.o.weight"] == [16, 8]
+        assert shapes["layers.0.o.bias"] == [16]
+
+
+def test_the_vocabulary_is_not_gathered():
+    for forward, _, shapes in run_ranks(measured, 2, VOCABULARY, {}):
+        # One for the embedding; maximum, sum and the target's logit for the loss.
+        assert forward == {"all_reduce": 4}
+        assert shapes["embed.weight"] == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "extra"),
+    [
+        ({}, 0),
+        # The last collective of a block is the block's last operator: early stop skips it.
+        ({"recompute": {"modules": ["layers.*"]}}, 2),
+        ({"recompute": {"modules": ["layers.*"], "save": ["comm"]}}, 0),
+    ],
+)
+def test_recomputation_repeats_communication_unless_it_is_saved(recompute, extra):
+    plain = run_ranks(measured, 2, LAYERS, {})[0]
+    found = run_ranks(measured, 2, LAYERS, recompute)[0]
+
+    assert found[0] == plain[0]
+    assert found[1]["all_reduce"] == plain[1]["all_reduce"] + extra
+
+
+def dropping(config):
+    """Train with dropout, from the random numbers of rank 0."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("transformer", dropout=0.3))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    return [
+        runtime.step(network, update, token_loss, *batch).item() for batch in batches("transformer")
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"plan": LAYERS},
+        {"plan": LAYERS + VOCABULARY, "recompute": {"modules": ["layers.*"]}},
+    ],
+)
+def test_dropout_is_that_of_one_process(config):
+    alone = run_ranks(dropping, 1, {"seed": 5})[0]
+    found = run_ranks(dropping, 2, {"seed": 5, "mesh": {"tp": 2}, **config})
+
+    assert_equal_curves(found, alone)
+
+
+class Hidden(nn.Module):
+    """Drops what a plan divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.drop = nn.Dropout(0.5)
+        self.down = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.down(self.drop(functional.relu(self.up(x))))
+
+
+def dropping_hidden(config):
+    runtime = msrun.init(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = Hidden()
+    network = runtime.shard(network)
+    update = OPTIMIZERS["sgd"](network.parameters())
+    return [
+        runtime.step(network, update, functional.cross_entropy, *batch).item()
+        for batch in batches("mlp")
+    ]
+
+
+@pytest.mark.parametrize("recompute", [{}, {"recompute": {"modules": ["drop"]}}])
+def test_dropout_of_divided_activations_is_that_of_one_process(recompute):
+    plan = [{"match": "up", "style": "colwise"}, {"match": "down", "style": "rowwise"}]
+    alone = run_ranks(dropping_hidden, 1, {"seed": 5})[0]
+    config = {"seed": 5, "mesh": {"tp": 4}, "plan": plan, **recompute}
+
+    assert_equal_curves(run_ranks(dropping_hidden, 4, config), alone)
+
+
+class Stack(nn.Module):
+    """A residual block on (batch, sequence, width)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+        self.last = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = x.view(-1, 4, 16)
+        x = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return self.head(self.last(x).mean(1))
+
+
+def sequence(config):
+    runtime = msrun.init(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = runtime.shard(Stack())
+    update = OPTIMIZERS["adamw"](network.parameters())
+    losses, calls = [], {}
+    for x, y in batches("conv"):
+        with Counted() as counts:
+            losses.append(runtime.step(network, update, functional.cross_entropy, x, y).item())
+        calls = counts.calls
+    return losses, dict(calls)
+
+
+def test_sequence_parallel():
+    plan = [
+        {"match": "norm", "style": "sequence"},
+        {"match": "up", "style": "colwise"},
+        {"match": "down", "params": {"weight": [None, "tp"]}, "in": [None, None, "tp"],
+         "out": [None, "tp", None]},
+        {"match": "last", "style": "sequence"},
+    ]  # fmt: skip
+    alone = run_ranks(sequence, 1, {})[0][0]
+    found = run_ranks(sequence, 2, {"mesh": {"tp": 2}, "plan": plan})
+
+    assert_equal_curves([losses for losses, _ in found], alone)
+    for _, calls in found:
+        assert calls["reduce_scatter_tensor"]
+
+
+def refused(config):
+    runtime = msrun.init(config)
+    network = build("transformer")
+    before = [id(param) for param in network.parameters()]
+    try:
+        runtime.shard(network)
+    except msrun.errors.UsageError as error:
+        assert before == [id(param) for param in network.parameters()]
+        return error.message
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        network(batches("transformer")[0][0])
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            [{"match": "layer.*", "style": "colwise"}],
+            "parallel.plan[0].match: 'layer.*' matches nothing (choose such as layers.",
+        ),
+        (
+            [{"match": "norm", "style": "colwise"}],
+            "parallel.plan[0].style: colwise is for Linear or Embedding, not norm (LayerNorm)",
+        ),
+        (
+            [{"match": "norm", "params": {"wait": ["tp"]}}],
+            "parallel.plan[0].params.wait: norm has no such parameter (weight, bias)",
+        ),
+        (
+            [{"match": "norm", "params": {"weight": [None, "tp"]}}],
+            "parallel.plan[0].params.weight: 2 entries for the 1 dims of norm.weight [16]",
+        ),
+        (
+            [{"match": "head", "style": "vocab"}],
+            "parallel.plan[0]: head.weight and embed.weight are one parameter, ",
+        ),
+        (
+            [{"match": "layers.0.q", "params": {}, "in": [None, "tp"]}],
+            "parallel.plan[0].in of layers.0.q: ",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan, sentence):
+    for found in run_ranks(refused, 2, {"mesh": {"tp": 2}, "plan": plan}):
+        assert found.startswith(sentence)
+
+
+def test_what_does_not_divide_is_refused():
+    plan = [{"match": "layers.*.q", "style": "colwise"}]
+
+    assert run_ranks(refused, 3, {"mesh": {"tp": 3}, "plan": plan})[0] == (
+        "parallel.plan[0]: layers.0.q.weight [16, 16] can not be split by strategy: "
+        "dim 0 of 16 in 3 parts (tp)"
+    )

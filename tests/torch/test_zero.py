@@ -1,0 +1,147 @@
+"""Optimizer parallel: less on each rank, the same losses, the collectives of the formulas."""
+
+import pytest
+import torch
+from ranks import (
+    OPTIMIZERS,
+    Counted,
+    assert_equal_curves,
+    batches,
+    build,
+    oracle,
+    run_ranks,
+    train,
+)
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+ELEMENTS = 16 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10
+# Whole rows are divided, so a rank may have one row more than its share of each parameter.
+ROWS = 16 + 1 + 32 + 1 + 32 + 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("model", ["mlp", "conv", "transformer"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_equals_one_process(zero, model, optimizer):
+    found = run_ranks(train, 2, {"optimizer": {"zero": zero}}, model, optimizer)
+
+    assert_equal_curves(found, oracle(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1},
+        {"zero": 3},
+        {"zero": 2, "shard_size": 2},
+        {"zero": 3, "shard_size": 2},
+        {"zero": 3, "shard_size": 1},
+        {"zero": 3, "threshold": 512},
+        {"zero": 1, "threshold": "1GiB"},
+        {"zero": 3, "modules": ["layers.1"]},
+        {"zero": 3, "offload": True},
+    ],
+)
+def test_equals_one_process_on_four(options):
+    found = run_ranks(train, 4, {"optimizer": options, "accumulate": 2}, "transformer", "adamw")
+
+    assert_equal_curves(found, oracle("transformer", "adamw"))
+
+
+def test_clipping_is_by_the_global_norm():
+    found = run_ranks(train, 4, {"optimizer": {"zero": 3}}, "mlp", "sgd", 0.1)
+
+    assert_equal_curves(found, oracle("mlp", "sgd", 0.1))
+
+
+def measured(options, accumulate):
+    """Return the collectives of a step and the elements of parameters and optimizer state."""
+    runtime = msrun.init({"optimizer": options, "accumulate": accumulate})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["adamw"](network.parameters())
+    for x, y in batches("mlp", steps=2):
+        with Counted() as counted:
+            runtime.step(network, update, functional.cross_entropy, x, y)
+    return (
+        dict(counted.calls),
+        sum(local(param).numel() for param in network.parameters()),
+        sum(
+            local(value).numel()
+            for state in update.state.values()
+            for value in state.values()
+            if value.dim()
+        ),
+        sorted(name for name, p in network.named_parameters() if local(p) is p),
+    )
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_collectives_and_memory_are_those_of_the_level(zero, accumulate):
+    groups = 3  # one for each layer; the whole model has no parameter of its own
+    for calls, parameters, state, whole in run_ranks(measured, 4, {"zero": zero}, accumulate):
+        # Level 3 gathers for each forward and each backward, the others once a step.
+        assert calls[GATHER] == groups * (2 * accumulate if zero == 3 else 1)
+        assert calls[SCATTER] == groups * (1 if zero == 1 else accumulate)
+        assert calls["allreduce_"] == 1
+        assert parameters <= ELEMENTS / 4 + ROWS
+        assert state <= 2 * (ELEMENTS / 4 + ROWS)
+        assert whole == []
+
+
+def test_small_parameters_stay_whole_and_are_reduced_by_us():
+    biases = ["fc1.bias", "fc2.bias", "fc3.bias"]
+    for calls, _, _, whole in run_ranks(measured, 2, {"zero": 3, "threshold": 256}, 1):
+        assert whole == biases
+        assert calls["allreduce_"] == 2
+
+
+def test_copies_share_by_an_all_reduce():
+    for calls, parameters, _, _ in run_ranks(measured, 4, {"zero": 3, "shard_size": 2}, 1):
+        assert calls[SCATTER] == 3
+        assert calls["allreduce_"] == 3 + 1
+        assert ELEMENTS / 2 - ROWS <= parameters <= ELEMENTS / 2 + ROWS
+
+
+def gradients_of(config):
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    x, y = (part.chunk(runtime.world_size)[runtime.rank] for part in batches("mlp")[0])
+    functional.cross_entropy(network(x), y).backward()
+    return [param.grad.full_tensor().tolist() for param in network.parameters()]
+
+
+def test_sum_is_the_mean_times_the_ranks():
+    mean = run_ranks(gradients_of, 2, {"optimizer": {"zero": 2}})[0]
+    total = run_ranks(gradients_of, 2, {"optimizer": {"zero": 2}, "reduce": {"op": "sum"}})[0]
+
+    for one, other in zip(mean, total, strict=True):
+        torch.testing.assert_close(2 * torch.tensor(one), torch.tensor(other))
+
+
+def computed_in():
+    runtime = msrun.init({"optimizer": {"zero": 2, "dtype": "bfloat16"}})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["adamw"](network.parameters())
+    seen = []
+    network.fc2.register_forward_hook(lambda *call: seen.append(str(call[2].dtype)))
+    x, y = batches("mlp")[0]
+    loss = runtime.step(network, update, functional.cross_entropy, x, y).item()
+    return seen, {str(param.dtype) for param in network.parameters()}, loss
+
+
+def test_mixed_precision_computes_short_and_keeps_long():
+    for seen, kept, loss in run_ranks(computed_in, 2):
+        assert (seen, kept) == (["torch.bfloat16"], {"torch.float32"})
+        assert abs(loss - oracle("mlp", "adamw")[0]) < 0.02
