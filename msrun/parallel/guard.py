@@ -160,9 +160,9 @@ class Guard(TorchFunctionMode):
         mask = DTensor.from_local(keep, self._mesh, self._whole, run_check=False)
         return x * mask.redistribute(self._mesh, x.placements).div(1 - p)
 
-    def _embed(self, *args: Any, **options: Any) -> DTensor:
+    def _embed(self, *args: Any, **options: Any) -> Any:
         """Look rows up; with divided rows the sum is taken at once, as torch can do it once."""
-        found: DTensor = functional.embedding(*args, **options)
+        found: Any = functional.embedding(*args, **options)
         placed = [Replicate() if p.is_partial() else p for p in found.placements]
         return found.redistribute(self._mesh, placed)
 

@@ -190,11 +190,11 @@ def plain_loop(accumulate):
     network = runtime.shard(build("mlp"))
     update = OPTIMIZERS["sgd"](network.parameters())
     losses = []
-    for x, y in batches("mlp"):
-        x, y = (t.chunk(runtime.world_size)[runtime.rank] for t in (x, y))
+    for batch in batches("mlp"):
+        parts = [t.chunk(runtime.world_size)[runtime.rank].chunk(accumulate) for t in batch]
         update.zero_grad()
         total = 0.0
-        for index, (a, b) in enumerate(zip(x.chunk(accumulate), y.chunk(accumulate), strict=True)):
+        for index, (a, b) in enumerate(zip(*parts, strict=True)):
             loss = functional.cross_entropy(network(a), b) / accumulate
             if index < accumulate - 1:
                 with runtime.no_sync(network):
