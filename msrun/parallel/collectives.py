@@ -122,7 +122,7 @@ def neighbor_exchange(
 
     Example: rows around an image block, `lo` before it and `hi` after it::
 
-        above, below = neighbor_exchange(x[:hi], x[-lo:], "h")
+        above, below = neighbor_exchange(x[:hi], x[len(x) - lo :], "h")
         x = torch.cat([above, x, below])
 
     Args:
@@ -283,10 +283,11 @@ def _exchange(
     parts = [(following, to_next, to_previous), (previous, to_previous, to_next)]
     flat: list[Tensor] = [to_next.new_empty(0)]
     for peer in range(group.size()):
-        for part, expected in ((part, like) for to, part, like in parts if to == peer):
-            flat.append(part.reshape(-1))
-            sent[peer] += part.numel()
-            received[peer] += expected.numel()
+        for neighbor, part, expected in parts:
+            if neighbor == peer:
+                flat.append(part.reshape(-1))
+                sent[peer] += part.numel()
+                received[peer] += expected.numel()
     arrived = functional_collective(
         "all_to_all_single", torch.cat(flat), received, sent, group=group
     ).split(received)
@@ -334,7 +335,7 @@ def _group(x: Tensor, axis: Axis, name: str) -> dist.ProcessGroup:
 def _dim(x: Tensor, dim: int, name: str, axis: Axis, parts: int = 1) -> int:
     """Return `dim` counted from the first, after checking that it can be cut into `parts`."""
     if not -x.dim() <= dim < x.dim():
-        raise UsageError(f"{name} over {_shown(axis)}: a tensor of {x.dim()} dims has no dim {dim}")
+        raise UsageError(f"{name} over {_shown(axis)}: a {x.dim()}-dim tensor has no dim {dim}")
     if x.size(dim) % parts:
         raise UsageError(
             f"{name} over {_shown(axis)}: dim {dim} of size {x.size(dim)} can not be split into "

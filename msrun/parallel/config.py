@@ -26,6 +26,9 @@ REST = -1
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
 
+# Stands in a list of dims for as many as there are beside the others, none of them cut.
+WHOLE = "..."
+
 Dim = str | list[str] | None
 Dims = list[Dim]
 Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab"]
@@ -72,13 +75,36 @@ def _at_least(section: Section, name: str, least: int) -> None:
         raise ValueError(f"{name}: {value} must be at least {least}")
 
 
+class LayoutRule(Section, frozen=True, kw_only=True):
+    """A rule in MindSpore's `Layout` notation, with aliases of its own for the devices.
+
+    Args:
+        device_matrix: Sizes of the aliases, the slowest-varying first.
+        alias_name: The aliases.
+        rank_list: Order of the ranks; None is theirs.
+        params: Parameter -> aliases of each dim.
+        inputs: Of the first positional input.  Key `in`.
+        out: Of the output.
+    """
+
+    device_matrix: list[int]
+    alias_name: list[str]
+    rank_list: list[int] | None = None
+    params: dict[str, Dims] = {}
+    inputs: Dims | None = msgspec.field(default=None, name="in")
+    out: Dims | None = None
+
+
 class Rule(Section, frozen=True, kw_only=True):
     """How the modules that `match` names compute, at operator level.
 
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also crosses dots.
-        style: A common pattern by name instead of `params`, `inputs` and `out`.
+        style: A common pattern by name instead of `params`, `in` and `out`.
         axis: Mesh axis of `style`; None takes the only one there is.
+        strategy: The same in MindSpore's notation: parts of each dim of each input.
+        out_strategy: With `strategy`, parts of each dim of the output.
+        layout: The same in MindSpore's `Layout` notation.
         params: Parameter name -> axis names of each of its dims.
         inputs: Axis names of each dim of the first positional input.  Key `in`.
         out: Axis names of each dim of the output.
@@ -87,18 +113,29 @@ class Rule(Section, frozen=True, kw_only=True):
     match: str
     style: Style | None = None
     axis: str | None = None
+    strategy: list[list[int]] | None = None
+    out_strategy: list[list[int]] | None = None
+    layout: LayoutRule | None = None
     params: dict[str, Dims] = {}
     inputs: Dims | None = msgspec.field(default=None, name="in")
     out: Dims | None = None
 
     def __post_init__(self) -> None:
-        given = bool(self.params or self.inputs is not None or self.out is not None)
-        if self.style and given:
-            raise ValueError("style: stands instead of params, in and out")
-        if not self.style and not given:
-            raise ValueError("style: or params, in or out must be given")
+        forms = {
+            "style": self.style is not None,
+            "strategy": self.strategy is not None,
+            "layout": self.layout is not None,
+            "params": bool(self.params) or self.inputs is not None or self.out is not None,
+        }
+        given = [name for name, is_given in forms.items() if is_given]
+        if not given:
+            raise ValueError("style: or strategy, layout, or params, in and out must be given")
+        if len(given) > 1:
+            raise ValueError(f"{given[0]}: stands instead of {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        if self.out_strategy and not self.strategy:
+            raise ValueError("out_strategy: belongs to a strategy")
 
 
 class Optimizer(Section, frozen=True, kw_only=True):
@@ -301,6 +338,20 @@ def render_config(config: ParallelConfig) -> str:
     return json.dumps({ROOT: msgspec.to_builtins(config)}, indent=2)
 
 
+def preloads(config: ParallelConfig) -> tuple[str, ...]:
+    """Return the modules that a rank with `config` will import, which a parent may do for all."""
+    is_sharded = config.optimizer.zero > 0
+    needed = {
+        "torch.distributed.tensor": bool(config.plan) or is_sharded,
+        "torch.distributed.fsdp": is_sharded,
+        "torch.distributed.pipelining": config.pipeline is not None,
+        "torch.distributed.checkpoint": config.checkpoint is not None,
+        "msrun.parallel.runtime": True,
+        "msrun.parallel.warm": True,
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
+
+
 def _load(path: Path) -> object:
     import yaml
 
@@ -377,6 +428,7 @@ def _choices(section: type[Section], key: str) -> str:
 
 _SECTIONS: dict[str, type[Section]] = {
     "plan": Rule,
+    "layout": LayoutRule,
     "optimizer": Optimizer,
     "pipeline": Pipeline,
     "recompute": Recompute,

@@ -1,4 +1,4 @@
-"""Norm and clipping of gradients that lie on many ranks."""
+"""What optimizers need where parameters and gradients lie on many ranks."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def _sharding_groups(param: Parameter) -> Groups:
         for axis, placement in enumerate(param.placements)
         if not placement.is_replicate()
     )
+
+
+def split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Have each group of `optimizer` hold parameters of one kind: plain, or of one mesh."""
+    for group in list(optimizer.param_groups):
+        kinds: dict[object, list[Parameter]] = {}
+        for param in group["params"]:
+            kinds.setdefault(param.device_mesh if is_sharded(param) else None, []).append(param)
+        first, *others = kinds.values()
+        group["params"] = first
+        for params in others:
+            optimizer.add_param_group({**group, "params": params})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, ParallelConfig, Rule
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, WHOLE, ParallelConfig, Rule
 
 
 class MeshLayout(msgspec.Struct, frozen=True):
@@ -195,6 +195,9 @@ def style_axis(rule: Rule, layout: MeshLayout) -> str:
 
 
 def _axes_of(rule: Rule, layout: MeshLayout) -> set[str]:
+    if rule.strategy or rule.layout:
+        # Numbers of parts: which axes they take is found out with the modules.
+        return set(plan_axes(layout))
     return {axis for _, axes in _named(rule, layout) for axis in axes}
 
 
@@ -214,4 +217,4 @@ def _flat(dims: list[str | list[str] | None]) -> list[str]:
     found: list[str] = []
     for dim in dims:
         found += [dim] if isinstance(dim, str) else dim or []
-    return found
+    return [axis for axis in found if axis != WHOLE]

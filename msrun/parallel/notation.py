@@ -62,7 +62,7 @@ def axes_of_dims(
         at, missing = entries.index(REST_OF_DIMS), ndim - len(entries) + 1
         entries[at : at + 1] = [None] * max(missing, 0)
     if len(entries) != ndim:
-        raise UsageError(f"{shown_dims(dims)} does not fit a tensor of {ndim} dims")
+        raise UsageError(f"{shown_dims(dims)} does not fit a {ndim}-dim tensor")
     found = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
     seen: set[str] = set()
     for axis in (axis for axes in found for axis in axes):
@@ -180,6 +180,10 @@ def module_dims(
         UsageError: The strategy is none of such a module, or does not fit the mesh.
     """
     equations = {"Linear": "...k,nk->...n", "Embedding": "vd,...->...d"}
+    if kind not in equations and len(strategy) != 1:
+        raise UsageError(
+            f"strategy {_shown(strategy)}: {kind} takes one entry, for its input and its output"
+        )
     equation = equations.get(kind, "...->...")
     cut, out = strategy_dims(strategy, equation, axes, out_strategy=out_strategy)
     match kind:
@@ -255,13 +259,17 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
     written, _, out = equation.partition("->")
     terms = written.split(",")
     if len(terms) != len(strategy):
-        raise UsageError(f"{where}: {len(strategy)} entries for the inputs of {equation}")
+        raise UsageError(
+            f"{where}: {equation} takes {len(terms)} of such entries, not {len(strategy)}"
+        )
     found: list[str] = []
     longest = 0
     for index, (term, counts) in enumerate(zip(terms, strategy, strict=True)):
         leading = len(counts) - len(term.replace("...", ""))
         if leading < 0 or (leading and "..." not in term):
-            raise UsageError(f"{where}: {len(counts)} dims of input {index} are not {term!r}")
+            raise UsageError(
+                f"{where}: input {index} is {term}, which takes other than {len(counts)} numbers"
+            )
         longest = max(longest, leading)
         found.append(term.replace("...", _LEADING[len(_LEADING) - leading :]))
     return found, out.replace("...", _LEADING[len(_LEADING) - longest :])
@@ -270,7 +278,7 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
 def _check_shapes(strategy: Strategy, shapes: Sequence[Sequence[int]], where: str) -> None:
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if len(counts) != len(shape):
-            raise UsageError(f"{where}: {len(counts)} dims of input {index} are not {shape}")
+            raise UsageError(f"{where}: input {index} is of shape {list(shape)}")
         for dim, (count, size) in enumerate(zip(counts, shape, strict=True)):
             if size % count:
                 raise UsageError(
@@ -307,8 +315,10 @@ def _scatter(
     plain = [math.prod(axes[name] for name in dim) for dim in out]
     factor = math.prod(axes[name] for name in summed)
     choices = [plain]
-    for dim in range(len(out) - 1) if factor > 1 else ():
-        choices.append([*plain[:dim], plain[dim] * factor, *plain[dim + 1 :]])
+    if summed:
+        choices += [
+            [*plain[:dim], plain[dim] * factor, *plain[dim + 1 :]] for dim in range(len(out) - 1)
+        ]
     given = [list(counts) for counts in wanted]
     if len(given) != 1 or given[0] not in choices:
         names = " or ".join(_shown([choice]) for choice in choices)
@@ -417,10 +427,13 @@ class TensorLayout(msgspec.Struct, frozen=True):
         }
 
     def _mapped(self, entry: Entry) -> int | tuple[int, ...]:
-        names = self.layout.alias_name
         if entry is None or isinstance(entry, str):
-            return len(names) - 1 - names.index(entry) if entry not in (None, WHOLE) else -1
-        return tuple(len(names) - 1 - names.index(alias) for alias in _aliases(entry)) or (-1,)
+            return self._index(entry)
+        return tuple(self._index(alias) for alias in entry)
+
+    def _index(self, alias: str | None) -> int:
+        names = self.layout.alias_name
+        return -1 if alias in (None, WHOLE) else len(names) - 1 - names.index(str(alias))
 
 
 def _aliases(entry: Entry) -> list[str]:
@@ -429,7 +442,7 @@ def _aliases(entry: Entry) -> list[str]:
 
 
 def _check_layout(matrix: object, names: object, ranks: object) -> None:
-    """Refuse what MindSpore's `Layout` refuses, and its alias that cuts a tensor on one device."""
+    """Refuse what MindSpore's `Layout` refuses."""
     if not isinstance(matrix, tuple):
         raise UsageError(f"device_matrix {matrix!r} is no tuple")
     if not isinstance(names, tuple):
@@ -438,16 +451,20 @@ def _check_layout(matrix: object, names: object, ranks: object) -> None:
         raise UsageError(f"device_matrix has {len(matrix)} axes and alias_name {len(names)}")
     for size in matrix:
         if type(size) is not int or size < 1:
-            raise UsageError(f"device_matrix {matrix!r}: {size!r} is no number of devices")
-    for name in names:
-        if not isinstance(name, str) or name in ("", WHOLE):
-            raise UsageError(f"alias_name {names!r}: {name!r} is no name of an axis")
-    if INTERLEAVED in names:
-        raise UsageError(f"alias_name: {INTERLEAVED} is not part of this version")
-    if len(set(names)) != len(names):
-        raise UsageError(f"alias_name {names!r}: a name stands there twice")
+            raise UsageError(f"device_matrix {matrix}: {size!r} is no number of devices")
+    _check_names(names)
     if ranks is not None:
         _check_ranks(ranks, math.prod(matrix))
+
+
+def _check_names(names: tuple[object, ...]) -> None:
+    for name in names:
+        if not isinstance(name, str) or name in ("", WHOLE):
+            raise UsageError(f"alias_name {names}: {name!r} is no name of an axis")
+        if name == INTERLEAVED:
+            raise UsageError(f"alias_name: {INTERLEAVED} is not part of this version")
+        if names.count(name) > 1:
+            raise UsageError(f"alias_name {names}: {name!r} stands there twice")
 
 
 def _check_ranks(ranks: object, count: int) -> None:
@@ -456,4 +473,4 @@ def _check_ranks(ranks: object, count: int) -> None:
     if len(ranks) != count:
         raise UsageError(f"rank_list has {len(ranks)} ranks and device_matrix {count}")
     if len(set(ranks)) != count:
-        raise UsageError(f"rank_list {ranks!r}: a rank stands there twice")
+        raise UsageError(f"rank_list {ranks}: a rank stands there twice")

@@ -23,8 +23,9 @@ from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 from msrun.parallel import device as devices
 from msrun.parallel import step as steps
+from msrun.parallel.collectives import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
-from msrun.parallel.gradients import clip_gradients
+from msrun.parallel.gradients import clip_gradients, split_groups
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 from msrun.parallel.shard import ShardedModel, shard_model
 
@@ -81,6 +82,7 @@ class Runtime:
         )
         # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
         self.batch_weight = 1.0
+        use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
 
@@ -128,11 +130,15 @@ class Runtime:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`, made of the parameters of a sharded model.
 
+        A group of parameters of several kinds, whole and divided, becomes one of each kind, so
+        that torch can update each at once; their options stay equal.
+
         Raises:
             UsageError: It holds parameters that `shard` replaced: make it after `shard`.
         """
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
+        split_groups(optimizer)
         return optimizer
 
     def loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> MeshLoader:
@@ -234,6 +240,7 @@ def _forget(runtime: Runtime) -> None:
     global _current  # noqa: PLW0603 - the process has one process group, and one runtime
     if _current is runtime:
         _current = None
+        use_axes(None)
 
 
 def init(

@@ -12,11 +12,10 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ROOT, Dims, Rule
-from msrun.parallel.layout import MeshLayout, style_axis
+from msrun.parallel.config import ROOT, WHOLE, Dims, LayoutRule, Rule
+from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
-
-REST = "..."
+from msrun.parallel.notation import Layout, module_dims
 
 
 class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +74,8 @@ def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleSha
     if rule.style:
         axis = style_axis(rule, layout)
         return _styled(key, rule.style, axis, f"{name} ({module.kind})", module)
+    if rule.strategy or rule.layout:
+        return _in_mindspores_words(key, rule, layout, module)
     for param in rule.params:
         if param not in module.params:
             choices = ", ".join(module.params) or "it has none"
@@ -82,13 +83,43 @@ def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleSha
     return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
 
 
+def _from_layout(key: str, rule: LayoutRule, axes: Mapping[str, int]) -> ModulePlan:
+    cut = Layout(tuple(rule.device_matrix), tuple(rule.alias_name), rule.rank_list)
+
+    def on_mesh(dims: Dims) -> Dims:
+        return cut(*dims).on_mesh(axes)
+
+    return ModulePlan(
+        key=key,
+        params={name: on_mesh(dims) for name, dims in rule.params.items()},
+        inputs=None if rule.inputs is None else on_mesh(rule.inputs),
+        out=None if rule.out is None else on_mesh(rule.out),
+    )
+
+
+def _in_mindspores_words(
+    key: str, rule: Rule, layout: MeshLayout, module: ModuleShape
+) -> ModulePlan:
+    axes = {name: layout.axes[name] for name in plan_axes(layout)}
+    try:
+        if rule.strategy:
+            found = module_dims(module.kind, rule.strategy, axes, out_strategy=rule.out_strategy)
+            own = {name: dims for name, dims in found.params.items() if name in module.params}
+            return ModulePlan(key=key, params=own, inputs=found.inputs, out=found.out)
+        if rule.layout:
+            return _from_layout(key, rule.layout, axes)
+    except UsageError as error:
+        raise UsageError(f"{key}: {error.message}", hint=error.hint) from None
+    raise UsageError(f"{key}: is empty")
+
+
 def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> ModulePlan:
     """Return what `style` means for a module of this kind.
 
     A linear weight is (out, in), that of an embedding (rows, width).
     """
-    whole: Dims = [REST]
-    last: Dims = [REST, axis]
+    whole: Dims = [WHOLE]
+    last: Dims = [WHOLE, axis]
     styles: dict[tuple[str, str], tuple[dict[str, Dims], Dims, Dims]] = {
         ("colwise", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
         ("vocab", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
@@ -99,7 +130,7 @@ def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> M
     }
     if style == "sequence":
         # (batch, sequence, ...): every rank has its part of each sequence.
-        cut: Dims = [None, axis, REST]
+        cut: Dims = [None, axis, WHOLE]
         return ModulePlan(key=key, params={}, inputs=cut, out=cut)
     if (style, module.kind) not in styles:
         kinds = " or ".join(kind for known, kind in styles if known == style)

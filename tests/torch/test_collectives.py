@@ -126,7 +126,10 @@ def _check_all():
         everything = inputs.clone().requires_grad_()
         if not gradcheck(whole, everything, fast_mode=size > 2, raise_exception=False):
             wrong.append(f"{name}: gradient")
-        if not gradgradcheck(whole, everything, fast_mode=True, raise_exception=False):
+        # Once is enough: gradients of second order are the same collectives.
+        if size == 2 and not gradgradcheck(
+            whole, everything, fast_mode=True, raise_exception=False
+        ):
             wrong.append(f"{name}: second derivative")
     return wrong
 
@@ -213,8 +216,8 @@ def test_refusals():
         "all_reduce: op 'prod' has no gradient here (choose sum, mean or max)",
         "reduce_scatter over axis tp: dim 1 of size 3 can not be split into 2",
         "all_to_all over a group of 2 ranks: dim -1 of size 3 can not be split into 2",
-        "all_gather over axis tp: a tensor of 2 dims has no dim 2",
-        "all_gather over axis tp: a tensor of 0 dims has no dim 0",
+        "all_gather over axis tp: a 2-dim tensor has no dim 2",
+        "all_gather over axis tp: a 0-dim tensor has no dim 0",
         "broadcast over axis tp: src 2 is no rank of it (0 to 1)",
         "shift over axis tp: step 2 is neither 1 nor -1",
         "neighbor_exchange over axis tp: types torch.float32 and torch.float64 differ",

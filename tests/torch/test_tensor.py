@@ -308,3 +308,61 @@ def test_what_does_not_divide_is_refused():
         "parallel.plan[0]: layers.0.q.weight [16, 16] can not be split by strategy: "
         "dim 0 of 16 in 3 parts (tp)"
     )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        # Columns on all four, then rows on all four: MindSpore's numbers for the same thing.
+        [
+            {"match": "fc1", "strategy": [[1, 1], [4, 1]]},
+            {"match": "fc2", "strategy": [[1, 4], [1, 4]]},
+        ],
+        # Rows and columns of the weights on two axes of two.
+        [{"match": "fc2", "strategy": [[1, 2], [2, 2]]}],
+        [
+            {
+                "match": "fc1",
+                "layout": {
+                    "device_matrix": [2, 2],
+                    "alias_name": ["a", "b"],
+                    "params": {"weight": [["b", "a"], "None"], "bias": [["b", "a"]]},
+                    "out": ["None", ["b", "a"]],
+                },
+            },
+            {"match": "fc2", "params": {}, "in": ["..."], "out": ["..."]},
+        ],
+    ],
+)
+def test_mindspores_notations(plan):
+    config = {"mesh": {"x": 2, "y": 2}, "plan": plan}
+
+    assert_equal_curves(run_ranks(train, 4, config, "mlp"), oracle("mlp"))
+
+
+def at_once(accumulate):
+    """Train with the optimizer that updates lists of tensors; whole and divided do not mix."""
+    runtime = msrun.init(
+        {
+            "mesh": {"dp": 2, "tp": 2},
+            "plan": LAYERS,
+            "accumulate": accumulate,
+            "optimizer": {"zero": 1, "threshold": 200},
+        }
+    )
+    network = runtime.shard(build("transformer"))
+    update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    runtime.optimizer(update)
+    share = runtime.coordinate["dp"]
+    losses = [
+        runtime.step(network, update, token_loss, *(t.chunk(2)[share] for t in batch)).item()
+        for batch in batches("transformer")
+    ]
+    return losses, len(update.param_groups)
+
+
+def test_an_optimizer_may_update_lists_of_parameters():
+    found = run_ranks(at_once, 4, 2)
+
+    assert_equal_curves([losses for losses, _ in found], oracle("transformer"))
+    assert found[0][1] > 1

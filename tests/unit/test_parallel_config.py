@@ -88,11 +88,11 @@ def test_rendering_reads_back():
         ),
         (
             {"plan": [{"match": "*"}]},
-            "parallel.plan[0].style: or params, in or out must be given",
+            "parallel.plan[0].style: or strategy, layout, or params, in and out must be given",
         ),
         (
             {"plan": [COLWISE | {"out": [None]}]},
-            "parallel.plan[0].style: stands instead of params, in and out",
+            "parallel.plan[0].style: stands instead of params",
         ),
         (
             {"plan": [{"match": "*", "out": [None], "axis": "tp"}]},

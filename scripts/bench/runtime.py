@@ -1,0 +1,214 @@
+"""Compare training under one configuration with the same model hand-written on plain torch.
+
+    python scripts/bench/runtime.py                    # every configuration at 1, 2 and 4 ranks
+    python scripts/bench/runtime.py --ranks 2 --only tp
+    python scripts/bench/runtime.py --check            # exit 1 and name the missed bars
+
+Both models live in the same ranks and take turns, a few steps each, so that whatever else the
+machine does meets both.  The hand-written ones use `DistributedDataParallel`, `fully_shard`
+and `parallelize_module`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import msrun
+
+LOCAL_BATCH = 8
+STEPS_A_TURN = 3
+TURNS = 9
+RATIO_MIN = 0.98
+INIT_MS_MAX = 20.0
+
+Step = Callable[[Tensor, Tensor], Any]
+LAYER_PLAN = [
+    *({"match": f"layers.*.{name}", "style": "colwise"} for name in ("query", "key", "value")),
+    {"match": "layers.*.project", "style": "rowwise"},
+    {"match": "layers.*.up", "style": "colwise"},
+    {"match": "layers.*.down", "style": "rowwise"},
+]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": -1}},
+    "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
+    "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
+}
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--only", choices=CONFIGS, nargs="+", default=list(CONFIGS))
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
+    missed = []
+    for ranks in options.ranks:
+        for name in options.only:
+            ours, plain, extra = run(ranks, name)
+            ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
+            print(
+                f"{name:6} {ranks} ranks  msrun {statistics.median(ours):8,.0f} tokens/s  "
+                f"plain torch {statistics.median(plain):8,.0f}  ratio {ratio:.3f}  "
+                f"msrun.init +{extra:.1f} ms",
+                flush=True,
+            )
+            if ratio < RATIO_MIN:
+                missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
+            if name == "dp" and extra > INIT_MS_MAX:
+                missed.append(f"msrun.init adds {extra:.1f} ms at {ranks} ranks")
+    if options.check:
+        for text in missed:
+            print(f"missed: {text}", file=sys.stderr)
+    return 1 if options.check and missed else 0
+
+
+def run(ranks: int, name: str) -> tuple[list[float], list[float], float]:
+    """Return tokens a second of each turn, ours and plain, and the milliseconds of `msrun.init`."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(rank, ranks, name, f"{folder}/store", answers))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank of {name} at {ranks} ended with {process.exitcode}")
+    found: tuple[list[float], list[float], float] = answers.get()
+    return found
+
+
+def _rank(rank: int, ranks: int, name: str, path: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    store = dist.FileStore(path, ranks)  # type: ignore[attr-defined]  # in torch's documentation
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.barrier()
+    start = time.perf_counter()
+    runtime = msrun.init(CONFIGS[name])
+    extra = 1000 * (time.perf_counter() - start)
+    lm = _load_example()
+    turns = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
+    generator = torch.Generator().manual_seed(rank if name != "tp" else 0)
+    batch = torch.randint(0, 104, (LOCAL_BATCH, lm.LENGTH + 1), generator=generator)
+    speeds: dict[str, list[float]] = {"ours": [], "plain": []}
+    for turn in range(TURNS + 1):
+        for who in ("ours", "plain") if turn % 2 else ("plain", "ours"):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(STEPS_A_TURN):
+                turns[who](batch[:, :-1], batch[:, 1:])
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            copies = runtime.layout.size("dp")
+            if turn:  # the first one warms up
+                tokens = STEPS_A_TURN * LOCAL_BATCH * lm.LENGTH * copies
+                speeds[who].append(tokens / seconds)
+    if rank == 0:
+        answers.put((speeds["ours"], speeds["plain"], extra))
+
+
+def _load_example() -> ModuleType:
+    """Return the example with a model of a size where arithmetic counts."""
+    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
+    if spec is None or spec.loader is None:
+        raise SystemExit("examples/train_lm.py is not there")
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.WIDTH = 256
+    return module  # type: ignore[no-any-return]
+
+
+def _ours(runtime: Any, lm: Any) -> Step:
+    torch.manual_seed(0)
+    model = runtime.shard(lm.GPT(104))
+    optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return functools.partial(runtime.step, model, optimizer, lm.loss_of)
+
+
+def _plain(name: str, lm: Any) -> Step:
+    """Return the step of the same model as its users write it without us."""
+    torch.manual_seed(0)
+    model: nn.Module = lm.GPT(104)
+    if name == "dp":
+        model = DistributedDataParallel(model)
+    elif name == "zero3":
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        plan: dict[str, Any] = {}
+        for index in range(lm.LAYERS):
+            for part in ("query", "key", "value", "up"):
+                plan[f"layers.{index}.{part}"] = ColwiseParallel()
+            for part in ("project", "down"):
+                plan[f"layers.{index}.{part}"] = RowwiseParallel()
+        parallelize_module(model, mesh, plan)
+        for layer in model.layers:  # type: ignore[union-attr]
+            layer.attend = functools.partial(_attend, lm, layer)
+    # A list of plain and divided parameters: torch updates them one by one.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=name != "tp")
+    return functools.partial(_plain_step, model, optimizer, lm.loss_of)
+
+
+def _attend(lm: Any, block: Any, x: Tensor) -> Tensor:
+    """Attend with the heads of this rank, as a hand-divided model is written."""
+    heads = (*x.shape[:2], -1, lm.WIDTH // lm.HEADS)
+    query, key, value = (
+        part(x).view(heads).transpose(1, 2) for part in (block.query, block.key, block.value)
+    )
+    found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    projected: Tensor = block.project(found.transpose(1, 2).flatten(2))
+    return projected
+
+
+def _plain_step(
+    model: nn.Module, optimizer: Any, loss_of: Any, inputs: Tensor, target: Tensor
+) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model(inputs), target)
+    loss.backward()
+    optimizer.step()
+    average = loss.detach()
+    dist.all_reduce(average)
+    return average.item() / dist.get_world_size()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
