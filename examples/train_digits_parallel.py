@@ -1,7 +1,7 @@
 """Learn to read handwritten digits, in parallel as a file says.
 
-    msrun --nproc-per-node 4 --parallel examples/configs/digits_dp_tp.yaml \\
-        examples/train_digits_parallel.py
+    cd examples
+    msrun --nproc-per-node 4 --parallel configs/digits_dp_tp.yaml train_digits_parallel.py
 
 One script, and one file for each way to run it on four workers: `configs/digits_*.yaml`.
 Without a file it is data parallel; with plain `python` it is one process.  All of them learn

@@ -168,8 +168,8 @@ def svg(curves: dict[str, list[float]]) -> str:
     top = max(max(losses) for losses in curves.values())
     bottom = min(min(losses) for losses in curves.values())
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-        ' font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
+        "<style>text {font: 12px sans-serif}</style>",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">step</text>',
         f'<text x="8" y="{margin - 16}">loss</text>',
