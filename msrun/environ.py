@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.job import PORT_MAX
+from msrun.units import shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
@@ -23,6 +26,7 @@ _IDENTITY = (
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_WHOLE = re.compile(r"[0-9]{1,15}")
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,23 +51,85 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
 
 
-# Starter -> its variables of rank, world_size, local_rank, local_world_size, node_rank.
-# The first whose first two are set counts; inside an allocation of Slurm but outside a step
-# there is no rank yet, and Slurm sets SLURM_PROCID there all the same.
-_STARTERS: dict[str, tuple[str, str, str, str, str]] = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "",
+class _Starter(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the variables by which one starter says who a process is; empty where it does not.
+
+    Args:
+        source: As of `RankIdentity`.
+        rank: Set, as are `world_size` and `proof`, in each process of this starter.
+        world_size: As the fields of `RankIdentity`, like those that follow.
+        local_rank: Without it every rank is the first of its node.
+        local_world_size: Without it as many as are known to be there.
+        node_rank: Unknown without it.
+        proof: A further variable that others who set `rank` and `world_size` do not.
+    """
+
+    source: str
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    node_rank: str = ""
+    proof: str = ""
+
+
+# The innermost first: mpirun may run inside a step of Slurm, torchrun inside either.
+_STARTERS = (
+    _Starter(
+        source="torchrun",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+        proof="LOCAL_WORLD_SIZE",
     ),
-    "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
-    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
-    "a rank table": ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "", ""),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "", "", "JOB_COMPLETION_INDEX"),
-}
+    _Starter(source="a script", rank="RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK"),
+    # Its OMPI_COMM_WORLD_NODE_RANK counts ranks on a node, not nodes.
+    _Starter(
+        source="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MPICH and Intel MPI; `srun --mpi=pmi2` sets the first two as well, and no local rank.
+    _Starter(
+        source="MPI",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+        proof="MPI_LOCALRANKID",
+    ),
+    # A batch script has a SLURM_PROCID as well, and is not in a step.
+    _Starter(
+        source="Slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        node_rank="SLURM_NODEID",
+        proof="SLURM_STEP_ID",
+    ),
+    # What else speaks PMI, such as Cray's.
+    _Starter(
+        source="MPI",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="PMI_LOCAL_RANK",
+        local_world_size="PMI_LOCAL_SIZE",
+    ),
+    _Starter(source="a rank table", rank="RANK_ID", world_size="RANK_SIZE", local_rank="DEVICE_ID"),
+    _Starter(
+        source="Kubernetes",
+        rank="JOB_COMPLETION_INDEX",
+        world_size="WORLD_SIZE",
+        node_rank="JOB_COMPLETION_INDEX",
+    ),
+)
+# Whoever has the first and means it has the second; an index of Kubernetes may mean anything.
+_PAIRS = (("RANK", "WORLD_SIZE"), ("RANK_ID", "RANK_SIZE"))
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +153,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         error_file: Where the worker leaves its exception.
         threads: Default of OMP_NUM_THREADS.
         virtual_local_rank: The worker sees only its own device, as LOCAL_RANK 0.
+        config: File with the parallel configuration; empty without one.
     """
 
     job_id: str
@@ -106,6 +173,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     error_file: str
     threads: int
     virtual_local_rank: bool = False
+    config: str = ""
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -127,6 +195,9 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
     if identity.nnodes == 1:
         # All peers are on this machine: the data plane has no business on other interfaces.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    if identity.config or CONFIG in base:
+        # What the launcher's own names is a job file, or another job's.
+        env[CONFIG] = identity.config
     return env | {name: value for name, value in defaults.items() if name not in base}
 
 
@@ -223,52 +294,65 @@ def rank_identity(env: Mapping[str, str]) -> RankIdentity:
     """Return who the process with environment `env` is; alone when nothing says so.
 
     Raises:
-        UsageError: A variable of the starter is no number, or outside its range.
+        UsageError: A variable of the starter is no number or outside its range, or the process
+            is one of several without a way to know how many.
     """
-    for source, names in _STARTERS.items():
-        if not (env.get(names[0]) and env.get(names[1])):
-            continue
-        if source == "Slurm" and "SLURM_STEP_ID" not in env:
-            continue
-        rank, world_size = _whole(env, names[0]), _whole(env, names[1])
-        if not rank < world_size:
-            msg = f"environment {names[0]}={rank} must be below {names[1]}={world_size}"
-            raise UsageError(msg)
-        local_rank = _whole(env, names[2]) if env.get(names[2]) else 0
-        return RankIdentity(
-            source="msrun" if _IDENTITY[1] in env else source,
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=_local_world_size(env, names[3], local_rank),
-            node_rank=_whole(env, names[4]) if env.get(names[4]) else None,
-            generation=_whole(env, "TORCHELASTIC_RESTART_COUNT", default=0),
-        )
+    for starter in _STARTERS:
+        if all(map(env.get, filter(None, (starter.rank, starter.world_size, starter.proof)))):
+            return _identity_by(starter, env)
+    for rank, world_size in _PAIRS:
+        if env.get(rank) and _whole(env, rank) > 0:
+            raise UsageError(f"environment {rank}={env[rank]} is set and {world_size} is not")
+    if role := env.get("MS_ROLE"):
+        msg = f"environment MS_ROLE={shown(role)}: this version forms no cluster by hand"
+        raise UsageError(msg, hint="start the script with msrun, which sets it in every worker")
     return RankIdentity(source="plain python")
 
 
-def _local_world_size(env: Mapping[str, str], name: str, local_rank: int) -> int:
-    """Return the ranks of this node; where nothing says it, as many as are known to be there."""
-    if env.get(name):
-        return _whole(env, name)
+def _identity_by(starter: _Starter, env: Mapping[str, str]) -> RankIdentity:
+    rank = _below(env, starter.rank, starter.world_size)
+    local_rank = _whole(env, starter.local_rank, default=0)
+    if env.get(starter.local_world_size):
+        local_rank = _below(env, starter.local_rank, starter.local_world_size, default=0)
+        local_world_size = _whole(env, starter.local_world_size)
+    else:
+        local_world_size = max(local_rank + 1, _tasks_of_step(env))
+    return RankIdentity(
+        source="msrun" if _IDENTITY[1] in env else starter.source,
+        rank=rank,
+        world_size=_whole(env, starter.world_size),
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=_whole(env, starter.node_rank) if env.get(starter.node_rank) else None,
+        generation=_whole(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _tasks_of_step(env: Mapping[str, str]) -> int:
+    """Return how many tasks Slurm started on this node, 0 outside a step."""
     # `2(x3),1`: tasks of each node, in the order of the nodes.
-    counts: list[int] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        count, _, times = part.partition("(x")
-        if count.isdecimal():
-            counts += [int(count)] * int(times.rstrip(")") or 1)
-    node = env.get("SLURM_NODEID", "")
-    if node.isdecimal() and int(node) < len(counts):
-        return counts[int(node)]
-    return local_rank + 1
+    parts = map(_TASKS.fullmatch, env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","))
+    node = _whole(env, "SLURM_NODEID", default=0)
+    for part in filter(None, parts):
+        node -= int(part[2] or 1)
+        if node < 0:
+            return int(part[1])
+    return 0
+
+
+def _below(env: Mapping[str, str], name: str, limit: str, default: int | None = None) -> int:
+    number, most = _whole(env, name, default), _whole(env, limit)
+    if number >= most:
+        raise UsageError(f"environment {name}={number} must be below {limit}={most}")
+    return number
 
 
 def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name, "")
     if default is not None and not text:
         return default
-    if not text.isdecimal():
-        raise UsageError(f"environment {name}={text} is no whole number")
+    if not _WHOLE.fullmatch(text):
+        raise UsageError(f"environment {name}={shown(text)} is no whole number")
     return int(text)
 
 
@@ -281,13 +365,18 @@ def master(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return host and port of the store that `env` names, None without.
 
     Raises:
-        UsageError: Only one of the two is there, or the port is no number.
+        UsageError: Only one of the two is there, or the port is none.
     """
     given = [name for name in _MASTER if env.get(name)]
+    if not given:
+        return None
     if len(given) == 1:
         missing = next(name for name in _MASTER if name not in given)
         raise UsageError(f"environment {given[0]} is set and {missing} is not")
-    return (env[_MASTER[0]], _whole(env, _MASTER[1])) if given else None
+    port = _whole(env, _MASTER[1])
+    if not 0 < port <= PORT_MAX:
+        raise UsageError(f"environment {_MASTER[1]}={port} is outside 1 to {PORT_MAX}")
+    return env[_MASTER[0]], port
 
 
 def copies(env: Mapping[str, str]) -> tuple[str, int] | None:

@@ -36,6 +36,8 @@ class MsrunError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # where it ends in a traceback
 
     def render(self) -> str:
         """Return the text a person reads, without a final newline."""

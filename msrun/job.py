@@ -112,6 +112,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         role: ROLE_NAME of the workers.
         virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
         env: Variables every worker gets on top of the launcher's own environment.
+        parallel: Parallel configuration of the workers as JSON; empty without one.
         insecure: Control messages are not authenticated; loopback only.
         detach: The launcher returns as soon as the job runs.
         launcher: Name of the backend.
@@ -142,6 +143,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: str = "default"
     virtual_local_rank: bool = False
     env: dict[str, str] = msgspec.field(default_factory=dict)
+    parallel: str = ""
     insecure: bool = False
     detach: bool = False
     launcher: str = "dynamic"

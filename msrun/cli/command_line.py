@@ -25,6 +25,7 @@ Table = tuple[Option[object], ...]
 VERBS = (
     ("run", "Start the job; this is what a first word means that is no verb."),
     ("plan", "Show what run would do."),
+    ("convert", "Turn a checkpoint into one file, or back."),
 )
 
 _OWN = ("--help", "-h", "--version")

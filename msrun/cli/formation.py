@@ -60,6 +60,21 @@ def count_workers(settings: Settings, machine: Machine) -> Given[int]:
     return each
 
 
+def count_ranks(settings: Settings, machine: Machine) -> int:
+    """Return the workers of a job of any size, also one that this version cannot form.
+
+    Raises:
+        UsageError: Options contradict each other, or a device is missing.
+    """
+    total, nodes = settings.get(options.WORKER_NUM), settings.get(options.NNODES)
+    given = settings.get(options.WORKERS_PER_NODE)
+    if total and not (nodes and given):
+        return total.value
+    each = Given(_default(machine)) if given is None else _counted(given, machine)
+    product = Given(each.value * (nodes.value[1] if nodes else 1), each.source, each.text)
+    return (strongest(total, product) or product).value
+
+
 def _default(machine: Machine) -> int:
     return len(machine.devices) or 1
 

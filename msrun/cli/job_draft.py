@@ -11,6 +11,7 @@ from msrun.cli import options
 from msrun.cli.console import choose_tail
 from msrun.cli.formation import check_one_node, count_workers, find_endpoint, find_join_timeout
 from msrun.cli.option import Option
+from msrun.cli.parallel import Parallel, fit_parallel, is_inline
 from msrun.cli.placement import choose_binding
 from msrun.cli.program import Chosen, job_id_stem
 from msrun.cli.settings import Given, Settings, strongest
@@ -42,12 +43,14 @@ class JobDraft:
     Args:
         job: What was asked for.
         machine: What this node offers.
+        parallel: How the workers divide their work; None without a configuration.
         values: Name of each setting -> its value and source, in the order of the help.
         notes: What the user should know, one sentence each.
     """
 
     job: JobSpec
     machine: Machine
+    parallel: Parallel | None
     values: Mapping[str, Given[object]]
     notes: tuple[str, ...]
 
@@ -67,7 +70,7 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
     tail = choose_tail(settings, workers.value)
     start_method, start_notes = _start_method(settings, chosen)
     bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
-    env = merge_env(settings)
+    env, parallel = merge_env(settings), fit_parallel(settings.get(options.PARALLEL), workers.value)
     job = JobSpec(
         job_id=job_id.value,
         program=chosen.program,
@@ -89,6 +92,7 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
         role=settings.value(options.ROLE),
         virtual_local_rank=settings.value(options.VIRTUAL_LOCAL_RANK),
         env=env.value,
+        parallel=parallel.render() if parallel else "",
         insecure=settings.value(options.INSECURE),
         detach=not settings.value(options.JOIN),
         launcher=settings.value(options.LAUNCHER),
@@ -106,10 +110,19 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
         "tail": tail,
         "bind-core": bind_core,
         "bind-numa": bind_numa,
+        "parallel": _named(settings.get(options.PARALLEL)),
     }
     values |= {o.name: Given(settings.value(o), settings.source(o)) for o in _DIRECT}
     notes = (*_insecure(settings), *start_notes, *bind_notes)
-    return JobDraft(job=job, machine=machine, values=values, notes=notes)
+    return JobDraft(job=job, machine=machine, parallel=parallel, values=values, notes=notes)
+
+
+def _named(parallel: Given[object] | None) -> Given[str | None]:
+    """Return the file of a parallel configuration, `inline` where it has none."""
+    if parallel is None:
+        return Given(None)
+    name = "inline" if is_inline(parallel.text) else parallel.text
+    return Given(name, parallel.source, parallel.text)
 
 
 def _insecure(settings: Settings) -> Iterator[str]:

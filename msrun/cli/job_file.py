@@ -77,7 +77,7 @@ def parse_job_file(content: str, path: str, table: Table) -> JobFile:
             continue
         option = options.get(name)
         if option is None:
-            raise UsageError(_unknown(path, key, [*options, *_PROGRAM_KEYS]))
+            raise _unknown(path, key, [*options, *_PROGRAM_KEYS])
         if option in texts:
             msg = f"{path}: {key} is the same option as {keys[option]}"
             raise UsageError(msg)
@@ -109,9 +109,14 @@ def _read(given: Given[str]) -> str:
         raise UsageError(msg) from None
 
 
-def _unknown(path: str, key: str, choices: list[str]) -> str:
+def _unknown(path: str, key: str, choices: list[str]) -> UsageError:
+    from msrun.parallel.config import ParallelConfig
+
     close = difflib.get_close_matches(key.replace("_", "-"), choices)
-    return f"{path}: {quoted(key)} is no option{guess(close)}"
+    is_parallel = key in ParallelConfig.__struct_fields__
+    hint = "a parallel configuration stands under parallel, or in the file of --parallel"
+    msg = f"{path}: {quoted(key)} is no option{guess(close)}"
+    return UsageError(msg, hint=hint if is_parallel else None)
 
 
 def _name(tree: dict[str, Tree], key: str, path: str) -> str | None:

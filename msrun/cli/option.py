@@ -19,6 +19,7 @@ class Group(enum.Enum):
     STOPPING = "Restarts and stopping"
     LOGS = "Logs and console"
     PLACEMENT = "Placement"
+    PARALLEL = "Parallel runtime"
     PEERS = "Accepted for torchrun's and MindSpore's sake"
     REFUSED = "Known and refused by this version"
     PLAN = "Plan"

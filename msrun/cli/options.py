@@ -11,6 +11,7 @@ from msrun.cli import parsers
 from msrun.cli.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
 from msrun.cli.log_name import parse_log_name
 from msrun.cli.option import Arity, FileForm, Group, Option
+from msrun.cli.parallel import parse_parallel
 from msrun.job import PORT_MAX
 from msrun.units import parse_duration
 
@@ -362,6 +363,15 @@ NUMA_BINDING = Option(
     torchrun="numa_binding",
 )
 
+PARALLEL = Option(
+    name="parallel",
+    group=Group.PARALLEL,
+    metavar="FILE|JSON",
+    help="What msrun.init() makes of the workers: mesh, operator plan, optimizer, pipeline.",
+    parse=parse_parallel,
+    file=FileForm.TREE,
+)
+
 WORKING: tuple[Option[object], ...] = (
     NNODES,
     NODE_RANK,
@@ -399,4 +409,5 @@ WORKING: tuple[Option[object], ...] = (
     BIND_CORE,
     BIND_NUMA,
     NUMA_BINDING,
+    PARALLEL,
 )

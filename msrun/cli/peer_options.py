@@ -86,15 +86,6 @@ RANK_TABLE_FILE = Option(
     unset=frozenset({""}),
     refusal="is refused: this version reads no rank tables",
 )
-PARALLEL = Option(
-    name="parallel",
-    group=Group.REFUSED,
-    metavar="FILE",
-    help="Parallel strategy.",
-    parse=str,
-    file=FileForm.TREE,
-    refusal="is refused: the parallel runtime is not part of this version",
-)
 SIM_LEVEL = Option(
     name="sim-level",
     group=Group.REFUSED,
@@ -153,7 +144,6 @@ TABLE: tuple[Option[object], ...] = (
     EVENT_LOG_HANDLER,
     HOSTFILE,
     RANK_TABLE_FILE,
-    PARALLEL,
     SIM_LEVEL,
     SIM_RANK_ID,
     DUPLICATE_STDOUT_FILTERS,
@@ -163,7 +153,7 @@ TABLE: tuple[Option[object], ...] = (
 ALL = Option(
     name="all",
     group=Group.PLAN,
-    help="Defaults too.",
+    help="Defaults and the whole mesh too.",
     parse=parsers.boolean,
     default=False,
     arity=Arity.SWITCH,

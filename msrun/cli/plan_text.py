@@ -1,15 +1,14 @@
-"""A plan as people and programs read it: aligned text, rich tables, or one JSON document."""
+"""A plan as people and programs read it: sections of rows, or one JSON document."""
 
 from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from msrun.cli import options
-from msrun.cli.output import answer, escaped
+from msrun.cli import options, parallel_text
+from msrun.cli.parallel import Parallel
 from msrun.cli.prepare import Prepared
+from msrun.cli.section import Section
 from msrun.cli.settings import Level
 from msrun.job import Binding, BindMode
 from msrun.launch import WorkerPlan
@@ -18,21 +17,6 @@ from msrun.units import render_duration
 
 SCHEMA = 1
 _NOTHING = "-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """Rows under a heading.
-
-    Args:
-        heading: What they are.
-        columns: Names of the columns; empty writes none.
-        rows: Cells, as many a row as there are columns, where these have names.
-    """
-
-    heading: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...]
 
 
 def document(prepared: Prepared) -> dict[str, object]:
@@ -55,6 +39,7 @@ def document(prepared: Prepared) -> dict[str, object]:
         },
         "command": list(plan.argv),
         "workers": [_worker(worker) for worker in plan.workers],
+        "parallel": parallel_text.document(prepared.draft.parallel),
         "machine": {
             "host": machine.host,
             "cpus": list(machine.cpus.cpus),
@@ -88,60 +73,34 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Se
             columns=("rank", "local_rank", "device", "cpus", "log"),
             rows=tuple(_row(worker) for worker in plan.workers),
         ),
+        *parallel_text.sections(prepared.draft.parallel, is_all=is_all),
         Section(heading="containment", rows=((plan.containment,),)),
     ]
     for worker in plan.workers:
         if worker.rank == env_of:
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
             found.append(Section(heading=f"environment of rank {env_of}", rows=rows))
-    if prepared.notes:
-        found.append(Section(heading="notes", rows=tuple((note,) for note in prepared.notes)))
-    return found
+    return [*found, *_noted(prepared.notes)]
+
+
+def mesh_document(parallel: Parallel | None, notes: tuple[str, ...]) -> dict[str, object]:
+    """Return the part of `document` that needs no program."""
+    return {"schema": SCHEMA, "parallel": parallel_text.document(parallel), "notes": list(notes)}
+
+
+def mesh_sections(
+    parallel: Parallel | None, notes: tuple[str, ...], *, is_all: bool
+) -> list[Section]:
+    """Return the part of `sections` that needs no program."""
+    return [*parallel_text.sections(parallel, is_all=is_all), *_noted(notes)]
+
+
+def _noted(notes: tuple[str, ...]) -> list[Section]:
+    return [Section(heading="notes", rows=tuple((note,) for note in notes))] if notes else []
 
 
 # Shown even where they are defaults: whoever asks for a plan wants to know these.
 _ALWAYS = frozenset({"job-id", "workers-per-node", "start-method", "log-dir"})
-
-
-def show(found: Sequence[Section], *, is_terminal: bool) -> None:
-    """Print `found`, with colours and lines for a person at a terminal."""
-    if is_terminal:
-        _show_rich(found)
-    else:
-        answer("\n\n".join(_text(section) for section in found))
-
-
-def _text(section: Section) -> str:
-    rows = [tuple(map(escaped, row)) for row in (section.columns, *section.rows) if row]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join([f"{section.heading}:", *(f"  {line}" for line in lines)])
-
-
-def _show_rich(found: Sequence[Section]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for section in found:
-        table = Table(
-            title=section.heading,
-            title_justify="left",
-            title_style="bold",
-            show_header=bool(section.columns),
-            box=None,
-            pad_edge=False,
-        )
-        for name in section.columns or ("",):
-            table.add_column(name, style="", header_style="dim", overflow="fold")
-        for row in section.rows:
-            table.add_row(*(Text(escaped(cell)) for cell in row))
-        console.print(table)
-        console.print()
 
 
 def _row(worker: WorkerPlan) -> tuple[str, ...]:

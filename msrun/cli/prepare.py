@@ -28,42 +28,73 @@ _GUESS_CUTOFF = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for, before anything of it is looked up.
+
+    Args:
+        settings: All options.
+        words: Program on the command line; empty without one.
+        file: The job file.
+        notes: What the user should know, one sentence each.
+    """
+
+    settings: Settings
+    words: tuple[str, ...]
+    file: JobFile
+    notes: tuple[str, ...]
+
+    @property
+    def has_program(self) -> bool:
+        """Whether any program is named."""
+        return bool(self.words or self.file.script or self.file.module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A job on the way to its backend.
 
     Args:
-        settings: All options.
         draft: The job, with the source of each value.
         launcher: The backend.
         plan: What the backend would do.
         notes: What the user should know, one sentence each.
     """
 
-    settings: Settings
     draft: JobDraft
     launcher: Launcher
     plan: LaunchPlan
     notes: tuple[str, ...]
 
 
-def prepare(line: CommandLine, table: Table, world: World) -> Prepared:
-    """Return what `line` asks for, checked as far as that is possible without starting it.
+def read_request(line: CommandLine, table: Table, world: World) -> Request:
+    """Return what `line`, the environment and the job file say.
 
     Raises:
-        UsageError: It cannot be done; the message says why.
+        UsageError: It cannot be understood, or is refused.
     """
     _check_directory()
     environment = world.environment()
     settings, file = _settings(line, environment, table)
     _check_refused(settings, table)
-    chosen = find_program(line.program, file, settings)
+    notes = (*_misspelt(environment, table), *_without_effect(settings))
+    return Request(settings=settings, words=line.program, file=file, notes=notes)
+
+
+def prepare(request: Request, world: World) -> Prepared:
+    """Return the job of `request`, checked as far as that is possible without starting it.
+
+    Raises:
+        UsageError: It cannot be done; the message says why.
+    """
+    settings = request.settings
+    chosen = find_program(request.words, request.file, settings)
     launcher = world.load_launcher(settings.value(options.LAUNCHER))
     machine = world.read_machine(merge_env(settings).value)
     draft = draft_job(settings, chosen, machine, world)
     plan = launcher.plan(draft.job, draft.machine)
     _check_env(settings, plan)
-    notes = (*_misspelt(environment, table), *_without_effect(settings), *draft.notes, *plan.notes)
-    return Prepared(settings=settings, draft=draft, launcher=launcher, plan=plan, notes=notes)
+    notes = (*request.notes, *draft.notes, *plan.notes)
+    return Prepared(draft=draft, launcher=launcher, plan=plan, notes=notes)
 
 
 def _check_directory() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -363,15 +363,22 @@ def _load(path: Path) -> object:
     if len(content) > BYTES_MAX:
         raise UsageError(f"{path} is larger than 1 MiB")
     try:
+        _check_aliases(yaml.parse(content, Loader=yaml.SafeLoader), path)
         return yaml.safe_load(content)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise UsageError(f"{path}{where}: {problem}") from None
 
 
-_WHERE = re.compile(r"(?s)(.*) - at `(?:key in )?\$(.*)`")
+def _check_aliases(events: Iterable[object], path: Path) -> None:
+    """Refuse aliases, which could make a small file endless."""
+    if any(type(event).__name__ == "AliasEvent" for event in events):
+        raise UsageError(f"{path}: aliases (*name) are not used here: write the value out")
+
+
+_WHERE = re.compile(r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _OURS = re.compile(r"(?s)([a-z_]+): (.*)")

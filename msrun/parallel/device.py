@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,44 +34,42 @@ KINDS: dict[str, Kind] = {
     "xpu": Kind(backend="xccl"),
     "cpu": Kind(backend="gloo"),
 }
+# Their ranks all see every device of the node; another starter may show each rank its own.
+_SAME_VIEW = ("msrun", "torchrun")
 
 
 def pick_device(wanted: str | torch.device | None, identity: RankIdentity) -> torch.device:
     """Return this rank's own device and make it the current one.
 
     Without a wish: the accelerator of this rank's number on its node when there is one for
-    each rank of the node, else the CPU.
+    each rank of the node, or the only one that its starter shows it, else the CPU.
 
     Raises:
         UsageError: The device is not there.
     """
     if wanted is None:
         return _make_current(_own_accelerator(identity) or torch.device("cpu"))
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        msg = f"device {str(wanted)!r} is not known (choose {', '.join(KINDS)}, or such as cuda:0)"
-        raise UsageError(msg) from None
+    device = _known(wanted)
     count = device_count(device.type)
-    if device.type not in KINDS or count == 0:
+    if count == 0:
         present = [name for name in KINDS if device_count(name)]
         raise UsageError(f"device {wanted}: this node has none (choose {', '.join(present)})")
     if device.type == "cpu":
         return torch.device("cpu")
     has_index = ":" in str(device)
-    device = torch.device(device.type, device.index if has_index else identity.local_rank)
+    device = device if has_index else torch.device(device.type, _own_index(count, identity))
     if device.index >= count:
         raise UsageError(f"device {device} is beyond the {count} of this node")
     return _make_current(device)
 
 
 def device_count(kind: str) -> int:
-    """Return how many devices of `kind` this process sees; 1 for the CPU."""
+    """Return how many devices of `kind`, one of `KINDS`, this process sees; 1 for the CPU."""
     if kind == "cpu":
         return 1
-    plugin = KINDS[kind].plugin if kind in KINDS else ""
-    if plugin and importlib.util.find_spec(plugin):
-        importlib.import_module(plugin)
+    # Where the driver of a plugin is missing, its import fails.
+    with contextlib.suppress(ImportError, OSError, RuntimeError):
+        _load_plugin(kind)
     module: Any = getattr(torch, kind, None)
     return int(module.device_count()) if module and module.is_available() else 0
 
@@ -81,11 +80,48 @@ def backend_for(device: torch.device) -> str:
     return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
+def _known(wanted: str | torch.device) -> torch.device:
+    """Return `wanted` as a device of one of our kinds."""
+    kind = str(wanted).partition(":")[0]
+    try:
+        if kind in KINDS:
+            _load_plugin(kind)
+            return torch.device(wanted)
+    except ImportError as error:
+        raise UsageError(f"device {wanted} cannot be used: {error}") from None
+    except RuntimeError:
+        pass
+    msg = f"device {str(wanted)!r} is not known (choose {', '.join(KINDS)}, or such as cuda:0)"
+    raise UsageError(msg)
+
+
+def _load_plugin(kind: str) -> None:
+    plugin = KINDS[kind].plugin
+    if plugin:
+        importlib.import_module(plugin)
+
+
 def _own_accelerator(identity: RankIdentity) -> torch.device | None:
     for kind in KINDS:
-        if kind != "cpu" and device_count(kind) >= identity.local_world_size:
-            return torch.device(kind, identity.local_rank)
+        count = 0 if kind == "cpu" else device_count(kind)
+        if count >= identity.local_world_size or (count and _is_shown_one(count, identity)):
+            return torch.device(kind, _own_index(count, identity))
+        if count and identity.local_rank == 0:
+            warnings.warn(
+                f"{identity.local_world_size} ranks of this node share {count} {kind} device(s), "
+                "so they run on the CPU",
+                stacklevel=2,
+            )
     return None
+
+
+def _own_index(count: int, identity: RankIdentity) -> int:
+    """Return this rank's number among the `count` devices that it sees."""
+    return 0 if _is_shown_one(count, identity) else identity.local_rank
+
+
+def _is_shown_one(count: int, identity: RankIdentity) -> bool:
+    return count == 1 and identity.source not in _SAME_VIEW
 
 
 def _make_current(device: torch.device) -> torch.device:

@@ -102,15 +102,16 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     if len(rests) > 1:
         raise UsageError(f"{ROOT}.mesh: only one axis can be -1, not {' and '.join(rests)}")
     given = math.prod(size for size in mesh.values() if size != REST)
-    written = " x ".join(f"{name} {size}" for name, size in mesh.items() if size != REST) or "1"
+    sizes = [f"{name} {size}" for name, size in mesh.items() if size != REST]
+    written = f"{' x '.join(sizes)} = {given}" if len(sizes) > 1 else "".join(sizes)
     if rests and world_size % given:
         raise UsageError(
-            f"{ROOT}.mesh: {written} = {given} does not divide world_size {world_size}"
+            f"{ROOT}.mesh: {written} does not divide world_size {world_size}"
         )
     if not rests and given != world_size:
         hint = f"change one size, or start {given} workers"
         raise UsageError(
-            f"{ROOT}.mesh: {written} = {given} is not world_size {world_size}", hint=hint
+            f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint
         )
     rest = world_size // given
     return {name: rest if size == REST else size for name, size in mesh.items()}

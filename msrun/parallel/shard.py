@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, Reduce
+from msrun.parallel.config import DATA_AXIS, ROOT, Reduce
 from msrun.parallel.layout import plan_axes
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
@@ -100,16 +100,21 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     config, layout = runtime.config, runtime.layout
+    for key in ("pipeline", "checkpoint"):
+        if getattr(config, key):
+            raise UsageError(f"{ROOT}.{key}: is not part of this version")
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     return _Choice(
-        plans=plan_modules(config.plan, layout, _late("tensor").describe_modules(model))
+        plans=plan_modules(
+            config.plan, layout, _late("msrun.parallel.tensor").describe_modules(model)
+        )
         if config.plan
         else {},
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
-        units=_late("zero").units(config, model) if config.optimizer.zero else [],
+        units=_late("msrun.parallel.zero").units(config, model) if config.optimizer.zero else [],
     )
 
 
@@ -146,7 +151,7 @@ def _divide_operators(
     axes = plan_axes(runtime.layout)
     if not plans or math.prod(map(runtime.layout.size, axes)) == 1:
         return None
-    guard: Guard = _late("tensor").apply(model, plans, runtime.root_mesh[axes])
+    guard: Guard = _late("msrun.parallel.tensor").apply(model, plans, runtime.root_mesh[axes])
     return guard
 
 
@@ -160,7 +165,7 @@ def _reduce(
     pauses: list[Context] = []
     ours = set(named.values())
     if config.optimizer.zero:
-        zero = _late("zero")
+        zero = _late("msrun.parallel.zero")
         whole = zero.small_parameters(config, model) | excluded
         divided = zero.apply(runtime, model, choice.units, whole)
         pauses.append(partial(zero.paused, divided, config.optimizer.zero))
@@ -174,7 +179,7 @@ def _reduce(
 
 def _late(name: str) -> Any:
     """Return a module that imports `torch.distributed.tensor`, which takes a second."""
-    return importlib.import_module(f"msrun.parallel.{name}")
+    return importlib.import_module(name)
 
 
 def _reducer(

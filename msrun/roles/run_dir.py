@@ -60,6 +60,13 @@ def note_cgroup(directory: Path, cgroup: str) -> None:
     (directory / _CGROUP).write_text(cgroup)
 
 
+def write_private(path: str, content: str) -> None:
+    """Write a file that is not there yet and that its owner alone may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(content)
+
+
 def _parent() -> Path:
     runtime = environ.runtime_dir()
     if runtime and _is_ours(Path(runtime)):

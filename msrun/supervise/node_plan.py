@@ -61,6 +61,11 @@ def error_file(run_dir: str, generation: int, rank: int) -> str:
     return str(Path(run_dir, f"g{generation}", f"error_{rank}.json"))
 
 
+def config_file(run_dir: str) -> str:
+    """Return where the parallel configuration is handed to the workers."""
+    return str(Path(run_dir, "parallel.json"))
+
+
 def plan_affinity(job: JobSpec, machine: Machine) -> AffinityPlan:
     """Return where the workers of `job` run on `machine`.
 
@@ -121,6 +126,7 @@ def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int)
         error_file=error_file(placement.run_dir, placement.generation, rank),
         threads=threads,
         virtual_local_rank=job.virtual_local_rank,
+        config=config_file(placement.run_dir) if job.parallel else "",
     )
 
 

@@ -12,6 +12,7 @@ and `parallelize_module`.
 from __future__ import annotations
 
 import argparse
+import compileall
 import functools
 import importlib.util
 import multiprocessing
@@ -25,9 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import msrun
 
+ROOT = Path(__file__).resolve().parents[2]
 LOCAL_BATCH = 8
 STEPS_A_TURN = 3
 TURNS = 9
@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--only", choices=CONFIGS, nargs="+", default=list(CONFIGS))
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
     missed = []
     for ranks in options.ranks:
@@ -115,6 +116,7 @@ def run(ranks: int, name: str) -> tuple[list[float], list[float], float]:
 
 def _rank(rank: int, ranks: int, name: str, path: str, answers: Any) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     store = dist.FileStore(path, ranks)  # type: ignore[attr-defined]  # in torch's documentation
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -207,7 +209,7 @@ def _plain_step(
     optimizer.step()
     average = loss.detach()
     dist.all_reduce(average)
-    return average.item() / dist.get_world_size()
+    return float(average.item()) / dist.get_world_size()
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ FLAGS = words(
 --virtual-local-rank --join --no-join
 --max-restarts --restart-window --no-progress-limit --grace --shutdown-timeout
 --log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
---bind-core --bind-numa --numa-binding
+--bind-core --bind-numa --numa-binding --parallel
 --redirects -r --monitor-interval --signals-to-handle --local-addr --rdzv-backend --logs-specs
 --event-log-handler
---hostfile --rank-table-file --parallel --sim-level --sim-rank-id --duplicate-stdout-filters
+--hostfile --rank-table-file --sim-level --sim-rank-id --duplicate-stdout-filters
 --duplicate-stderr-filters
 """
 )

@@ -40,6 +40,7 @@ job:
   tail                none                flag --tail
   bind-core           auto                flag --bind-core
   bind-numa           device0=0-1         flag --bind-numa
+  parallel            -                   default
   role                default             default
   virtual-local-rank  false               default
   preload             numpy,json          flag --preload
@@ -74,6 +75,34 @@ notes:
   --preload numpy,json has no effect with --start-method exec
   no cgroup
 """
+
+MESH = """\
+mesh of 4 ranks:
+  axis  size
+  dp    2
+  pp    1
+  tp    2
+
+groups along dp:
+  0,2
+  1,3
+
+groups along tp:
+  0,1
+  2,3
+
+coordinates:
+  rank  dp  pp  tp
+  0     0   0   0
+  1     0   0   1
+  2     1   0   0
+  3     1   0   1
+"""
+CONFIG = {
+    "mesh": {"dp": -1, "pp": 1, "tp": 2},
+    "plan": [{"match": "*", "style": "rowwise"}],
+    "optimizer": {"zero": 1, "threshold": 65536},
+}
 
 
 def squeezed(text):
@@ -137,10 +166,11 @@ def test_the_json_schema(msrun, gpus):
             }
         ],
         "machine": {"host": "node0", "cpus": [0, 1, 2, 3], "devices": ["cuda:0"]},
+        "parallel": None,
         "containment": "subreaper",
         "notes": ["-r 3 changes nothing: the output of every worker goes to its log"],
     }
-    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:25]]
+    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:26]]
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}
@@ -165,3 +195,127 @@ def test_nothing_reaches_the_terminal_unescaped(msrun, world, terminal):
 
     assert "\x1b[2J" not in outcome.out
     assert r"\x1b[2Jé\udcff\x07" in outcome.out
+
+
+@pytest.fixture
+def parallel(here):
+    text = json.dumps(CONFIG).replace("65536", '"64KiB"')
+    (here / "p.yaml").write_text(f"parallel: {text}\n")
+    return "--parallel p.yaml"
+
+
+def test_the_mesh_of_a_job(msrun, parallel):
+    outcome = msrun(f"plan {parallel} --worker-num 4 train.py")
+
+    before, after = outcome.out.split(MESH)
+    assert squeezed(before)[-2] == "3 3 - - HERE/msrun_logs/train-0a1b2c/worker_3.log"
+    assert "parallel p.yaml flag --parallel" in squeezed(before)
+    assert after == "\ncontainment:\n  subreaper\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--worker-num 4",
+        "--worker-num 4 --nproc-per-node 2",
+        "--nnodes 2 --nproc-per-node 2",
+        "--nnodes 1:4",
+        "--nproc-per-node cpu",
+    ],
+)
+def test_a_mesh_without_a_program(msrun, parallel, words):
+    outcome = msrun(f"plan {parallel} {words}")
+
+    assert (outcome.code, outcome.err, outcome.out) == (0, "", MESH)
+
+
+def test_a_mesh_has_the_devices_of_this_machine(msrun, parallel, gpus):
+    gpus(4)
+
+    assert msrun(f"plan {parallel}").out == MESH
+
+
+def test_the_mesh_of_a_job_file(msrun, here):
+    (here / "job.yaml").write_text(f"parallel: {json.dumps(CONFIG)}\nworker-num: 4\n")
+
+    assert msrun("plan --config job.yaml").out == MESH
+    rows = squeezed(msrun("plan --config job.yaml train.py").out)
+    assert "parallel inline file job.yaml" in rows
+
+
+LARGE = """\
+mesh of 1024 ranks:
+  axis  size
+  dp    512
+  pp    1
+  tp    2
+
+groups along dp:
+  0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,...,1022 (512 ranks)
+  1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,...,1023 (512 ranks)
+
+groups along tp, 496 of 512 left out (see --all):
+  0,1
+  2,3
+"""
+
+
+def test_a_large_mesh_is_cut_short(msrun, parallel):
+    out = msrun(f"plan {parallel} --worker-num 1024").out
+
+    assert out.startswith(LARGE)
+    assert "  30,31\n\ncoordinates, 1008 of 1024 left out (see --all):\n" in out
+    assert out.endswith("  15    7   0   1\n")
+
+
+def test_a_large_mesh_as_a_whole(msrun, parallel):
+    out = msrun(f"plan --all {parallel} --worker-num 1024").out
+
+    assert "..." not in out
+    assert f"\n  {','.join(map(str, range(1, 1024, 2)))}\n" in out
+    assert "\ngroups along tp:\n" in out
+    assert out.endswith("  1023  511  0   1\n")
+
+
+PARALLEL = {
+    "config": CONFIG,
+    "mesh": {"dp": 2, "pp": 1, "tp": 2},
+    "groups": {
+        "dp": [[0, 2], [1, 3]],
+        "pp": [[0], [1], [2], [3]],
+        "tp": [[0, 1], [2, 3]],
+    },
+    "coordinates": [
+        {"dp": 0, "pp": 0, "tp": 0},
+        {"dp": 0, "pp": 0, "tp": 1},
+        {"dp": 1, "pp": 0, "tp": 0},
+        {"dp": 1, "pp": 0, "tp": 1},
+    ],
+}
+
+
+def test_the_mesh_as_json(msrun, parallel):
+    alone = msrun(f"plan --json {parallel} --worker-num 4")
+    of_job = msrun(f"plan --json {parallel} --worker-num 4 train.py")
+
+    assert json.loads(alone.out) == {"schema": 1, "parallel": PARALLEL, "notes": []}
+    document = json.loads(of_job.out)
+    assert document["parallel"] == PARALLEL
+    assert document["job"]["parallel"] == {"value": "p.yaml", "source": "flag --parallel"}
+
+
+def test_notes_on_a_mesh(msrun, parallel):
+    outcome = msrun(f"plan {parallel} --worker-num 4 -r 3")
+
+    assert outcome.out == (
+        f"{MESH}\nnotes:\n  -r 3 changes nothing: the output of every worker goes to its log\n"
+    )
+
+
+def test_a_mesh_at_a_terminal(msrun, world, parallel):
+    world.terminal = True
+
+    out = msrun(f"plan {parallel} --worker-num 4").out
+
+    assert squeezed(out)[:3] == ["mesh of 4 ranks", "axis size", "dp 2"]
+    assert squeezed(out)[-2] == "3 1 0 1"

@@ -14,6 +14,8 @@ PROMPT = "$ msrun"
 
 def test_the_transcript(msrun, world, here):
     (here / "dangling").symlink_to("nothing")
+    (here / "mesh.yaml").write_text("mesh: {dp: -1, tp: 2}\n")
+    (here / "broken.yaml").write_text("mesh: {dp: 2\n")
     world.busy[8118] = "is in use by pid 42 (python)"
     expected = TRANSCRIPT.read_text()
 

@@ -45,6 +45,7 @@ TEXTS = {
     "bind-core": "auto",
     "bind-numa": '{"device0": [0]}',
     "numa-binding": "node",
+    "parallel": '{"accumulate": 2}',
     "redirects": "3",
     "monitor-interval": "1",
     "signals-to-handle": "SIGTERM",
@@ -211,3 +212,16 @@ def test_a_misspelt_variable_is_noted(msrun):
         "did you mean MSRUN_WORKERS_PER_NODE?\n"
     )
     assert outcome.job.workers_per_node == 1
+
+
+def test_a_parallel_configuration_reaches_the_job(msrun, here):
+    (here / "p.yaml").write_text("parallel: {mesh: {dp: -1}, accumulate: 2}\n")
+    expected = {"parallel": {"mesh": {"dp": -1}, "accumulate": 2}}
+
+    by_flag = msrun("--parallel p.yaml train.py").job
+    by_variable = msrun("train.py", MSRUN_PARALLEL="p.yaml").job
+    by_file = msrun([job_file(here, "parallel: {mesh: {dp: -1}, accumulate: 2}"), "train.py"]).job
+
+    assert json.loads(by_flag.parallel) == expected
+    assert by_variable.parallel == by_file.parallel == by_flag.parallel
+    assert msrun("train.py").job.parallel == ""

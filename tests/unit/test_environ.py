@@ -7,7 +7,9 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from msrun.environ import WorkerIdentity, worker_env
+from msrun import environ
+from msrun.environ import RankIdentity, WorkerIdentity, worker_env
+from msrun.errors import UsageError
 
 WHO = WorkerIdentity(
     job_id="job",
@@ -110,6 +112,253 @@ def test_a_virtual_local_rank_sees_one_device(base, expected):
         "LOCAL_WORLD_SIZE": "1",
         **expected,
     }
+
+
+CONFIG_FILE = "/run/job/parallel.json"
+
+
+@pytest.mark.parametrize(
+    ("base", "config", "expected"),
+    [
+        ({}, "", {}),
+        ({"MSRUN_CONFIG": "job.yaml"}, "", {"MSRUN_CONFIG": ""}),
+        ({}, CONFIG_FILE, {"MSRUN_CONFIG": CONFIG_FILE}),
+        ({"MSRUN_CONFIG": "job.yaml"}, CONFIG_FILE, {"MSRUN_CONFIG": CONFIG_FILE}),
+    ],
+)
+def test_a_worker_has_the_configuration_of_its_own_job_or_none(base, config, expected):
+    assert changes(base, config=config) == expected
+
+
+# Who a process is, as its starter says: real environments, without what nobody reads.
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+}
+HYDRA = {
+    "PMI_RANK": "5",
+    "PMI_SIZE": "8",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "4",
+}
+BATCH = {
+    "SLURM_JOB_ID": "42",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+STEP = {
+    **BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8"}
+# mpirun starts its own processes, one a node, by a step of Slurm.
+PROXY = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+ALONE = RankIdentity(source="plain python")
+
+
+def identity(source, **fields):
+    usual = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1}
+    return RankIdentity(source=source, **usual | fields)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, ALONE),
+        (TORCHRUN, identity("torchrun")),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}, identity("torchrun", generation=2)),
+        (OPEN_MPI, identity("Open MPI", node_rank=None)),
+        (HYDRA, identity("MPI", node_rank=None)),
+        (STEP, identity("Slurm")),
+        (BATCH, ALONE),
+        (
+            {"RANK_ID": "5", "RANK_SIZE": "8", "DEVICE_ID": "1"},
+            identity("a rank table", local_world_size=2, node_rank=None),
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "5", "WORLD_SIZE": "8"},
+            identity("Kubernetes", local_rank=0, local_world_size=1, node_rank=5),
+        ),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+            identity("a script", local_world_size=2, node_rank=None),
+        ),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8"},
+            identity("a script", local_rank=0, local_world_size=1, node_rank=None),
+        ),
+        (PMI2 | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}, identity("MPI", node_rank=None)),
+    ],
+)
+def test_each_starter_says_who_a_process_is(env, expected):
+    assert environ.rank_identity(env) == expected
+
+
+def test_a_worker_of_ours_knows_who_it_is():
+    expected = identity("msrun", generation=2)
+
+    assert environ.rank_identity(worker_env(WHO, {})) == expected
+    # What started the launcher is not what started the worker.
+    assert environ.rank_identity({**STEP, **OPEN_MPI, **worker_env(WHO, {})}) == expected
+
+
+def test_a_worker_with_one_visible_device_is_the_first_of_its_node():
+    env = worker_env(replace(WHO, virtual_local_rank=True), {})
+
+    expected = identity("msrun", local_rank=0, local_world_size=1, generation=2)
+    assert environ.rank_identity(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "source"),
+    [
+        ({**STEP, **TORCHRUN}, "torchrun"),
+        ({**PROXY, **OPEN_MPI}, "Open MPI"),
+        ({**PROXY, **HYDRA}, "MPI"),
+        ({**STEP, **PMI2}, "Slurm"),
+        ({**OPEN_MPI, **TORCHRUN}, "torchrun"),
+        ({**BATCH, **HYDRA}, "MPI"),
+    ],
+)
+def test_the_innermost_starter_counts(env, source):
+    found = environ.rank_identity(env)
+
+    assert (found.source, found.rank, found.local_rank) == (source, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "expected"),
+    [
+        ("4(x2)", "1", 4),
+        ("4,2(x3),1", "0", 4),
+        ("4,2(x3),1", "3", 2),
+        ("3,2(x3),3", "4", 3),
+        ("1", "0", 2),  # fewer than this rank shows that there are
+        ("8", "1", 2),
+        ("", "1", 2),
+        ("2(xa)", "1", 2),
+    ],
+)
+def test_tasks_on_a_node_of_slurm(tasks, node, expected):
+    env = {**STEP, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
+
+    assert environ.rank_identity(env).local_world_size == expected
+
+
+def test_a_script_may_rename_the_ranks_of_slurm():
+    env = {**STEP, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+    assert environ.rank_identity(env).local_world_size == 4
+
+
+def test_an_index_of_kubernetes_alone_says_nothing():
+    assert environ.rank_identity({"JOB_COMPLETION_INDEX": "5"}) == ALONE
+
+
+def test_a_rank_that_is_0_may_lack_a_world_size():
+    assert environ.rank_identity({"RANK_ID": "0", "DEVICE_ID": "0"}) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "environment RANK=x is no whole number"),
+        ({**TORCHRUN, "RANK": "-1"}, "environment RANK=-1 is no whole number"),
+        ({**TORCHRUN, "RANK": "\x1b[2J"}, r"environment RANK='\x1b[2J' is no whole number"),
+        ({**TORCHRUN, "WORLD_SIZE": "8.0"}, "environment WORLD_SIZE=8.0 is no whole number"),
+        ({**TORCHRUN, "RANK": "8"}, "environment RANK=8 must be below WORLD_SIZE=8"),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "4"},
+            "environment LOCAL_RANK=4 must be below LOCAL_WORLD_SIZE=4",
+        ),
+        ({**TORCHRUN, "GROUP_RANK": "a"}, "environment GROUP_RANK=a is no whole number"),
+        (
+            {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "²"},
+            "environment TORCHELASTIC_RESTART_COUNT=² is no whole number",
+        ),
+        (
+            {**STEP, "SLURM_PROCID": "8"},
+            "environment SLURM_PROCID=8 must be below SLURM_STEP_NUM_TASKS=8",
+        ),
+        ({"RANK": "3"}, "environment RANK=3 is set and WORLD_SIZE is not"),
+        ({"RANK": "3", "WORLD_SIZE": ""}, "environment RANK=3 is set and WORLD_SIZE is not"),
+        ({"RANK_ID": "1"}, "environment RANK_ID=1 is set and RANK_SIZE is not"),
+        (
+            {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"},
+            "environment MS_ROLE=MS_WORKER: this version forms no cluster by hand",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_variable(env, sentence):
+    with pytest.raises(UsageError) as refusal:
+        environ.rank_identity(env)
+
+    assert refusal.value.message == sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, None),
+        ({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}, ("node0", 29500)),
+        ({"MASTER_ADDR": "::1", "MASTER_PORT": "1"}, ("::1", 1)),
+    ],
+)
+def test_where_the_store_is(env, expected):
+    assert environ.master(env) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "sentence"),
+    [
+        ({"MASTER_ADDR": "a"}, "environment MASTER_ADDR is set and MASTER_PORT is not"),
+        ({"MASTER_PORT": "1"}, "environment MASTER_PORT is set and MASTER_ADDR is not"),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            "environment MASTER_PORT=x is no whole number",
+        ),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "0"},
+            "environment MASTER_PORT=0 is outside 1 to 65535",
+        ),
+        (
+            {"MASTER_ADDR": "a", "MASTER_PORT": "65536"},
+            "environment MASTER_PORT=65536 is outside 1 to 65535",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_with_the_variable(env, sentence):
+    with pytest.raises(UsageError) as refusal:
+        environ.master(env)
+
+    assert refusal.value.message == sentence
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [({}, None), ({"MSRUN_CONFIG": ""}, None), ({"MSRUN_CONFIG": "p.yaml"}, "p.yaml")],
+)
+def test_the_configuration_that_was_handed_over(env, expected):
+    assert environ.config_file(env) == expected
 
 
 def ask(expression, **env):

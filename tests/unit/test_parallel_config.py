@@ -57,6 +57,7 @@ def test_rendering_reads_back():
         ({"mseh": 1}, "parallel.mseh: is no key (did you mean mesh?)"),
         ({"optimizer": {"zer": 1}}, "parallel.optimizer.zer: is no key (did you mean zero?)"),
         ({"mesh": {"dp": "x"}}, 'parallel.mesh: {"dp": "x"}: expected int, got str'),
+        ({"mesh": {1: 2}}, 'parallel.mesh: {"1": 2}: expected str, got int'),
         ({"mesh": {"d p": 2}}, "parallel.mesh: 'd p' is no name of an axis (choose such as tp)"),
         ({"optimizer": {"zero": 4}}, "parallel.optimizer.zero: 4 is not known (choose 0, 1, 2, 3)"),
         (
@@ -65,8 +66,10 @@ def test_rendering_reads_back():
         ),
         (
             {"optimizer": {"zero": 1, "threshold": "64KB"}},
-            "parallel.optimizer.threshold: '64KB' is no size "
-            "(choose such as 4GiB, 512MiB, 64kB or a number of bytes)",
+            (
+                "parallel.optimizer.threshold: '64KB' is no size (choose such as 4GiB, 512MiB, "
+                "64kB or a number of bytes)"
+            ),
         ),
         (
             {"optimizer": {"zero": 1, "shard_size": 0}},
@@ -83,8 +86,10 @@ def test_rendering_reads_back():
         ({"plan": [COLWISE, {"style": "colwise"}]}, "parallel.plan[1].match: is missing"),
         (
             {"plan": [{"match": "*", "style": "colwis"}]},
-            "parallel.plan[0].style: 'colwis' is not known "
-            "(choose colwise, rowwise, sequence, embedding, vocab)",
+            (
+                "parallel.plan[0].style: 'colwis' is not known "
+                "(choose colwise, rowwise, sequence, embedding, vocab)"
+            ),
         ),
         (
             {"plan": [{"match": "*"}]},
@@ -128,6 +133,8 @@ def test_a_mistake_is_one_sentence(tree, sentence):
     ("content", "sentence"),
     [
         (None, "{path} cannot be read: No such file or directory"),
+        (b"a: 2001-13-40", "{path}: month must be in 1..12"),
+        (b"a: &x [1]\nb: *x", "{path}: aliases (*name) are not used here: write the value out"),
         (b"a: [", "{path}, line 1: expected the node content, but found '<stream end>'"),
         (b"#" * ((1 << 20) + 1), "{path} is larger than 1 MiB"),
         (
@@ -150,11 +157,11 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
 @pytest.mark.parametrize(
     ("tree", "world_size", "sentence"),
     [
-        ({"mesh": {"dp": 3}}, 8, "parallel.mesh: dp 3 = 3 is not world_size 8"),
+        ({"mesh": {"dp": 3}}, 8, "parallel.mesh: dp 3 is not world_size 8"),
         (
             {"mesh": {"dp": -1, "tp": 3}, "plan": [COLWISE]},
             8,
-            "parallel.mesh: tp 3 = 3 does not divide world_size 8",
+            "parallel.mesh: tp 3 does not divide world_size 8",
         ),
         (
             {"mesh": {"dp": -1, "tp": -1}},
@@ -215,8 +222,10 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
         (
             {"plan": [COLWISE]},
             8,
-            "parallel.plan: style colwise of '*.up' needs an axis (choose one in the mesh besides "
-            "dp and pp)",
+            (
+                "parallel.plan: style colwise of '*.up' needs an axis (choose one in the mesh "
+                "besides dp and pp)"
+            ),
         ),
         (
             {"mesh": {"x": 4, "y": 2}, "plan": [COLWISE]},
