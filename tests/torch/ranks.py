@@ -258,6 +258,49 @@ def train(config, model="mlp", optimizer="sgd", max_norm=None):
     return losses
 
 
+def _train_each(cases):
+    """Train every case in a process group of its own; return the losses by name."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, arguments in cases.items():
+        dist.destroy_process_group()
+        own = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        try:
+            found[name] = train(*arguments)
+        except Exception:  # noqa: BLE001 - the test prints it
+            # The peers may be anywhere: what comes after cannot be believed.
+            found[name] = traceback.format_exc()
+            break
+        msrun.init().close()
+    return found
+
+
+class Curves:
+    """Losses of many cases, those of one number of ranks trained in one go when first asked for.
+
+    Args:
+        cases: Name -> ranks, then the arguments of `train`.
+    """
+
+    def __init__(self, cases):
+        self._cases = cases
+        self._found = {}
+
+    def __getitem__(self, name):
+        world_size = self._cases[name][0]
+        if world_size not in self._found:
+            cases = {n: case[1:] for n, case in self._cases.items() if case[0] == world_size}
+            self._found[world_size] = [dict.fromkeys(cases, "failed with its group")]
+            self._found[world_size] = run_ranks(_train_each, world_size, cases)
+        answers = [of_rank.get(name, "not reached") for of_rank in self._found[world_size]]
+        for rank, losses in enumerate(answers):
+            if isinstance(losses, str):
+                pytest.fail(f"rank {rank}: {losses}")
+        return answers
+
+
 def _plain(model, optimizer, max_norm):
     network = build(model)
     update = OPTIMIZERS[optimizer](network.parameters())

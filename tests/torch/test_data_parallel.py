@@ -13,7 +13,6 @@ from ranks import (
     build,
     oracle,
     run_ranks,
-    train,
 )
 from torch import nn
 from torch.nn import functional
@@ -24,29 +23,6 @@ pytestmark = pytest.mark.torch
 
 DP = {"mesh": {"dp": -1}}
 MLP_BYTES = 4 * (16 * 32 + 32 + 32 * 32 + 32 + 32 * 10 + 10)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("model", ["mlp", "conv", "transformer"])
-def test_equals_one_process(model, optimizer, world_size):
-    found = run_ranks(train, world_size, DP, model, optimizer)
-
-    assert_equal_curves(found, oracle(model, optimizer))
-
-
-@pytest.mark.parametrize("model", ["mlp", "transformer"])
-def test_accumulation_equals_the_whole_batch(model):
-    found = run_ranks(train, 2, DP | {"accumulate": 4}, model)
-
-    assert_equal_curves(found, oracle(model))
-
-
-def test_clipping_is_by_the_global_norm():
-    found = run_ranks(train, 4, DP, "mlp", "sgd", 0.1)
-
-    assert_equal_curves(found, oracle("mlp", "sgd", 0.1))
-    assert abs(oracle("mlp", "sgd", 0.1)[-1] - oracle("mlp", "sgd")[-1]) > 1e-3
 
 
 def reduced(fuse, accumulate):

@@ -20,16 +20,6 @@ import msrun
 
 pytestmark = pytest.mark.torch
 
-MLP = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
-MLP_BY_DIMS = [
-    {"match": "fc1", "params": {"weight": ["tp", None], "bias": ["tp"]}, "out": [None, "tp"]},
-    {
-        "match": "fc2",
-        "params": {"weight": [None, "tp"]},
-        "in": [None, "tp"],
-        "out": [None, None],
-    },
-]
 LAYERS = [
     {"match": "layers.*.[qkv]", "style": "colwise"},
     {"match": "layers.*.o", "style": "rowwise"},
@@ -37,61 +27,6 @@ LAYERS = [
     {"match": "layers.*.down", "style": "rowwise"},
 ]
 VOCABULARY = [{"match": "embed", "style": "embedding"}, {"match": "head", "style": "vocab"}]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    ("model", "world_size", "mesh", "plan"),
-    [
-        ("mlp", 2, {"tp": 2}, MLP),
-        ("mlp", 4, {"tp": 4}, MLP_BY_DIMS),
-        ("mlp", 4, {"dp": 2, "tp": 2}, MLP),
-        ("transformer", 2, {"tp": 2}, LAYERS),
-        ("transformer", 4, {"tp": 4}, LAYERS + VOCABULARY),
-        ("transformer", 4, {"dp": 2, "tp": 2}, LAYERS + VOCABULARY),
-    ],
-)
-def test_equals_one_process(model, world_size, mesh, plan, optimizer):
-    found = run_ranks(train, world_size, {"mesh": mesh, "plan": plan}, model, optimizer)
-
-    assert_equal_curves(found, oracle(model, optimizer))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": {"zero": 1}},
-        {"optimizer": {"zero": 3}, "accumulate": 2},
-        {"optimizer": {"zero": 2, "threshold": 600}},
-        {"accumulate": 2},
-        {"recompute": {"modules": ["layers.*"]}},
-        {"recompute": {"modules": ["layers.*"], "save": ["comm"]}},
-        {"recompute": {"modules": ["layers.0"], "save": ["matmul", "comm"]}, "accumulate": 2},
-    ],
-)
-def test_with_the_other_kinds(options):
-    config = {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS + VOCABULARY, **options}
-    found = run_ranks(train, 4, config, "transformer", "adamw")
-
-    assert_equal_curves(found, oracle("transformer", "adamw"))
-
-
-def test_copies_of_shards():
-    config = {
-        "mesh": {"dp": 4, "tp": 2},
-        "plan": LAYERS,
-        "optimizer": {"zero": 3, "shard_size": 2},
-    }
-    found = run_ranks(train, 8, config, "transformer", "sgd")
-
-    assert_equal_curves(found, oracle("transformer"))
-
-
-def test_clipping_is_by_the_global_norm():
-    config = {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS + VOCABULARY, "optimizer": {"zero": 1}}
-    found = run_ranks(train, 4, config, "transformer", "sgd", 0.1)
-
-    assert_equal_curves(found, oracle("transformer", "sgd", 0.1))
 
 
 def measured(plan, options):

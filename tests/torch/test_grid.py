@@ -1,0 +1,103 @@
+"""The grid: under every configuration a model learns what it learns in one process."""
+
+import pytest
+from ranks import Curves, assert_equal_curves, oracle
+
+pytestmark = pytest.mark.torch
+
+DP = {"mesh": {"dp": -1}}
+MLP = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
+MLP_BY_DIMS = [
+    {"match": "fc1", "params": {"weight": ["tp", None], "bias": ["tp"]}, "out": [None, "tp"]},
+    {"match": "fc2", "params": {"weight": [None, "tp"]}, "in": [None, "tp"], "out": [None, None]},
+]
+LAYERS = [
+    {"match": "layers.*.[qkv]", "style": "colwise"},
+    {"match": "layers.*.o", "style": "rowwise"},
+    {"match": "layers.*.up", "style": "colwise"},
+    {"match": "layers.*.down", "style": "rowwise"},
+]
+VOCABULARY = [{"match": "embed", "style": "embedding"}, {"match": "head", "style": "vocab"}]
+ALL = LAYERS + VOCABULARY
+TP = {"mesh": {"tp": -1}}
+DP_TP = {"mesh": {"dp": -1, "tp": 2}, "plan": ALL}
+RECOMPUTE = {"recompute": {"modules": ["layers.*"]}}
+COMM_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["comm"]}}
+MATMUL_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["matmul"]}}
+BOTH = ("sgd", "adamw")
+
+
+def zero(level, **options):
+    return {"optimizer": {"zero": level, **options}}
+
+
+def cases():
+    """Yield a name for each configuration, its ranks, itself, the model, optimizer, clipping."""
+    for model in ("mlp", "conv", "transformer"):
+        for optimizer in BOTH:
+            for ranks in (1, 2, 4, 8):
+                yield f"dp {model} {optimizer}", ranks, DP, model, optimizer
+            for level in (1, 2, 3):
+                yield f"zero{level} {model} {optimizer}", 2, zero(level), model, optimizer
+    for optimizer in BOTH:
+        for ranks, config in ((2, TP | {"plan": MLP}), (4, TP | {"plan": MLP_BY_DIMS})):
+            yield f"tp mlp {optimizer}", ranks, config, "mlp", optimizer
+        for ranks, plan in ((2, LAYERS), (4, LAYERS), (4, ALL)):
+            name = f"tp {len(plan)} rules transformer {optimizer}"
+            yield name, ranks, TP | {"plan": plan}, "transformer", optimizer
+        yield f"dp x tp mlp {optimizer}", 4, DP_TP | {"plan": MLP}, "mlp", optimizer
+        yield f"dp x tp {optimizer}", 4, DP_TP, "transformer", optimizer
+        yield f"dp x tp {optimizer}", 8, DP_TP, "transformer", optimizer
+    for ranks, name, config in (
+        (2, "accumulate", {"accumulate": 4}),
+        (2, "recompute", RECOMPUTE),
+        (2, "recompute, matmul saved", MATMUL_SAVED),
+        (4, "fused by module, accumulate", {"reduce": {"fuse": "module"}, "accumulate": 2}),
+        (4, "zero1, accumulate", zero(1) | {"accumulate": 2}),
+        (4, "zero2 in copies, accumulate", zero(2, shard_size=2) | {"accumulate": 2}),
+        (4, "zero3 in copies", zero(3, shard_size=2)),
+        (4, "zero3 in copies of one", zero(3, shard_size=1)),
+        (4, "zero3, threshold", zero(3, threshold=512) | {"accumulate": 2}),
+        (4, "zero1, all below the threshold", zero(1, threshold="1GiB")),
+        (4, "zero3, one unit", zero(3, modules=["layers.1"])),
+        (4, "zero3, offload", zero(3, offload=True)),
+        (4, "zero3, recompute", zero(3) | RECOMPUTE),
+        (4, "dp x tp, accumulate", DP_TP | {"accumulate": 2}),
+        (4, "dp x tp, zero1", DP_TP | zero(1)),
+        (4, "dp x tp, zero3, accumulate", DP_TP | zero(3) | {"accumulate": 2}),
+        (4, "dp x tp, zero2, threshold", DP_TP | zero(2, threshold=600)),
+        (4, "dp x tp, recompute", DP_TP | RECOMPUTE),
+        (4, "dp x tp, comm saved", DP_TP | COMM_SAVED),
+        (8, "dp x tp, zero3 in copies", DP_TP | zero(3, shard_size=2)),
+        (8, "dp x tp, zero1, recompute, accumulate",
+         DP_TP | zero(1) | RECOMPUTE | {"accumulate": 2}),
+    ):  # fmt: skip
+        yield name, ranks, config, "transformer", "adamw"
+    for ranks, name, config, model in (
+        (4, "clipped dp", DP, "mlp"),
+        (4, "clipped zero3", zero(3), "mlp"),
+        (4, "clipped dp x tp, zero1", DP_TP | zero(1), "transformer"),
+    ):
+        yield name, ranks, config, model, "sgd", 0.1
+
+
+CASES = {f"{name} on {ranks}": (ranks, *rest) for name, ranks, *rest in cases()}
+
+
+@pytest.fixture(scope="module")
+def curves():
+    return Curves(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(curves, name):
+    assert_equal_curves(curves[name], oracle(*CASES[name][2:]))
+
+
+def test_there_are_as_many_as_promised():
+    assert len(CASES) >= 60
+    assert {ranks for ranks, *_ in CASES.values()} == {1, 2, 4, 8}
+
+
+def test_clipping_matters():
+    assert abs(oracle("mlp", "sgd", 0.1)[-1] - oracle("mlp", "sgd")[-1]) > 1e-3
