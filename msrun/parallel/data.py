@@ -117,10 +117,11 @@ class MeshLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         _check(dataset, batch_size, options)
+        ranks = runtime.layout.size(DATA_AXIS)
         self.cut = Cut(
             samples=len(dataset),  # type: ignore[arg-type]  # checked
             batch_size=batch_size,
-            ranks=runtime.layout.size(DATA_AXIS),
+            ranks=ranks,
             drop_last=drop_last,
         )
         _check_last(self.cut)
@@ -131,6 +132,8 @@ class MeshLoader(DataLoader[Any]):
         self._epoch = 0
         self._first = 0
         self._next = 0
+        # The base class draws a number each pass: not from the stream that dropout uses.
+        options.setdefault("generator", torch.Generator().manual_seed(seed * ranks + self._rank))
         super().__init__(dataset, batch_sampler=_Batches(self), **options)
 
     def set_epoch(self, epoch: int) -> None:

@@ -31,7 +31,8 @@ _VERIFIED = """
     sqrt square sub sub_ tanh to true_divide type_as where __add__ __iadd__ __imul__ __isub__
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
     clone contiguous detach expand flatten permute reshape squeeze t transpose
-    unflatten unsqueeze view bmm embedding layer_norm linear matmul mean softmax sum __matmul__
+    unflatten unsqueeze view view_as
+    bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """
 # They say something about a tensor, or move it, and compute nothing.
 _ASKING = """

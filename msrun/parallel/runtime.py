@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import random
 import sys
 import weakref
@@ -32,6 +33,7 @@ from msrun.parallel.shard import ShardedModel, shard_model
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from msrun.parallel.checkpoint import Checkpoints
     from msrun.parallel.data import MeshLoader
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
@@ -176,7 +178,87 @@ class Runtime:
         Returns:
             The loss averaged over all samples of the job, the same on every rank.
         """
-        return steps.run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
+        saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
+        if saves:
+            self.checkpoints.before_step()
+        loss = steps.run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
+        if saves:
+            self.checkpoints.after_step(model, optimizer)
+        return loss
+
+    @functools.cached_property
+    def checkpoints(self) -> Checkpoints:
+        """What saves and loads; made at its first use, which all ranks make together."""
+        from msrun.parallel.checkpoint import Checkpoints
+
+        return Checkpoints(self)
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        path: str | Path | None = None,
+        loader: MeshLoader | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint, which any number of ranks in any layout can load.
+
+        Args:
+            model: Of `shard`.
+            optimizer: Its state, and that of the random generators; None writes weights alone.
+            step: Steps that were done.
+            path: Directory of this checkpoint; None takes one below the configured directory.
+            loader: Whose place in the data is kept.
+            extra: Name -> plain JSON value, or an object with `state_dict`, such as a scheduler.
+
+        Raises:
+            UsageError: It could not be written, here or on another rank.
+        """
+        self.checkpoints.save(path, model, optimizer, step=step, loader=loader, extra=extra)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        path: str | Path | None = None,
+        loader: MeshLoader | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Load a checkpoint, or the newest of a directory, and return the steps it had done.
+
+        Args:
+            model: Of `shard`, before or after any training.
+            optimizer: As of `save`.
+            path: A checkpoint or a directory of them; None is the configured directory.
+            loader: As of `save`.
+            extra: Objects with `load_state_dict`.
+
+        Raises:
+            UsageError: There is none, or it does not fit; then nothing was changed.
+        """
+        found = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
+        return found.step
+
+    def resume(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: MeshLoader | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Go on from the newest checkpoint of the configured directory, if there is one.
+
+        Returns:
+            Steps that were done; 0 at the first start.
+
+        Raises:
+            UsageError: It does not fit, or no directory is configured.
+        """
+        return self.checkpoints.resume(model, optimizer, loader, extra=extra)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -210,6 +292,15 @@ class Runtime:
             dist.all_reduce(value, group=self.group(DATA_AXIS))
         return value / self.layout.size(DATA_AXIS)
 
+    def finish(self) -> None:
+        """Wait until every checkpoint is written; at a good end this happens by itself.
+
+        Raises:
+            UsageError: One could not be written.
+        """
+        if "checkpoints" in self.__dict__:
+            self.checkpoints.finish()
+
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
@@ -226,6 +317,8 @@ class Runtime:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.finish()
         self.close()
 
 
@@ -317,6 +410,7 @@ def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
     """Leave the group of a process that ends well; after an exception peers learn of its death."""
     found = runtime()
     if found is not None and not hasattr(sys, "last_value"):
+        found.finish()
         found.close()
 
 

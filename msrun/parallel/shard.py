@@ -100,21 +100,23 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     config, layout = runtime.config, runtime.layout
-    for key in ("pipeline", "checkpoint"):
-        if getattr(config, key):
-            raise UsageError(f"{ROOT}.{key}: is not part of this version")
+    if config.pipeline:
+        raise UsageError(f"{ROOT}.pipeline: is not part of this version")
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
+    plans = {}
+    if config.plan:
+        shapes = _late("msrun.parallel.tensor").describe_modules(model)
+        plans = plan_modules(config.plan, layout, shapes)
+    units = []
+    if config.optimizer.zero:
+        units = _late("msrun.parallel.zero").units(config, model, plans)
     return _Choice(
-        plans=plan_modules(
-            config.plan, layout, _late("msrun.parallel.tensor").describe_modules(model)
-        )
-        if config.plan
-        else {},
+        plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
-        units=_late("msrun.parallel.zero").units(config, model) if config.optimizer.zero else [],
+        units=units,
     )
 
 

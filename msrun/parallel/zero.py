@@ -21,7 +21,8 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Parameter
 
-from msrun.parallel.config import ParallelConfig
+from msrun.errors import UsageError
+from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import local_part
 from msrun.parallel.match import matching
 
@@ -32,24 +33,28 @@ SUM_LEVEL = 1
 RESHARD_LEVEL = 3
 
 
-def units(config: ParallelConfig, model: nn.Module) -> list[str]:
+def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) -> list[str]:
     """Return the names of the modules whose parameters are gathered as one, outermost first.
 
     Without patterns: each member of a `ModuleList` or `Sequential`, else each child.  What
-    shares a parameter with the rest of the model stays with the whole model.
+    shares a parameter with the rest of the model stays with the whole model, and so does a
+    module that is `planned`: its output may be a view, on which torch would lose its hooks.
 
     Raises:
-        UsageError: A pattern matches none.
+        UsageError: A pattern matches none, or a planned module.
     """
     modules = dict(model.named_modules())
     if config.optimizer.modules:
         chosen = matching(config.optimizer.modules, list(modules), "optimizer.modules") - {""}
     else:
         chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
+    for name in sorted(chosen & set(planned)) if config.optimizer.modules else ():
+        message = f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan"
+        raise UsageError(message, hint="name the module around it")
     return [
         name
         for name in modules
-        if name in chosen
+        if name in chosen - set(planned)
         and any(True for _ in modules[name].parameters())
         and not _is_shared(modules[name], model)
     ]

@@ -293,7 +293,8 @@ class Curves:
         if world_size not in self._found:
             cases = {n: case[1:] for n, case in self._cases.items() if case[0] == world_size}
             self._found[world_size] = [dict.fromkeys(cases, "failed with its group")]
-            self._found[world_size] = run_ranks(_train_each, world_size, cases)
+            limit = TIMEOUT + 10 * len(cases)
+            self._found[world_size] = run_ranks(_train_each, world_size, cases, timeout=limit)
         answers = [of_rank.get(name, "not reached") for of_rank in self._found[world_size]]
         for rank, losses in enumerate(answers):
             if isinstance(losses, str):
@@ -301,11 +302,11 @@ class Curves:
         return answers
 
 
-def _plain(model, optimizer, max_norm):
+def _plain(model, optimizer, max_norm, size):
     network = build(model)
     update = OPTIMIZERS[optimizer](network.parameters())
     losses = []
-    for x, y in batches(model):
+    for x, y in batches(model, size):
         update.zero_grad()
         loss = MODELS[model][1](network(x), y)
         loss.backward()
@@ -317,9 +318,9 @@ def _plain(model, optimizer, max_norm):
 
 
 @functools.cache
-def oracle(model="mlp", optimizer="sgd", max_norm=None):
+def oracle(model="mlp", optimizer="sgd", max_norm=None, size=BATCH):
     """Return the losses of plain torch in one process on the global batches."""
-    return run_ranks(_plain, 1, model, optimizer, max_norm)[0]
+    return run_ranks(_plain, 1, model, optimizer, max_norm, size)[0]
 
 
 def assert_equal_curves(found, expected, tolerance=1e-6):

@@ -46,6 +46,9 @@ def cases():
             name = f"tp {len(plan)} rules transformer {optimizer}"
             yield name, ranks, TP | {"plan": plan}, "transformer", optimizer
         yield f"dp x tp mlp {optimizer}", 4, DP_TP | {"plan": MLP}, "mlp", optimizer
+        for level in (1, 3):
+            config = DP_TP | {"plan": MLP} | zero(level)
+            yield f"dp x tp, zero{level} mlp {optimizer}", 4, config, "mlp", optimizer
         yield f"dp x tp {optimizer}", 4, DP_TP, "transformer", optimizer
         yield f"dp x tp {optimizer}", 8, DP_TP, "transformer", optimizer
     for ranks, name, config in (
@@ -89,6 +92,7 @@ def curves():
     return Curves(CASES)
 
 
+@pytest.mark.timeout(600)  # the first of them trains all for its number of ranks
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(curves, name):
     assert_equal_curves(curves[name], oracle(*CASES[name][2:]))

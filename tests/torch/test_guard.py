@@ -87,6 +87,7 @@ CALLS = {
     "unflatten": lambda x: x.unflatten(-1, (2, 4)),
     "unsqueeze": lambda x: x.unsqueeze(-1),
     "view": lambda x: x.view(4, 6, 4, 2).view(4, 6, 8),
+    "view_as": lambda x: x.view_as(x),
     "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
     "layer_norm": lambda x: functional.layer_norm(x, (8,)),
     "linear": lambda x: functional.linear(x, WEIGHT),

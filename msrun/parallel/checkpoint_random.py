@@ -1,0 +1,138 @@
+"""States of random generators as tensors, and back.
+
+In a job of the layout of the saved one they go on exactly, rank by rank.  In another layout the
+ranks of data-parallel coordinate 0 go on with the stream of rank 0; the others do too where all
+coordinates had one stream, and get streams of their own otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.layout import MeshLayout
+
+TORCH = "torch"
+PYTHON = "python"
+NUMPY = "numpy"
+
+_PYTHON_VERSION = 3
+_MT_WORDS = 624
+_SEED_BITS = 63
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """Return kind of generator -> its state: torch, that of `device`, Python, numpy if loaded."""
+    found = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
+    if device.type != "cpu":
+        found[device.type] = getattr(torch, device.type).get_rng_state(device)
+    numpy_state = _numpy_state()
+    return found if numpy_state is None else {**found, NUMPY: numpy_state}
+
+
+def go_on(
+    states_of: Callable[[int], dict[str, Tensor]],
+    saved: MeshLayout,
+    here: tuple[MeshLayout, int],
+    device: torch.device,
+) -> None:
+    """Put the generators where those of a saved job were.
+
+    Args:
+        states_of: Rank of that job -> its states.
+        saved: Layout of that job.
+        here: Layout of this job, and this rank.
+        device: Of this rank.
+    """
+    layout, rank = here
+    if list(saved.axes.items()) == list(layout.axes.items()):
+        restore(states_of(rank), device)
+        return
+    index = layout.coordinate(rank).get(DATA_AXIS, 0)
+    first = states_of(0)
+    second = states_of(saved.group(DATA_AXIS, 0)[1]) if saved.size(DATA_AXIS) > 1 else {}
+    common = {
+        kind: state
+        for kind, state in first.items()
+        if index == 0 or (kind in second and torch.equal(state, second[kind]))
+    }
+    restore(common, device)
+    derive({kind: first[kind] for kind in first if kind not in common}, index, device)
+
+
+def restore(states: dict[str, Tensor], device: torch.device) -> None:
+    """Put generators in the `states` of `capture`; those that are not here are passed over."""
+    for kind, state in states.items():
+        if kind == TORCH:
+            torch.set_rng_state(state)
+        elif kind == PYTHON:
+            _set_python_state(state.tolist())
+        elif kind == NUMPY:
+            _set_numpy_state(state.tolist())
+        elif kind == device.type:
+            getattr(torch, device.type).set_rng_state(state, device)
+
+
+def derive(states: dict[str, Tensor], index: int, device: torch.device) -> None:
+    """Give generators streams of their own that follow from `states` and `index` alone."""
+    for kind, state in states.items():
+        data = bytes(state.contiguous().view(torch.uint8).tolist())
+        digest = hashlib.blake2b(data, digest_size=8, person=index.to_bytes(8, "little")).digest()
+        seed = int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+        if kind == TORCH:
+            torch.default_generator.manual_seed(seed)
+        elif kind == PYTHON:
+            random.seed(seed)
+        elif kind == NUMPY and (numpy_random := sys.modules.get("numpy.random")):
+            numpy_random.seed(seed % 2**32)
+        elif kind == device.type:
+            getattr(torch, device.type).manual_seed(seed)
+
+
+def _python_state() -> Tensor:
+    version, words, gauss = random.getstate()
+    return torch.tensor([version, *words, *_of_float(gauss)], dtype=torch.int64)
+
+
+def _set_python_state(numbers: list[int]) -> None:
+    version, *words = numbers[:-2]
+    if version == _PYTHON_VERSION:
+        random.setstate((version, tuple(words), _to_float(numbers[-2:])))
+
+
+def _numpy_state() -> Tensor | None:
+    """Return the state of numpy's global generator; None without, or with another algorithm."""
+    module: Any = sys.modules.get("numpy.random")
+    state = module.get_state() if module else None
+    if not isinstance(state, tuple) or state[0] != "MT19937":
+        return None
+    _, words, position, has_gauss, gauss = state
+    numbers = [*words.tolist(), position, *_of_float(gauss if has_gauss else None)]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _set_numpy_state(numbers: list[int]) -> None:
+    module: Any = sys.modules.get("numpy.random")
+    if module:
+        gauss = _to_float(numbers[-2:])
+        words, position = numbers[:_MT_WORDS], numbers[_MT_WORDS]
+        module.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
+
+
+def _of_float(value: float | None) -> tuple[int, int]:
+    """Return whether there is a `value`, and its bits."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value or 0.0))
+    return int(value is not None), bits
+
+
+def _to_float(pair: list[int]) -> float | None:
+    (value,) = struct.unpack("<d", struct.pack("<q", pair[1]))
+    return float(value) if pair[0] else None

@@ -1,0 +1,214 @@
+"""What of models and optimizers a checkpoint holds, by the names of the unmodified model.
+
+Tensors are called `model.NAME` and `optim.NAME.KEY`, whatever layout they have; settings of an
+optimizer belong to each of its parameters, so that other groups, or a stage of a pipeline, find
+theirs.  Nothing here takes a step to learn what an optimizer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from msrun.errors import UsageError
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.local import is_sharded
+
+if TYPE_CHECKING:
+    from msrun.parallel.runtime import Runtime
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+MODEL = "model."
+OPTIMIZER = "optim."
+
+# Wrappers of torch that put a name of their own before those of the model.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+# Settings that say how an optimizer computes, not what: they stay as the script has them.
+_OWN_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+# What torch calls the entry of `Module.get_extra_state`.
+_EXTRA_STATE = "_extra_state"
+
+
+class State(msgspec.Struct, kw_only=True):
+    """What one rank has.
+
+    Args:
+        tensors: Name -> tensor, the part of this rank where it is sharded.
+        aliases: Further name of a tensor -> its name.
+        values: What is no tensor.
+        common: Names of tensors that every rank keeps for itself, of which one is as good as
+            another; all of them come from the lowest rank, so that they fit each other.
+    """
+
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    common: set[str] = set()
+
+
+class Names:
+    """Names of everything in the models of this rank.
+
+    Args:
+        runtime: Whose layout says what differs from rank to rank.
+        models: One, or the pipeline stages of this rank; or several by name.
+
+    Raises:
+        UsageError: Two of them have a name in common.
+    """
+
+    def __init__(self, runtime: Runtime, models: Models) -> None:
+        self._excluded = runtime.config.reduce.exclude
+        self._index = runtime.coordinate.get(DATA_AXIS, 0)
+        self.tensors: dict[str, Tensor] = {}
+        self.extra: dict[str, nn.Module] = {}
+        self.aliases: dict[str, str] = {}
+        self._of: dict[int, str] = {}
+        for prefix, model in each_model(models):
+            self._add(prefix, model)
+
+    def _add(self, prefix: str, model: nn.Module) -> None:
+        # It also puts the parameters of optimizer parallel back into their shards.
+        for raw, value in model.state_dict(keep_vars=True).items():
+            name = prefix + self._stored(clean(raw), value)
+            if name in self.tensors or name in self.extra or name in self.aliases:
+                hint = 'give the models names of their own: {"model": model, "average": average}'
+                raise UsageError(f"two of the models have {name}", hint=hint)
+            owner, _, last = raw.rpartition(".")
+            if last == _EXTRA_STATE:
+                self.extra[name] = model.get_submodule(owner)
+            elif id(value) in self._of:
+                self.aliases[name] = self._of[id(value)]
+            else:
+                self._of[id(value)] = name
+                self.tensors[name] = value
+
+    def _stored(self, name: str, value: object) -> str:
+        """Return the name in a checkpoint; what each data-parallel rank has for itself, is many."""
+        is_own = isinstance(value, Parameter) and any(
+            fnmatchcase(name, pattern) for pattern in self._excluded
+        )
+        return f"{name}@{DATA_AXIS}{self._index}" if is_own and self._index else name
+
+    def of(self, param: Parameter, optimizer: Optimizer) -> str:
+        """Return the name of a parameter that `optimizer` holds.
+
+        Raises:
+            UsageError: It is in none of the models.
+        """
+        name = self._of.get(id(param))
+        if name is None:
+            raise UsageError(
+                f"{type(optimizer).__name__} holds a parameter of shape {list(param.shape)} that "
+                "is in no model"
+            )
+        return name
+
+
+def each_model(models: Models) -> list[tuple[str, nn.Module]]:
+    """Return what the names of the tensors of each model begin with, and the model itself."""
+    if isinstance(models, nn.Module):
+        models = [models]
+    named = (
+        [(f"{name}.", model) for name, model in models.items()]
+        if isinstance(models, Mapping)
+        else [("", model) for model in models]
+    )
+    return [
+        (prefix, model.module if isinstance(model, DistributedDataParallel) else model)
+        for prefix, model in named
+    ]
+
+
+def clean(name: str) -> str:
+    """Return `name` as it is in the unmodified model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def collect(names: Names, optimizers: Iterable[Optimizer]) -> State:
+    """Return what a checkpoint of the models and `optimizers` holds of this rank.
+
+    Raises:
+        UsageError: There is state that is neither tensor nor plain value.
+    """
+    state = State()
+    for name, tensor in names.tensors.items():
+        state.tensors[MODEL + name] = tensor
+        if not is_sharded(tensor) and not isinstance(tensor, Parameter):
+            state.common.add(MODEL + name)
+    for name, module in names.extra.items():
+        extra = module.get_extra_state()
+        if isinstance(extra, Tensor):
+            state.tensors[MODEL + name] = extra
+            state.common.add(MODEL + name)
+        else:
+            state.values[MODEL + name] = plain(extra, name)
+    state.aliases = {MODEL + alias: MODEL + name for alias, name in names.aliases.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = _settings(group, type(optimizer).__name__)
+            for param in group["params"]:
+                name = names.of(param, optimizer)
+                state.values[OPTIMIZER + name] = settings
+                _collect_param(state, name, optimizer.state.get(param, {}), type(optimizer))
+    return state
+
+
+def _collect_param(state: State, name: str, kept: dict[str, Any], kind: type) -> None:
+    scalars = {}
+    for key, value in kept.items():
+        if isinstance(value, Tensor):
+            state.tensors[f"{OPTIMIZER}{name}.{key}"] = value
+        else:
+            scalars[key] = plain(value, f"{key}, which {kind.__name__} keeps of {name}")
+    if scalars:
+        state.values[f"{OPTIMIZER}{name}."] = scalars
+
+
+def _settings(group: dict[str, Any], kind: str) -> dict[str, Any]:
+    return {
+        key: plain(value, f"{key}, a setting of {kind}")
+        for key, value in group.items()
+        if key not in _OWN_SETTINGS
+    }
+
+
+def plain(value: Any, where: str) -> Any:
+    """Return `value` as JSON has it; tuples become lists, and one-element tensors numbers.
+
+    Raises:
+        UsageError: It is something else, and `where` says which.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        case dict():
+            for key in value:
+                if not isinstance(key, str):
+                    raise UsageError(f"{where}: key {key!r} is no text, and JSON has no other")
+            return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
+        case _ if hasattr(value, "item") and getattr(value, "size", None) is not None:
+            return plain(_number(value, where), where)
+        case _:
+            raise UsageError(
+                f"{where} is a {type(value).__name__}; a checkpoint holds tensors of models and "
+                "optimizers, and besides what JSON can say"
+            )
+
+
+def _number(value: Any, where: str) -> Any:
+    try:
+        return value.item()
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{where} is a {type(value).__name__} of several elements") from None

@@ -1,0 +1,379 @@
+"""Directories of checkpoints: complete or not there, whatever kills their writer.
+
+A checkpoint is one directory.  It is built under a name that begins with a dot and gets its own
+name when all of it is on the disk.  `checkpoint.json` says what the job was and which files there
+must be, `index.json` where each tensor lies in the data files; nothing is a pickle.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.units import quoted
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+INDEX = "index.json"
+
+# As safetensors calls the types of elements: bytes of one.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+
+_STEP = re.compile(r"step_([0-9]{8,18})")
+_HIDDEN = re.compile(r"\.(.+)\.(partial|old)")
+# Kinds of file systems that cannot sync a directory, and need not.
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a tensor, in one piece in one file.
+
+    Args:
+        at: Position of its first element in the tensor.
+        shape: Its sizes.
+        file: Name of the data file.
+        start: First byte there; the elements lie in row-major order, little-endian.
+    """
+
+    at: list[int]
+    shape: list[int]
+    file: str
+    start: int
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a tensor lies.
+
+    Args:
+        dtype: As in `ITEM_BYTES`.
+        shape: Sizes of the whole tensor.
+        chunks: Its parts, which do not overlap.
+    """
+
+    dtype: str
+    shape: list[int]
+    chunks: list[Chunk]
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data files hold.
+
+    Args:
+        tensors: Name -> where it lies.
+        aliases: Further name of a tensor -> its name.
+        values: State that is no tensor, by name.
+    """
+
+    tensors: dict[str, StoredTensor]
+    aliases: dict[str, str] = {}
+    values: dict[str, Any] = {}
+
+    def find(self, name: str) -> StoredTensor | None:
+        """Return where the tensor called `name` lies, None when there is none."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint is.
+
+    Args:
+        format: Version of the format.
+        step: Steps that were done.
+        world_size: Ranks of the job.
+        mesh: Axis name -> size, in order.
+        msrun: Version that wrote it.
+        torch: Version that wrote it.
+        files: All other files -> their bytes.
+        loader: State of the loader; None without.
+        extra: What the user added.
+    """
+
+    format: int
+    step: int
+    world_size: int
+    mesh: dict[str, int]
+    msrun: str
+    torch: str
+    files: dict[str, int]
+    loader: dict[str, Any] | None = None
+    extra: dict[str, Any] = {}
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Return the directory in `folder` of the checkpoint after `step` steps."""
+    return folder / f"step_{step:08}"
+
+
+def begin(target: Path) -> Path:
+    """Return a new empty directory in which to build the checkpoint `target`.
+
+    What killed writers left behind is removed, or put back if it is a checkpoint that was just
+    being replaced.
+
+    Raises:
+        UsageError: Something else than a checkpoint is there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for entry in list(target.parent.iterdir()):
+        hidden = _HIDDEN.fullmatch(entry.name)
+        if hidden and (hidden[1] == target.name or _STEP.fullmatch(hidden[1])):
+            own = target.parent / hidden[1]
+            if hidden[2] == "old" and not own.exists() and problem_of(entry) is None:
+                entry.rename(own)
+            else:
+                shutil.rmtree(entry, ignore_errors=True)
+    check_target(target)
+    partial = _hidden(target, "partial")
+    partial.mkdir()
+    return partial
+
+
+def check_target(target: Path) -> None:
+    """Refuse a `target` that is there and neither a checkpoint nor an empty directory."""
+    if target.is_dir():
+        if any(target.iterdir()) and not (target / MANIFEST).is_file():
+            raise UsageError(f"{target} exists and is no checkpoint")
+    elif target.exists() or target.is_symlink():
+        raise UsageError(f"{target} exists and is no directory")
+
+
+def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> None:
+    """Make `partial`, with all data files in it, the checkpoint `target`.
+
+    A kill at any moment leaves the one that was there before, or this one.
+
+    Args:
+        partial: As of `begin`.
+        target: As of `begin`; one that is there is replaced.
+        manifest: Its `files` are the data files.
+        index: Of the data files.
+
+    Raises:
+        UsageError: A data file is not there, or not of its size.
+    """
+    size = write_json(partial / INDEX, msgspec.to_builtins(index))
+    files = {**manifest.files, INDEX: size}
+    for name, expected in files.items():
+        if (problem := _file_problem(partial / name, expected)) is not None:
+            hint = "every node must see the same directory, on a file system that all share"
+            raise UsageError(problem, hint=hint)
+    manifest = msgspec.structs.replace(manifest, files=files)
+    write_json(partial / MANIFEST, msgspec.to_builtins(manifest))
+    sync_directory(partial)
+    old = _hidden(target, "old")
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    sync_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(partial: Path) -> None:
+    """Remove what was built and will not be a checkpoint."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_oldest(folder: Path, keep: int, newest: Path) -> None:
+    """Leave `keep` checkpoints of steps in `folder`; `newest` stays in any case.
+
+    Raises:
+        OSError: One cannot be removed.
+    """
+    complete = [path for _, path in _steps(folder) if problem_of(path) is None]
+    for path in [path for path in complete if path != newest][max(keep - 1, 0) :]:
+        hidden = _hidden(path, "partial")
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def find_newest(folder: Path) -> Path | None:
+    """Return the complete checkpoint of the highest step in `folder`; None when there is none."""
+    for _, path in _steps(folder):
+        problem = problem_of(path)
+        if problem is None:
+            return path
+        _log.warning("%s is passed over: %s", path, problem)
+    return None
+
+
+def find(path: Path) -> Path:
+    """Return the checkpoint `path`, or the newest in the directory `path`.
+
+    Raises:
+        UsageError: There is none, or it is broken.
+    """
+    for candidate in (path, _hidden(path, "old")):
+        if (candidate / MANIFEST).is_file():
+            if problem := problem_of(candidate):
+                raise UsageError(f"{candidate} is broken: {problem}")
+            return candidate
+    if not path.is_dir():
+        raise UsageError(f"{path}: there is no checkpoint")
+    found = find_newest(path)
+    if found is None:
+        raise UsageError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
+    return found
+
+
+def problem_of(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint `path`; None when it is complete."""
+    try:
+        manifest = read_manifest(path)
+    except UsageError as error:
+        return error.message
+    problems = (_file_problem(path / name, size) for name, size in manifest.files.items())
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return what the checkpoint `path` is.
+
+    Raises:
+        UsageError: It is none, or of a later format.
+    """
+    content = _read_json(path / MANIFEST)
+    if isinstance(content, dict):
+        version = content.get("format")
+        if isinstance(version, int) and version > FORMAT:
+            raise UsageError(
+                f"{path}: format {version} is of a later msrun, this one knows up to {FORMAT}"
+            )
+    manifest = _convert(content, Manifest, path / MANIFEST)
+    for name in manifest.files:
+        if name != Path(name).name or name.startswith("."):
+            raise UsageError(f"{path / MANIFEST}: {quoted(name)} is no name of a file in it")
+    return manifest
+
+
+def read_index(path: Path, manifest: Manifest) -> Index:
+    """Return what the data files of the checkpoint `path` hold.
+
+    Raises:
+        UsageError: It does not fit the files.
+    """
+    index = _convert(_read_json(path / INDEX), Index, path / INDEX)
+    for name, tensor in index.tensors.items():
+        if not _fits(tensor, manifest):
+            raise UsageError(f"{path / INDEX}: {quoted(name)} does not fit the data files")
+    for alias, name in index.aliases.items():
+        if name not in index.tensors:
+            raise UsageError(f"{path / INDEX}: {quoted(alias)} is another name of nothing")
+    return index
+
+
+def write_json(path: Path, content: object) -> int:
+    """Write `content` durably; return the bytes."""
+    # The infinities and nan of Python's own dialect are wanted: a best loss begins as inf.
+    data = json.dumps(content, separators=(",", ":")).encode()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in the directory `path` durable."""
+    number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(number)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """Return all that is called a checkpoint of a step, the highest first."""
+    found: dict[int, Path] = {}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in sorted(folder.iterdir()):  # one that was being replaced comes first
+            hidden = _HIDDEN.fullmatch(entry.name)
+            name = hidden[1] if hidden and hidden[2] == "old" else entry.name
+            if step := _STEP.fullmatch(name):
+                found[int(step[1])] = entry
+    return sorted(found.items(), reverse=True)
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    return target.parent / f".{target.name}.{kind}"
+
+
+def _file_problem(path: Path, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+    return None if found == size else f"{path.name} has {found} bytes instead of {size}"
+
+
+def _fits(tensor: StoredTensor, manifest: Manifest) -> bool:
+    """Whether the chunks of `tensor` fill it, and lie within their files."""
+    if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
+        return False
+    return sum(math.prod(chunk.shape) for chunk in tensor.chunks) == math.prod(
+        tensor.shape
+    ) and all(_chunk_fits(chunk, tensor, manifest) for chunk in tensor.chunks)
+
+
+def _chunk_fits(chunk: Chunk, tensor: StoredTensor, manifest: Manifest) -> bool:
+    if len(chunk.at) != len(tensor.shape) or len(chunk.shape) != len(tensor.shape):
+        return False
+    is_inside = all(_spans(chunk, tensor.shape))
+    length = math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]
+    return is_inside and 0 <= chunk.start <= manifest.files.get(chunk.file, -1) - length
+
+
+def _spans(chunk: Chunk, shape: Sequence[int]) -> Iterator[bool]:
+    for first, length, size in zip(chunk.at, chunk.shape, shape, strict=True):
+        yield first >= 0 and 0 < length <= size - first
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is no JSON") from None
+
+
+def _convert(content: object, kind: type[_T], path: Path) -> _T:
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise UsageError(f"{path}: {text[:1].lower()}{text[1:]}") from None

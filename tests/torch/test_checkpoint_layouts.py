@@ -1,0 +1,39 @@
+"""Any layout loads what any other saved, and goes on with the losses of one process."""
+
+import pytest
+from checkpoint_layouts import (
+    HALF,
+    LAYOUTS,
+    expected_losses,
+    resume_all,
+    save_half,
+)
+from ranks import assert_equal_curves, run_ranks
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with one checkpoint of each layout."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, layout in LAYOUTS.items():
+        found = run_ranks(save_half, layout.world_size, name, folder)
+        assert_equal_curves(found, expected_losses()[:HALF])
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_goes_on_from_any_layout(saved, name):
+    expected = expected_losses()[HALF:]
+
+    found = run_ranks(resume_all, LAYOUTS[name].world_size, name, saved, ["", *LAYOUTS])
+
+    for source in LAYOUTS:
+        assert_equal_curves([losses[source] for losses in found], expected)
+    for losses in found:
+        worst = max(abs(a - b) for a, b in zip(losses[""], expected, strict=True))
+        assert worst > 1e-2, "without loading the curve is another one"
