@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,35 @@ from msrun.parallel.local import is_sharded, local_gradient
 Groups = tuple[dist.ProcessGroup, ...]
 
 
-def clip_gradients(params: Iterable[Parameter], max_norm: float) -> Tensor:
+def clip_gradients(
+    params: Iterable[Parameter],
+    max_norm: float,
+    *,
+    borrowed: Collection[Parameter] = (),
+    pipeline: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Scale the gradients of `params` to a global 2-norm of at most `max_norm`; return the norm.
 
     As `torch.nn.utils.clip_grad_norm_`, but every element of the whole model counts once,
     wherever it lies.
+
+    Args:
+        params: Of this rank.
+        max_norm: Largest norm that stays as it is.
+        borrowed: Those that another stage counts.
+        pipeline: Ranks that have the other stages.
     """
     gradients = [(param, found) for param in params if (found := local_gradient(param)) is not None]
-    norm = _global_norm(gradients)
+    norm = _global_norm([pair for pair in gradients if pair[0] not in set(borrowed)], pipeline)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for _, gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
     return norm
 
 
-def _global_norm(gradients: Iterable[tuple[Parameter, Tensor]]) -> Tensor:
+def _global_norm(
+    gradients: Iterable[tuple[Parameter, Tensor]], pipeline: dist.ProcessGroup | None
+) -> Tensor:
     """Return the 2-norm over all ranks: squares are summed over what shards each parameter."""
     squares: dict[Groups, list[Tensor]] = {}
     for param, gradient in gradients:
@@ -40,6 +54,8 @@ def _global_norm(gradients: Iterable[tuple[Parameter, Tensor]]) -> Tensor:
         for group in groups:
             dist.all_reduce(part, group=group)
         total = total.to(part.device) + part
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
     return total.sqrt()
 
 

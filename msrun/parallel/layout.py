@@ -105,14 +105,10 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     sizes = [f"{name} {size}" for name, size in mesh.items() if size != REST]
     written = f"{' x '.join(sizes)} = {given}" if len(sizes) > 1 else "".join(sizes)
     if rests and world_size % given:
-        raise UsageError(
-            f"{ROOT}.mesh: {written} does not divide world_size {world_size}"
-        )
+        raise UsageError(f"{ROOT}.mesh: {written} does not divide world_size {world_size}")
     if not rests and given != world_size:
         hint = f"change one size, or start {given} workers"
-        raise UsageError(
-            f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint
-        )
+        raise UsageError(f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint)
     rest = world_size // given
     return {name: rest if size == REST else size for name, size in mesh.items()}
 

@@ -104,7 +104,7 @@ class GradientReducer:
             return
         if not self._is_running:
             self._is_running = True
-            torch_compat.after_backward(self._finish)
+            torch_compat.after_backward(self.reduce)
         bucket = self._bucket_of[param]  # type: ignore[index]  # a hook of a Parameter gets it
         bucket.pending -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
@@ -114,7 +114,8 @@ class GradientReducer:
         self._buckets[self._next].launch(self._group, self._scale)
         self._next += 1
 
-    def _finish(self) -> None:
+    def reduce(self) -> None:
+        """Reduce what has not been sent yet; by itself this is done at the end of a backward."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:

@@ -8,7 +8,7 @@ import functools
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from msrun.parallel import device as devices
 from msrun.parallel import step as steps
 from msrun.parallel.collectives import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
-from msrun.parallel.gradients import clip_gradients, split_groups
+from msrun.parallel.gradients import split_groups
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 from msrun.parallel.shard import ShardedModel, shard_model
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from msrun.parallel.checkpoint import Checkpoints
     from msrun.parallel.data import MeshLoader
+    from msrun.parallel.pipeline.model import PipelineModel
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
 
@@ -84,6 +85,7 @@ class Runtime:
         )
         # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
         self.batch_weight = 1.0
+        self._described = False
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
@@ -117,17 +119,23 @@ class Runtime:
         """Wait until every rank of the job is here."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
 
-    def shard(self, model: nn.Module) -> nn.Module:
-        """Make `model` parallel as configured, in place, and return it.
+    def shard(self, model: nn.Module, sample: Sequence[Any] | None = None) -> nn.Module:
+        """Make `model` parallel as configured and return what is to be trained.
 
         All ranks call it with the same model; parameters and buffers become those of the
-        first rank, whatever this one has.
+        first rank, whatever this one has.  With a pipeline the result is this rank's part,
+        under the names it had; otherwise it is `model`.
+
+        Args:
+            model: Is used up.
+            sample: Inputs of one batch, by which `pipeline: {stages: auto}` balances the stages.
 
         Raises:
             UsageError: The configuration does not fit the model.
         """
-        self._models[model] = shard_model(self, model)
-        return model
+        result, sharded = shard_model(self, model, sample)
+        self._models[result] = sharded
+        return result
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return `optimizer`, made of the parameters of a sharded model.
@@ -266,13 +274,19 @@ class Runtime:
         with self.sharded(model).paused():
             yield
 
+    def describe_once(self, model: PipelineModel) -> None:
+        """Print how the stages of `model` share its work, before its first step."""
+        if not self._described:
+            self._described = True
+            self.print(model.describe())
+
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients of `model` so that their global norm is at most `max_norm`.
 
         Returns:
             The norm before, over all ranks and the whole model.
         """
-        return clip_gradients(self.sharded(model).parameters(), max_norm)
+        return steps.clip(self, model, max_norm)
 
     def sharded(self, model: nn.Module) -> ShardedModel:
         """Return what `shard` made of `model`.

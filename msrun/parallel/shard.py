@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, ROOT, Reduce
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, Reduce
 from msrun.parallel.layout import plan_axes
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
@@ -38,13 +38,25 @@ _BROADCAST_BYTES = 25 * 2**20
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+class Reduction(msgspec.Struct, frozen=True):
+    """One way in which gradients are summed over data-parallel ranks.
+
+    Args:
+        paused: Context in which they add up on this rank instead.
+        reduce: Sums what was left so.
+    """
+
+    paused: Context
+    reduce: Callable[[], None]
+
+
 class ShardedModel:
     """A model after `shard`, with what its steps need.
 
     Args:
         model: The model.
         originals: Its parameters before; those that were replaced are no longer its own.
-        pauses: Contexts in which gradients add up on this rank.
+        reductions: What sums gradients over data-parallel ranks.
         computing: Context in which loss and gradients come out right.
     """
 
@@ -52,12 +64,12 @@ class ShardedModel:
         self,
         model: nn.Module,
         originals: Sequence[weakref.ref[Parameter]],
-        pauses: Sequence[Context],
+        reductions: Sequence[Reduction],
         computing: Context,
     ) -> None:
         self._model = weakref.ref(model)
         self._originals = originals
-        self._pauses = pauses
+        self._reductions = reductions
         self.computing = computing
 
     def parameters(self) -> list[Parameter]:
@@ -68,9 +80,14 @@ class ShardedModel:
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
         with contextlib.ExitStack() as stack:
-            for pause in self._pauses:
-                stack.enter_context(pause())
+            for reduction in self._reductions:
+                stack.enter_context(reduction.paused())
             return stack.pop_all()
+
+    def reduce(self) -> None:
+        """Reduce the gradients that backward passes left while paused."""
+        for reduction in self._reductions:
+            reduction.reduce()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that holds parameters which `shard` replaced."""
@@ -89,19 +106,15 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
         plans: Module -> how it computes.
         recomputed: Modules that recompute.
         excluded: Parameters that are not reduced.
-        units: Modules whose parameters optimizer parallel gathers as one.
     """
 
     plans: dict[str, ModulePlan]
     recomputed: list[str]
     excluded: set[str]
-    units: list[str]
 
 
 def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     config, layout = runtime.config, runtime.layout
-    if config.pipeline:
-        raise UsageError(f"{ROOT}.pipeline: is not part of this version")
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
@@ -109,19 +122,17 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     if config.plan:
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
         plans = plan_modules(config.plan, layout, shapes)
-    units = []
-    if config.optimizer.zero:
-        units = _late("msrun.parallel.zero").units(config, model, plans)
     return _Choice(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
-        units=units,
     )
 
 
-def shard_model(runtime: Runtime, model: nn.Module) -> ShardedModel:
-    """Make `model` parallel in place, as `runtime.config` says.
+def shard_model(
+    runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None
+) -> tuple[nn.Module, ShardedModel]:
+    """Make `model` parallel, as `runtime.config` says, and return what is to be trained.
 
     Raises:
         UsageError: The configuration does not fit the model; then nothing was changed.
@@ -132,18 +143,25 @@ def shard_model(runtime: Runtime, model: nn.Module) -> ShardedModel:
     originals = [weakref.ref(param) for param in model.parameters()]
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
-    guard = _divide_operators(runtime, model, choice.plans)
+    if config.pipeline:
+        split = _late("msrun.parallel.pipeline.model").split_model
+        axis = runtime.group(PIPELINE_AXIS)
+        model = split(model, config.pipeline, axis, runtime.device, sample)
+    own = {name for name, _ in model.named_modules()}
+    plans = {name: plan for name, plan in choice.plans.items() if name in own}
+    guard = _divide_operators(runtime, model, plans)
     group = runtime.group(DATA_AXIS) if runtime.layout.size(DATA_AXIS) > 1 else None
     if group is not None and config.batch_norm == "sync":
         batch_norm.synchronize(model, group)
     if config.recompute:
         inside = guard.active if guard else contextlib.nullcontext
-        recompute.apply(model, choice.recomputed, config.recompute.save, inside)
-    pauses = [] if group is None else _reduce(runtime, model, group, choice)
+        recomputed = [name for name in choice.recomputed if name in own]
+        recompute.apply(model, recomputed, config.recompute.save, inside)
+    reductions = [] if group is None else _reduce(runtime, model, group, choice)
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
     computing = guard.active_with_loss if guard else contextlib.nullcontext
-    return ShardedModel(model, originals, pauses, computing)
+    return model, ShardedModel(model, originals, reductions, computing)
 
 
 def _divide_operators(
@@ -159,24 +177,27 @@ def _divide_operators(
 
 def _reduce(
     runtime: Runtime, model: nn.Module, group: dist.ProcessGroup, choice: _Choice
-) -> list[Context]:
-    """See to the sum of gradients over data-parallel ranks; return what pauses it."""
+) -> list[Reduction]:
+    """See to the sum of gradients over data-parallel ranks."""
     config = runtime.config
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
-    pauses: list[Context] = []
+    reductions: list[Reduction] = []
     ours = set(named.values())
-    if config.optimizer.zero:
+    level = config.optimizer.zero
+    if level:
         zero = _late("msrun.parallel.zero")
         whole = zero.small_parameters(config, model) | excluded
-        divided = zero.apply(runtime, model, choice.units, whole)
-        pauses.append(partial(zero.paused, divided, config.optimizer.zero))
+        divided = zero.apply(runtime, model, zero.units(config, model, choice.plans), whole)
+        reductions.append(
+            Reduction(partial(zero.paused, divided, level), partial(zero.reduce, divided, level))
+        )
         ours &= whole
     params = [(name, param) for name, param in named.items() if param in ours - excluded]
     if params:
         reducer = _reducer(config.reduce, params, group)
-        pauses.append(reducer.paused)
-    return pauses
+        reductions.append(Reduction(reducer.paused, reducer.reduce))
+    return reductions
 
 
 def _late(name: str) -> Any:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ROOT
+from msrun.parallel.config import PIPELINE_AXIS, ROOT
 from msrun.parallel.gradients import clip_gradients
 from msrun.parallel.local import whole
 
 if TYPE_CHECKING:
+    from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.runtime import Runtime
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -32,11 +33,33 @@ def run_step(
     """Train on `batch`; see `Runtime.step`."""
     if len(batch) < 2:  # noqa: PLR2004 - an input and a target
         raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
-    sharded = runtime.sharded(model)
     batch = [_to(value, runtime.device) for value in batch]
+    optimizer.zero_grad()
+    train = _train_pipeline if runtime.config.pipeline else _train
+    loss = train(runtime, model, loss_fn, batch)
+    if max_norm is not None:
+        clip(runtime, model, max_norm)
+    optimizer.step()
+    return runtime.mean_over_data(loss)
+
+
+def clip(runtime: Runtime, model: nn.Module, max_norm: float) -> Tensor:
+    """Clip the gradients of `model` by their global norm, and return it."""
+    params = runtime.sharded(model).parameters()
+    if not runtime.config.pipeline:
+        return clip_gradients(params, max_norm)
+    borrowed = model.borrowed()  # type: ignore[operator]  # it is a PipelineModel
+    group = runtime.group(PIPELINE_AXIS)
+    return clip_gradients(params, max_norm, borrowed=borrowed, pipeline=group)
+
+
+def _train(
+    runtime: Runtime, model: nn.Module, loss_fn: LossFunction, batch: Sequence[Any]
+) -> Tensor:
+    """Run forward and backward of all micro-batches; return their mean loss."""
+    sharded = runtime.sharded(model)
     samples = batch_size(batch)
     parts = split_batch(batch, runtime.config.accumulate)
-    optimizer.zero_grad()
     total = torch.zeros((), device=runtime.device)
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
@@ -46,10 +69,21 @@ def run_step(
                 loss = whole(loss_fn(model(*part[:-1]), part[-1]))
                 (loss * (share * runtime.batch_weight)).backward()
         total += loss.detach() * share
-    if max_norm is not None:
-        clip_gradients(sharded.parameters(), max_norm)
-    optimizer.step()
-    return runtime.mean_over_data(total)
+    return total
+
+
+def _train_pipeline(
+    runtime: Runtime, model: nn.Module, loss_fn: LossFunction, batch: Sequence[Any]
+) -> Tensor:
+    """Run the schedule; gradients are reduced once, after the last micro-batch."""
+    pipeline: PipelineModel = model  # type: ignore[assignment]  # `shard` made it
+    sharded = runtime.sharded(model)
+    runtime.describe_once(pipeline)
+    with sharded.paused(), sharded.computing():
+        loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, runtime.batch_weight)
+    sharded.reduce()
+    pipeline.reduce_tied()
+    return loss
 
 
 def batch_size(batch: Any) -> int:

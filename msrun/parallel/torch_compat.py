@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
 
@@ -71,3 +73,76 @@ def is_active(mode: TorchFunctionMode) -> bool:
     from torch.overrides import _get_current_function_mode_stack
 
     return any(active is mode for active in _get_current_function_mode_stack())
+
+
+def reduce_sharded(model: FSDPModule) -> None:
+    """Reduce the gradients that added up in `model` while it was told not to reduce them.
+
+    Afterwards it is as after a backward: gradients are divided, and nothing is gathered.
+
+    Args:
+        model: The outermost module of `fully_shard`.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state: Any = fully_shard.state(model)  # type: ignore[attr-defined]
+    for member in state._state_ctx.all_states:  # noqa: SLF001 - backward alone does it
+        for group in member._fsdp_param_groups:  # noqa: SLF001
+            group.post_backward()
+    state._root_post_backward_final_callback()  # noqa: SLF001
+
+
+def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Return a context in which operators go to `handle`, below autograd.
+
+    Inside `handle` they do what they do outside of the context.
+
+    Args:
+        handle: Gets the operator, the types of tensor subclasses, arguments and those with names.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return handle(func, types, args, kwargs or {})
+
+    return Mode()  # type: ignore[no-untyped-call]
+
+
+def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
+    """Return which arguments `operator` writes: positions of those in place, names of outputs."""
+    arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
+    written = [
+        (position, argument)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return (
+        [position for position, argument in written if not argument.kwarg_only],
+        [argument.name for _, argument in written if argument.kwarg_only],
+    )
+
+
+def takes_device(operator: Any) -> bool:
+    """Return whether `operator` can be told the device of its result."""
+    arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
+    return any(argument.name == "device" for argument in arguments)
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return how often `tensor` was written in place, which its views count with it."""
+    return int(tensor._version)  # noqa: SLF001 - there is no public form
+
+
+def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer of `module` by what `make` returns for it.
+
+    As `module.to_empty` does, which knows no other choice: modules that hold their parameters
+    in further places see to those.
+    """
+    module._apply(make)  # noqa: SLF001 - there is no public form

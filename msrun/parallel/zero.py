@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import local_part
 from msrun.parallel.match import matching
@@ -147,6 +148,16 @@ def paused(divided: FSDPModule, zero: int) -> Iterator[None]:
         yield
     finally:
         _set(divided, zero, is_last=True)
+
+
+def reduce(divided: nn.Module, zero: int) -> None:
+    """Reduce what backward passes left while paused; above level 1 each reduced its own."""
+    if zero == SUM_LEVEL:
+        torch_compat.reduce_sharded(divided)  # type: ignore[arg-type]  # it is both
+    elif zero < RESHARD_LEVEL:
+        for module in divided.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _set(divided: FSDPModule, zero: int, *, is_last: bool) -> None:

@@ -25,6 +25,17 @@ RECOMPUTE = {"recompute": {"modules": ["layers.*"]}}
 COMM_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["comm"]}}
 MATMUL_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["matmul"]}}
 BOTH = ("sgd", "adamw")
+STAGES = {"embed": 0, "position": 0, "layers.0": 0, "layers.1": 1, "norm": 1, "head": 1}
+TURNS = {"embed": [0, 0], "position": [0, 0], "layers.0": [1, 0], "layers.1": [0, 1]} | {
+    "norm": [1, 1],
+    "head": [1, 1],
+}
+V = TURNS | {"layers.1": [1, 1], "norm": [0, 1], "head": [0, 1]}
+
+
+def pp(stages=STAGES, schedule="1f1b", microbatches=4):
+    pipeline = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+    return {"mesh": {"pp": 2, "dp": -1}, "pipeline": pipeline}
 
 
 def zero(level, **options):
@@ -51,6 +62,10 @@ def cases():
             yield f"dp x tp, zero{level} mlp {optimizer}", 4, config, "mlp", optimizer
         yield f"dp x tp {optimizer}", 4, DP_TP, "transformer", optimizer
         yield f"dp x tp {optimizer}", 8, DP_TP, "transformer", optimizer
+
+
+def others():
+    """Yield the same for what one model and optimizer are enough for."""
     for ranks, name, config in (
         (2, "accumulate", {"accumulate": 4}),
         (2, "recompute", RECOMPUTE),
@@ -71,6 +86,26 @@ def cases():
         (4, "dp x tp, zero2, threshold", DP_TP | zero(2, threshold=600)),
         (4, "dp x tp, recompute", DP_TP | RECOMPUTE),
         (4, "dp x tp, comm saved", DP_TP | COMM_SAVED),
+        (2, "pp 1f1b", pp()),
+        (2, "pp gpipe", pp(schedule="gpipe")),
+        (2, "pp, many micro-batches", pp(microbatches=8)),
+        (2, "pp auto", pp(stages="auto")),
+        (2, "pp interleaved", pp(TURNS, "interleaved")),
+        (2, "pp looped_bfs", pp(TURNS, "looped_bfs")),
+        (2, "pp interleaved_zb", pp(TURNS, "interleaved_zb")),
+        (2, "pp zbv", pp(V, "zbv")),
+        (2, "pp dualpipev", pp(V, "dualpipev")),
+        (4, "pp x dp", pp()),
+        (4, "pp x dp, zero1", pp() | zero(1)),
+        (4, "pp x dp, zero2", pp() | zero(2)),
+        (4, "pp x dp, zero3", pp() | zero(3)),
+        (4, "pp x dp, zero1, threshold", pp() | zero(1, threshold=512)),
+        (4, "pp x dp interleaved, zero1", pp(TURNS, "interleaved") | zero(1)),
+        (4, "pp x dp zbv", pp(V, "zbv")),
+        (4, "pp x dp, recompute", pp() | RECOMPUTE),
+        (4, "pp x tp", pp() | {"mesh": {"pp": 2, "tp": 2}, "plan": LAYERS}),
+        (8, "pp x dp x tp, zero1, recompute",
+         pp() | {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan": LAYERS} | zero(1) | RECOMPUTE),
         (8, "dp x tp, zero3 in copies", DP_TP | zero(3, shard_size=2)),
         (8, "dp x tp, zero1, recompute, accumulate",
          DP_TP | zero(1) | RECOMPUTE | {"accumulate": 2}),
@@ -80,11 +115,13 @@ def cases():
         (4, "clipped dp", DP, "mlp"),
         (4, "clipped zero3", zero(3), "mlp"),
         (4, "clipped dp x tp, zero1", DP_TP | zero(1), "transformer"),
+        (4, "clipped pp x dp", pp(), "transformer"),
+        (4, "clipped pp x dp, zero1", pp() | zero(1), "transformer"),
     ):
         yield name, ranks, config, model, "sgd", 0.1
 
 
-CASES = {f"{name} on {ranks}": (ranks, *rest) for name, ranks, *rest in cases()}
+CASES = {f"{name} on {ranks}": (ranks, *rest) for name, ranks, *rest in (*cases(), *others())}
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,23 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import batches, build, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 
-from msrun.parallel.torch_compat import functional_collective, parts_before, strided_shard
+from msrun.parallel.torch_compat import (
+    dispatching,
+    functional_collective,
+    parts_before,
+    reduce_sharded,
+    replace_tensors,
+    strided_shard,
+    takes_device,
+    write_count,
+    written_arguments,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -66,3 +78,89 @@ def test_functional_collectives():
         alike | {"scatter": [3], "exchange": [1, 2], "swap": [2, 10]},
         alike | {"scatter": [20], "exchange": [10, 10], "swap": [1, 10]},
     ]
+
+
+def _accumulated():
+    """Return gradients of two micro-batches on two ranks, and those of one process."""
+    sharded, plain = build("mlp"), build("mlp")
+    for module in (*sharded.children(), sharded):
+        fully_shard(module, reshard_after_forward=False)
+    sharded.set_requires_gradient_sync(False)
+    x, y = batches("mlp", steps=1)[0]
+    functional.cross_entropy(plain(x), y).backward()
+    mine = slice(dist.get_rank(), None, 2)
+    for part, target in zip(x.chunk(4)[mine], y.chunk(4)[mine], strict=True):
+        functional.cross_entropy(sharded(part), target).backward()
+    reduce_sharded(sharded)
+    whole = [param.grad.full_tensor() for param in sharded.parameters()]
+    return all(
+        torch.allclose(found / 2, param.grad, atol=1e-7)
+        for found, param in zip(whole, plain.parameters(), strict=True)
+    )
+
+
+def test_gradients_that_added_up_in_a_sharded_model_are_reduced():
+    assert run_ranks(_accumulated, 2) == [True, True]
+
+
+def _seen(call):
+    """Return the names of operators that `call` runs; what handles them is out of their way."""
+    names = []
+
+    def handle(operator, types, args, kwargs):
+        names.append((operator.name(), [kind.__name__ for kind in types]))
+        torch.ones(1)
+        return operator(*args, **kwargs)
+
+    with dispatching(handle):
+        call()
+    return names
+
+
+def test_dispatching_hands_operators_over():
+    assert _seen(lambda: torch.zeros(2).add_(1)) == [("aten::zeros", []), ("aten::add_.Tensor", [])]
+    assert _seen(lambda: torch.rand(2, generator=torch.Generator())) == [
+        ("aten::rand.generator", [])
+    ]
+
+
+def test_written_arguments():
+    aten = torch.ops.aten
+
+    assert written_arguments(aten.add.Tensor) == ([], [])
+    assert written_arguments(aten.add_.Tensor) == ([0], [])
+    assert written_arguments(aten.add.out) == ([], ["out"])
+    assert written_arguments(aten.frexp.Tensor_out) == ([], ["mantissa", "exponent"])
+    assert written_arguments(aten._foreach_add_.Scalar) == ([0], [])
+
+
+def test_takes_device():
+    assert takes_device(torch.ops.aten.zeros.default)
+    assert not takes_device(torch.ops.aten.add.Tensor)
+
+
+def test_write_count_is_that_of_all_views():
+    tensor = torch.zeros(3)
+    before = write_count(tensor)
+    tensor[0].fill_(1)
+
+    assert write_count(tensor) == before + 1
+    assert write_count(tensor[1:]) == before + 1
+
+
+def test_replace_tensors_tells_modules():
+    model = torch.nn.Sequential(torch.nn.LSTM(2, 3), torch.nn.BatchNorm1d(3))
+    replace_tensors(model, lambda t: t.double() if t.is_floating_point() else t)
+
+    assert {t.dtype for t in model[0]._flat_weights} == {torch.float64}
+    assert model[1].running_mean.dtype == torch.float64
+    assert model[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_storages_keep_what_is_attached_to_them():
+    tensor = torch.empty(3, device="meta")
+    vars(tensor.untyped_storage())["note"] = "kept"
+
+    parameter = torch.nn.Parameter(tensor.view(3, 1).data)
+
+    assert vars(parameter.untyped_storage())["note"] == "kept"

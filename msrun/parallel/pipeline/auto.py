@@ -1,0 +1,94 @@
+"""Chunks of equal work, where nobody names stages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.pipeline.balance import balance
+from msrun.parallel.pipeline.chunks import STAGES, Chunks
+from msrun.parallel.pipeline.skeleton import Skeleton
+from msrun.parallel.pipeline.trace import Trace
+
+_LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def leaves(model: nn.Module, parts: int) -> Callable[[str], bool]:
+    """Return which modules stay whole: those with no more than a fair share of the parameters."""
+    total = _bytes(model)
+
+    def is_leaf(name: str) -> bool:
+        module = model.get_submodule(name)
+        return _bytes(module) * parts <= total or next(module.children(), None) is None
+
+    return is_leaf
+
+
+def place_evenly(
+    model: nn.Module, trace: Trace, chunks: Chunks, sample: Sequence[Any] | None
+) -> tuple[dict[fx.Node, int], str]:
+    """Return the chunk of each call of a module that begins one, and what was made even.
+
+    Work is the floating-point operations of `sample`; without one, or where the model runs only
+    with values, the parameters stand for it, but those of tables that are looked up.
+
+    Raises:
+        UsageError: There are fewer modules than chunks.
+    """
+    flops, measure = _flops(model, trace, sample)
+    units: list[list[fx.Node]] = []
+    for node in trace.graph.nodes:
+        if node.op == "call_module":
+            units.append([])
+        if units:
+            units[-1].append(node)
+    if len(units) < chunks.count:
+        raise UsageError(
+            f"{STAGES}: auto finds {len(units)} module(s) to cut between, "
+            f"and {chunks.count} chunks are needed"
+        )
+    sizes = _sizes(model, units)
+    costs = [sum(flops.get(node, 0) for node in unit) for unit in units]
+    starts = balance(costs, sizes, chunks.count)
+    places = {unit[0]: bisect_right(starts, index) - 1 for index, unit in enumerate(units)}
+    return places, measure
+
+
+def _flops(
+    model: nn.Module, trace: Trace, sample: Sequence[Any] | None
+) -> tuple[dict[fx.Node, int], str]:
+    if sample is not None:
+        try:
+            return Skeleton(model, trace).flops(sample), "flops"
+        except Exception:  # noqa: BLE001, S110 - the model's own code may raise anything
+            pass
+    calls = [node for node in trace.graph.nodes if node.op == "call_module"]
+    return {node: _weights(model.get_submodule(str(node.target))) for node in calls}, "parameters"
+
+
+def _weights(module: nn.Module) -> int:
+    own = [part for part in module.modules() if not isinstance(part, _LOOKUPS)]
+    return sum(param.numel() for part in own for param in part.parameters(recurse=False))
+
+
+def _sizes(model: nn.Module, units: Sequence[Sequence[fx.Node]]) -> list[int]:
+    """Return the bytes of the parameters of each unit; a shared one counts where it is first."""
+    seen: set[Parameter] = set()
+    sizes = []
+    for unit in units:
+        found: set[Parameter] = set()
+        for node in unit:
+            if node.op == "call_module":
+                found |= set(model.get_submodule(str(node.target)).parameters())
+        sizes.append(sum(param.nbytes for param in found - seen))
+        seen |= found
+    return sizes
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(param.nbytes for param in module.parameters())

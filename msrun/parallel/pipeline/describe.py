@@ -1,0 +1,55 @@
+"""A pipeline in words, for a person who is about to wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msrun.parallel.pipeline.plan import Plan
+from msrun.parallel.pipeline.timeline import Action, bubble, peak_live
+
+_FORMULAS = {
+    "gpipe": "(S - 1) / (M + S - 1)",
+    "1f1b": "(S - 1) / (M + S - 1)",
+    "interleaved": "(S - 1) / (V M + S - 1)",
+    "looped_bfs": "(S - 1) / (V M + S - 1)",
+}
+
+
+def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) -> str:
+    """Return what each stage holds, how long it waits and how much it keeps.
+
+    Args:
+        plan: The model in chunks.
+        microbatches: Parts of a batch.
+        orders: What each stage does in one step.
+    """
+    chunks = plan.chunks
+    formula = _FORMULAS.get(chunks.schedule)
+    lines = [
+        f"pipeline {chunks.schedule}: S = {chunks.stages} stages"
+        + (f" of V = {chunks.segments} segments" if chunks.segments > 1 else "")
+        + f", M = {microbatches} micro-batches, ranks wait {bubble(orders):.0%} of the time"
+        + (f" = {formula}" if formula else "")
+        + (f"; cut by {plan.measure}" if plan.measure else "")
+    ]
+    for stage, order in enumerate(orders):
+        held = {id(param): param.nbytes for param in plan.holdings[stage].values()}
+        lines.append(
+            f"  stage {stage}: {_modules(plan, stage)}; {_size(sum(held.values()))} of parameters; "
+            f"at most {peak_live(order)} micro-batch(es) live"
+        )
+    return "\n".join(lines)
+
+
+def _modules(plan: Plan, stage: int) -> str:
+    segments = [", ".join(plan.programs[c].modules) for c in plan.chunks.of_stage(stage)]
+    return " | ".join(segments)
+
+
+def _size(size: int) -> str:
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:  # noqa: PLR2004 - binary units
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,154 @@
+"""A batch in micro-batches of one shape, and their outputs as one batch again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrun.errors import UsageError
+from msrun.parallel.pipeline.chunks import MICROBATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Samples of a batch, divided into parts as equal as they can be.
+
+    All parts have the same shape: one that has fewer samples repeats its last one.  What
+    comes of a repeated sample counts nothing, but modules that look across samples see it.
+
+    Args:
+        samples: Samples of the batch.
+        parts: Micro-batches.
+        wide: Samples of each part at least, with the repeated ones.
+    """
+
+    samples: int
+    parts: int
+    wide: int = 1
+
+    @property
+    def width(self) -> int:
+        """Samples of each part, with the repeated ones."""
+        return max(self.wide, -(-self.samples // self.parts))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether some part repeats a sample."""
+        return self.width * self.parts != self.samples
+
+    def count(self, part: int) -> int:
+        """Return the samples of `part` that count; 0 where there are fewer than parts."""
+        return self.samples // self.parts + (part < self.samples % self.parts)
+
+    def share(self, part: int) -> float:
+        """Return the weight of `part` in a mean over samples."""
+        return self.count(part) / self.samples
+
+    def padded(self, value: Any, part: int) -> Any:
+        """Return `part` of `value`, as wide as all; tensors without samples are not cut."""
+        return map_leaves(lambda tensor: self._rows(tensor, part, self.width), value)
+
+    def real(self, value: Any, part: int) -> Any:
+        """Return `part` of `value` as `trim` leaves its output; other tensors are not cut."""
+        return map_leaves(lambda tensor: self._rows(tensor, part, self._kept(part)), value)
+
+    def _kept(self, part: int) -> int:
+        """Return the samples that `trim` leaves: an empty part keeps one, which counts nothing."""
+        return max(self.count(part), 1)
+
+    def _rows(self, tensor: Tensor, part: int, wanted: int) -> Tensor:
+        if not tensor.dim() or len(tensor) != self.samples:
+            return tensor
+        start = part * (self.samples // self.parts) + min(part, self.samples % self.parts)
+        piece = tensor[start : start + self.count(part)]
+        if len(piece) == wanted:
+            return piece
+        last = min(start + self._kept(part), self.samples) - 1
+        return torch.cat([piece, *[tensor[last : last + 1]] * (wanted - len(piece))])
+
+    def trim(self, output: Any, part: int) -> Any:
+        """Return `output` of a part without its repeated samples.
+
+        Raises:
+            UsageError: It has repeated ones, and a tensor in it does not begin with samples.
+        """
+        kept = self._kept(part)
+
+        def trim_tensor(tensor: Tensor) -> Tensor:
+            if tensor.dim() and len(tensor) == self.width:
+                return tensor[:kept]
+            raise UsageError(
+                f"{MICROBATCHES}: {self.samples} samples do not divide into {self.parts} equal "
+                f"micro-batches, and an output of shape {tuple(tensor.shape)} "
+                "does not begin with samples"
+            )
+
+        return output if kept == self.width else map_leaves(trim_tensor, output)
+
+
+def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> Division:
+    """Return how a batch with these inputs is divided.
+
+    Args:
+        inputs: Of the whole batch.
+        parts: Micro-batches.
+        is_free: Whether there are fewer where there are fewer samples.
+
+    Raises:
+        UsageError: There is no tensor in it, or no sample.
+    """
+    lengths: list[int] = []
+    map_leaves(lambda tensor: lengths.extend(tensor.shape[:1]), list(inputs))
+    if not lengths:
+        raise UsageError("the batch holds no tensor with a first dim of samples")
+    samples = lengths[0]
+    if samples == 0:
+        raise UsageError("the batch has no sample")
+    return Division(samples, min(parts, samples) if is_free else parts)
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of all parts, trimmed, as that of one batch.
+
+    Raises:
+        UsageError: A tensor in them has no samples to join.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    match first:
+        case Tensor() if first.dim():
+            return torch.cat(list(outputs))
+        case Tensor():
+            raise UsageError(
+                f"{MICROBATCHES}: the output holds a tensor without samples, which "
+                f"{len(outputs)} micro-batches cannot make one"
+            )
+        case tuple() | list():
+            return _like(first, [join(items) for items in zip(*outputs, strict=True)])
+        case dict():
+            return {key: join([output[key] for output in outputs]) for key in first}
+        case _:
+            return first
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """Return `value` with everything of `kind` in its tuples, lists and dicts changed."""
+    match value:
+        case _ if isinstance(value, kind):
+            return change(value)
+        case tuple() | list():
+            return _like(value, [map_leaves(change, item, kind) for item in value])
+        case dict():
+            return {key: map_leaves(change, item, kind) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Return `items` in a sequence of the type of `value`, which may have named fields."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,0 +1,200 @@
+"""The model of `rt.shard` with a pipeline: one stage's part, and the way through all of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.config import ROOT, Pipeline
+from msrun.parallel.pipeline.border import Borders
+from msrun.parallel.pipeline.describe import describe
+from msrun.parallel.pipeline.inference import infer
+from msrun.parallel.pipeline.line import Line
+from msrun.parallel.pipeline.measure import Measured, measure
+from msrun.parallel.pipeline.microbatch import Division, divide
+from msrun.parallel.pipeline.plan import Plan, plan_split
+from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
+from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
+from msrun.parallel.pipeline.tied import TiedWeights, find_ties
+from msrun.parallel.pipeline.tree import check_names, graft, program_of, release
+
+# Schedules are kept for so many shapes of micro-batches: each has buffers for what it receives.
+_SCHEDULES_MAX = 4
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def split_model(
+    model: nn.Module,
+    settings: Pipeline,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sample: Sequence[Any] | None = None,
+) -> PipelineModel:
+    """Return this rank's part of `model`, which is used up: what others hold loses its values.
+
+    All ranks of the axis call it with equal models.
+
+    Args:
+        model: Its forward can be traced down to the modules that have stages.
+        settings: Where to cut, and the schedule.
+        group: The pipeline axis.
+        device: Of this rank.
+        sample: Inputs of one batch.  `auto` makes its work even; without one its parameters.  It
+            also says which inputs with defaults a batch fills.
+
+    Raises:
+        UsageError: It cannot be cut so; then nothing was changed.
+    """
+    check_names(PipelineModel, model)
+    plan = plan_split(model, settings, group.size(), sample)
+    return PipelineModel(model, plan, settings.microbatches, group, device)
+
+
+class PipelineModel(nn.Module):
+    """One stage's part of a model, under the names it had; called, it runs all stages.
+
+    Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        line = Line(chunks=plan.chunks, group=group, device=device)
+        shapes = Shapes(plan, model)
+        graft(self, model, plan, line.stage)
+        release(model, plan, line.stage)
+        self.training = model.training  # not that of the modules, which may differ
+        own = plan.chunks.of_stage(line.stage)
+        self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
+        self._name = type(model).__name__
+        self._norms = [n for n, part in model.named_modules() if isinstance(part, _BATCH_NORMS)]
+        self._plan = plan
+        self._line = line
+        self._microbatches = microbatches
+        self._shapes = shapes
+        self._measured: Measured | None = None
+        self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
+        self._tied = TiedWeights(self, find_ties(plan), group)
+
+    def forward(self, *inputs: Any, pipeline_chunk: int | None = None) -> Any:
+        """Return the output of the whole model for a whole batch, on all ranks of the axis.
+
+        Args:
+            inputs: As of the model.
+            pipeline_chunk: Runs that chunk alone, which is how the whole runs.
+
+        Raises:
+            UsageError: A gradient is expected: those come from `train_step` alone.
+        """
+        if pipeline_chunk is not None:
+            return self._programs[pipeline_chunk](self, *inputs)
+        if self.training and torch.is_grad_enabled():
+            raise UsageError(
+                f"{ROOT}.pipeline: {self._name} has no gradients outside a step of the pipeline",
+                hint="call rt.step to train; evaluate with model.eval() or under torch.no_grad()",
+            )
+        with torch.no_grad():
+            division, borders = self._prepare(inputs, is_free=True)
+            return infer(self, self._line, borders, division, inputs)
+
+    def train_step(
+        self, inputs: Sequence[Any], target: Any, loss_fn: LossFunction, scale: float = 1.0
+    ) -> Tensor:
+        """Run forward and backward of a batch; all ranks of the axis take part.
+
+        Gradients of the mean loss times `scale` are added to those there are.  Those of
+        tied weights are complete after `reduce_tied`.
+
+        Args:
+            inputs: As of the model, on its device, the same on all ranks of the axis.
+            target: Last argument of `loss_fn`.
+            loss_fn: Mean loss of samples.
+            scale: Factor of the gradients, not of the result.
+
+        Returns:
+            The mean loss, the same on all ranks of the axis.
+
+        Raises:
+            UsageError: The batch cannot be divided, or stages would send what they cannot.
+        """
+        division, borders = self._prepare(inputs, is_free=False)
+        if self.training and self._norms and division.repeats:
+            raise UsageError(
+                f"{ROOT}.pipeline.microbatches: {division.samples} samples do not divide into "
+                f"{division.parts} equal micro-batches, and {self._norms[0]} would see some twice"
+            )
+        work = Work(division=division, inputs=inputs, target=target, loss_fn=loss_fn, scale=scale)
+        self._schedule(borders).run(work)
+        # The ranks before the last one do not know the type of the loss.
+        loss = torch.zeros((), device=self._line.device)
+        if work.losses:
+            loss += torch.stack(work.losses).sum()
+        last = self._line.rank(self._plan.chunks.count - 1)
+        dist.broadcast(loss, last, self._line.group)
+        return loss
+
+    def reduce_tied(self) -> None:
+        """Sum gradients of tied weights over stages, after those over data-parallel ranks.
+
+        In that order copies stay equal to the last bit.  All ranks of the axis take part.
+        """
+        self._tied.reduce()
+
+    def borrowed(self) -> set[Parameter]:
+        """Return the parameters here that an earlier stage holds too: for norms, they are its."""
+        return self._tied.borrowed()
+
+    def describe(self) -> str:
+        """Return the stages, how long they wait and what they keep, as text."""
+        nothing: Borders = ((),) * (self._plan.chunks.count - 1)
+        return describe(self._plan, self._microbatches, self._make_schedule(nothing).orders())
+
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+        """Return how a batch is divided, and what its micro-batches make chunks send.
+
+        Args:
+            inputs: Of the whole batch.
+            is_free: Whether there may be another number of micro-batches than configured.
+        """
+        names = self._plan.traced.inputs
+        if len(inputs) != len(names):
+            raise UsageError(
+                f"{self._name} takes {len(names)} input(s) ({', '.join(names)}), "
+                f"not {len(inputs)}, as it was split",
+                hint="an input with a default is one if it is in the sample of rt.shard",
+            )
+        division = divide(inputs, self._microbatches, is_free=is_free)
+        if self._measured is None:
+            try:
+                piece = division.padded(inputs, 0)
+                return division, self._shapes.find(piece, training=self.training)
+            except NeedsValues as reason:
+                borders = measure(self, self._plan, self._line, division, inputs)
+                kind = kinds(division.padded(inputs, 0))
+                self._measured = Measured(kind, division.width, borders, str(reason))
+        return self._measured.fit(division, inputs, is_free=is_free), self._measured.borders
+
+    def _schedule(self, borders: Borders) -> Schedule:
+        """Return the schedule for these shapes; the one that was not used for longest goes."""
+        found = self._schedules.pop(borders, None) or self._make_schedule(borders)
+        self._schedules[borders] = found
+        if len(self._schedules) > _SCHEDULES_MAX:
+            self._schedules.popitem(last=False)
+        return found
+
+    def _make_schedule(self, borders: Borders) -> Schedule:
+        line = self._line
+        return Schedule(self, line, borders, self._microbatches)

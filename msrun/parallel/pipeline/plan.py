@@ -1,0 +1,171 @@
+"""How a model is cut into stages, found and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.config import Pipeline
+from msrun.parallel.match import matching
+from msrun.parallel.pipeline import auto
+from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
+from msrun.parallel.pipeline.split import Program, assign, cut, place
+from msrun.parallel.pipeline.trace import Trace, input_names, trace
+
+_SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A model cut into chunks.
+
+    Args:
+        chunks: The chunks there are.
+        traced: The whole model.
+        programs: What each chunk does.
+        holdings: Name -> parameter of each stage; a shared one is in several, or has several names.
+        measure: What was made even; None where the stages were named.
+    """
+
+    chunks: Chunks
+    traced: Trace
+    programs: list[Program]
+    holdings: list[dict[str, Parameter]]
+    measure: str | None
+
+    def modules(self, stage: int) -> list[str]:
+        """Return the names of the modules that `stage` calls."""
+        return [name for c in self.chunks.of_stage(stage) for name in self.programs[c].modules]
+
+    def attributes(self, stage: int) -> list[str]:
+        """Return what else `stage` holds: buffers, constants, parameters used by themselves."""
+        names = [name for c in self.chunks.of_stage(stage) for name in self.programs[c].attributes]
+        return list(dict.fromkeys([*names, *self.holdings[stage]]))
+
+
+def plan_split(
+    model: nn.Module, settings: Pipeline, stages: int, sample: Sequence[Any] | None = None
+) -> Plan:
+    """Return how `model` is cut into `stages` stages.
+
+    Args:
+        model: Nothing in it changes.
+        settings: Where to cut.
+        stages: Ranks along the pipeline axis.
+        sample: Inputs of one batch, for `auto`; see `auto.place_evenly`.
+
+    Raises:
+        UsageError: It cannot be cut so.
+    """
+    chunks, patterns = read_chunks(settings, stages)
+    inputs = input_names(model, sample)
+    measure = None
+    named: dict[str, int] = {}
+    if patterns:
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        matching(patterns, [*names, *params], "pipeline.stages")
+        named = assign(patterns, names)
+        is_leaf = _leaves(named, names)
+        _check_covered(params, named, is_leaf)
+        traced = trace(model, is_leaf, inputs)
+        calls = [node for node in traced.graph.nodes if node.op == "call_module"]
+        modules = {node: named[node.target] for node in calls if node.target in named}
+    else:
+        traced = trace(model, auto.leaves(model, chunks.count), inputs)
+        modules, measure = auto.place_evenly(model, traced, chunks, sample)
+    movable = [node for node in modules if not _has_parameters(model, str(node.target))]
+    places = place(traced.graph, modules, chunks, movable)
+    programs = cut(traced.graph, places, chunks)
+    holdings = _holdings(model, programs, chunks)
+    for name, param, chunk in _unused(model, holdings, named, patterns):
+        holdings[chunks.stage(chunk)][name] = param
+    return Plan(chunks=chunks, traced=traced, programs=programs, holdings=holdings, measure=measure)
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    return next(model.get_submodule(name).parameters(), None) is not None
+
+
+def _leaves(named: Mapping[str, int], names: Sequence[str]) -> Callable[[str], bool]:
+    """Return which modules stay whole: those whose parts are all in one chunk, or in none."""
+    mixed: set[str] = set()
+    for name in names:
+        above = name
+        while above:
+            above = above.rpartition(".")[0]
+            if named.get(above) != named.get(name):
+                mixed.add(above)
+    return lambda name: name not in mixed
+
+
+def _check_covered(
+    params: Sequence[str], named: Mapping[str, int], is_leaf: Callable[[str], bool]
+) -> None:
+    """Refuse modules that have parameters and no chunk."""
+    missing: dict[str, None] = {}
+    for param in params:
+        owner = param.rpartition(".")[0]
+        if owner not in named and owner and is_leaf(owner):
+            while (above := owner.rpartition(".")[0]) and is_leaf(above):
+                owner = above
+            missing[owner] = None
+    _refuse(list(missing))
+
+
+def _refuse(missing: Sequence[str]) -> None:
+    if missing:
+        others = len(missing) - _SHOWN_MAX
+        more = f" and {others} more" if others > 0 else ""
+        raise UsageError(
+            f"{STAGES}: no stage for {', '.join(missing[:_SHOWN_MAX])}{more}",
+            hint="everything that has parameters needs one",
+        )
+
+
+def _holdings(
+    model: nn.Module, programs: Sequence[Program], chunks: Chunks
+) -> list[dict[str, Parameter]]:
+    """Return the parameters that the programs of each stage use, by name."""
+    found: list[dict[str, Parameter]] = [{} for _ in range(chunks.stages)]
+    every = dict(model.named_parameters(remove_duplicate=False))
+    for chunk, program in enumerate(programs):
+        holding = found[chunks.stage(chunk)]
+        for name in program.modules:
+            for part, param in model.get_submodule(name).named_parameters(remove_duplicate=False):
+                holding[f"{name}.{part}"] = param
+        for name in program.attributes:
+            if name in every:
+                holding[name] = every[name]
+    return found
+
+
+def _unused(
+    model: nn.Module,
+    holdings: Sequence[Mapping[str, Parameter]],
+    named: Mapping[str, int],
+    patterns: Mapping[str, int],
+) -> Iterator[tuple[str, Parameter, int]]:
+    """Yield the parameters that no program uses, with the chunk they are to stay with.
+
+    Raises:
+        UsageError: Stages are named, and one of them has none.
+    """
+    used = {param for holding in holdings for param in holding.values()}
+    missing = []
+    for name, param in model.named_parameters():
+        if param in used:
+            continue
+        own = next((chunk for key, chunk in patterns.items() if fnmatchcase(name, key)), None)
+        chunk = named.get(name.rpartition(".")[0], own) if patterns else 0
+        if chunk is None:
+            missing.append(name)
+        else:
+            yield name, param, chunk
+    _refuse(missing)

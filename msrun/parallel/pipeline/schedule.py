@@ -1,0 +1,225 @@
+"""torch's schedules over our chunks.
+
+torch moves tensors and keeps the order of work.  Everything else it leaves to `Runner`: it is told
+the shapes between chunks, knows micro-batches by number alone, and gets the loss as the output of
+the last chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.local import is_sharded, whole
+from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
+from msrun.parallel.pipeline.line import Line
+from msrun.parallel.pipeline.microbatch import Division
+from msrun.parallel.pipeline.timeline import Action, plain_order
+
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+# What the last chunk yields; nobody receives it.
+_LOSS = (Border(name="loss", shape=(), dtype=torch.float32, requires_grad=True),)
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What all micro-batches of one step need.
+
+    Args:
+        division: How the batch is divided.
+        inputs: Inputs of the whole batch.
+        target: Last argument of the loss.
+        loss_fn: Mean loss of samples.
+        scale: Factor of the gradients.
+        losses: Shares of the mean loss so far, on the last stage.
+    """
+
+    division: Division
+    inputs: Sequence[Any]
+    target: Any
+    loss_fn: LossFunction
+    scale: float
+    losses: list[Tensor] = field(default_factory=list)
+
+    def loss(self, output: Any, part: int) -> Tensor:
+        """Return the share of micro-batch `part` in what is differentiated.
+
+        Raises:
+            UsageError: The loss is not one number.
+        """
+        target = self.division.real(self.target, part)
+        loss = whole(self.loss_fn(self.division.trim(output, part), target))
+        if loss.numel() != 1:
+            raise UsageError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
+        share = self.division.share(part)
+        self.losses.append(loss.detach().reshape(()) * share)
+        return loss.reshape(()) * (share * self.scale)
+
+
+class Runner(nn.Module):
+    """What torch calls as one chunk of the model.
+
+    Args:
+        model: This stage's part of the model.
+        chunk: Number of the chunk.
+        sent: What it sends; the last chunk yields the loss.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int, sent: Sequence[Border]) -> None:
+        super().__init__()
+        # As no part of this module: torch would throw away gradients of what is fully sharded.
+        self._run = partial(model, pipeline_chunk=chunk)
+        self._weights = model.parameters
+        self.work: Work | None = None
+        self._sent = sent
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:  # noqa: FBT001, FBT002
+        """Yield the parameters whose gradients torch may compute apart from the others."""
+        return self._weights(recurse)
+
+    def forward(self, *received: Tensor, part: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the chunk on micro-batch `part`, a tensor of one number."""
+        if self.work is None:
+            raise RuntimeError("there is no batch")
+        index = int(part.item())
+        inputs = self.work.division.padded(self.work.inputs, index)
+        arrived = [arrive(tensor) for tensor in received]
+        output = self._run(*inputs, *arrived)
+        if self._sent is _LOSS:
+            return weld([self.work.loss(output, index)], arrived)[0]
+        return depart(output, self._sent, arrived)
+
+
+class Schedule:
+    """One schedule, for micro-batches of one shape.
+
+    Args:
+        model: This stage's part of the model.
+        line: The pipeline.
+        borders: What each chunk but the last sends.
+        microbatches: Parts of a batch.
+    """
+
+    def __init__(self, model: nn.Module, line: Line, borders: Borders, microbatches: int) -> None:
+        self._line = line
+        chunks = line.chunks
+        own = chunks.of_stage(line.stage)
+        sent = [*borders, _LOSS]
+        self._parts = torch.arange(microbatches)
+        self._runners = [Runner(model, chunk, sent[chunk]) for chunk in own]
+        stages = [
+            PipelineStage(
+                runner,
+                chunk,
+                chunks.count,
+                line.device,
+                input_args=_empty(borders[chunk - 1] if chunk else ()),
+                output_args=_empty(sent[chunk]),
+                group=line.group,
+                dw_builder=_builder(model, borders[chunk - 1] if chunk else ()),
+            )
+            for runner, chunk in zip(self._runners, own, strict=True)
+        ]
+        if chunks.schedule in _SINGLE:
+            kind = _SINGLE[chunks.schedule]
+            self._schedule: Any = kind(stages[0], microbatches, _loss_itself, scale_grads=False)
+        else:
+            several = _MULTI[chunks.schedule]
+            self._schedule = several(stages, microbatches, _loss_itself, scale_grads=False)
+
+    def run(self, work: Work) -> None:
+        """Run all forwards and backwards of `work`; all ranks of the axis take part."""
+        for runner in self._runners:
+            runner.work = work
+        try:
+            self._schedule.step(part=self._parts, target=self._parts, return_outputs=False)
+        except RuntimeError as error:
+            if sentence := _sentence(error):
+                raise sentence from None
+            raise
+        finally:
+            for runner in self._runners:
+                runner.work = None
+
+    def orders(self) -> list[list[Action]]:
+        """Return what each stage does, in order."""
+        chunks, count = self._line.chunks, len(self._parts)
+        if chunks.schedule in _MULTI:
+            return [_actions(order) for _, order in sorted(self._schedule.pipeline_order.items())]
+        # torch's own account of 1F1B forgets a micro-batch on the last stage.
+        stages = range(chunks.stages)
+        warm = {s: count if chunks.schedule == "gpipe" else chunks.stages - s for s in stages}
+        return [plain_order(stage, count, warm=warm[stage]) for stage in stages]
+
+
+def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] | None:
+    """Return what computes gradients of weights apart from inputs'; None leaves it to torch.
+
+    torch's way begins at inputs with a gradient, and calls no hook of a parameter, on which
+    torch's own sharded parameters depend.  Where it does not fit, both gradients are computed at
+    once and nothing is left for later.
+    """
+    is_plain = not any(
+        isinstance(module, FSDPModule) or any(map(is_sharded, module.parameters(recurse=False)))
+        for module in model.modules()
+    )
+    if is_plain and any(border.requires_grad for border in received):
+        return None
+    return lambda: lambda: None
+
+
+def _actions(order: Sequence[Any]) -> list[Action]:
+    """Return torch's actions as ours."""
+    steps = chain.from_iterable(step.sub_actions or (step,) for step in order if step is not None)
+    return [
+        Action(step.computation_type.value, step.stage_index, step.microbatch_index)
+        for step in steps
+        if step.computation_type.value in ("F", "I", "W", "B")
+    ]
+
+
+def _loss_itself(output: Tensor, part: Tensor) -> Tensor:
+    """Return the loss, which the last chunk yields."""
+    del part
+    return output
+
+
+def _empty(borders: Sequence[Border]) -> tuple[Tensor, ...]:
+    return tuple(border.empty(torch.device("meta")) for border in borders)
+
+
+def _sentence(error: BaseException) -> UsageError | None:
+    """Return the sentence for a person that torch wrapped in `error`."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UsageError):
+        cause = cause.__cause__
+    return cause

@@ -1,0 +1,138 @@
+"""Weights that several stages hold: each its own copy, with the gradient of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.config import ROOT
+from msrun.parallel.local import is_sharded, local_gradient, local_part, set_local_gradient
+from msrun.parallel.pipeline.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One weight of the model that is in several stages.
+
+    Args:
+        names: Stage -> its names there.
+    """
+
+    names: dict[int, tuple[str, ...]]
+
+
+def find_ties(plan: Plan) -> list[Tie]:
+    """Return the trained weights that several stages hold, in one order on all ranks."""
+    holders: dict[int, dict[int, list[str]]] = {}
+    for stage, holding in enumerate(plan.holdings):
+        for name, param in holding.items():
+            if param.requires_grad:
+                holders.setdefault(id(param), {}).setdefault(stage, []).append(name)
+    return [
+        Tie({stage: tuple(names) for stage, names in stages.items()})
+        for stages in holders.values()
+        if len(stages) > 1
+    ]
+
+
+class TiedWeights:
+    """Sums gradients of tied weights over the stages that hold them.
+
+    Args:
+        model: This stage's part; names are looked up when they are needed, so whatever replaces
+            its parameters may do so.
+        ties: Of the whole model.
+        group: The pipeline axis.
+    """
+
+    def __init__(self, model: nn.Module, ties: Sequence[Tie], group: dist.ProcessGroup) -> None:
+        self._model = model
+        self._group = group
+        self._stage = group.rank()
+        self._ties = ties
+        self._is_checked = not ties
+
+    def reduce(self) -> None:
+        """Give each copy the sum of the gradients of all.
+
+        All add in the order of stages, so copies that were equal stay equal to the last bit.
+        """
+        if not self._is_checked:
+            self._check_layouts()
+            self._is_checked = True
+        for tie in [tie for tie in self._ties if self._stage in tie.names]:
+            copies = self._copies(tie)
+            own = _sum([_gradient(param) for param in copies])
+            total = _sum(self._exchange(own, sorted(tie.names)))
+            for param in copies:
+                set_local_gradient(param, total.clone())
+
+    def borrowed(self) -> set[Parameter]:
+        """Return the parameters here that an earlier stage holds too."""
+        return {
+            param
+            for tie in self._ties
+            if self._stage in tie.names and self._stage != min(tie.names)
+            for param in self._copies(tie)
+        }
+
+    def _copies(self, tie: Tie) -> list[Parameter]:
+        params = [self._model.get_parameter(name) for name in tie.names[self._stage]]
+        return list(dict.fromkeys(params))
+
+    def _exchange(self, own: Tensor, stages: Sequence[int]) -> list[Tensor]:
+        """Return what each of `stages` has, in their order."""
+        found = [own if stage == self._stage else torch.empty_like(own) for stage in stages]
+        messages = []
+        for stage, part in zip(stages, found, strict=True):
+            if stage != self._stage:
+                peer = dist.get_global_rank(self._group, stage)
+                messages.append(dist.P2POp(dist.isend, own, peer, self._group))
+                messages.append(dist.P2POp(dist.irecv, part, peer, self._group))
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        return found
+
+    def _check_layouts(self) -> None:
+        """Refuse weights that stages divide in different ways; all ranks of the axis take part."""
+        own = {
+            number: sorted({_layout(param) for param in self._copies(tie)})
+            for number, tie in enumerate(self._ties)
+            if self._stage in tie.names
+        }
+        answers: list[dict[int, list[str]]] = [{}] * self._group.size()
+        dist.all_gather_object(answers, own, group=self._group)
+        for number, tie in enumerate(self._ties):
+            found = {layout for answer in answers for layout in answer.get(number, [])}
+            if len(found) > 1:
+                names = dict.fromkeys(name for names in tie.names.values() for name in names)
+                raise UsageError(
+                    f"{ROOT}.plan: {' and '.join(names)} are one weight of several stages, "
+                    f"and are divided in different ways ({' and '.join(sorted(found))})"
+                )
+
+
+def _layout(param: Parameter) -> str:
+    if is_sharded(param):
+        return f"{tuple(param.shape)} as {', '.join(map(str, param.placements))}"
+    return f"{tuple(param.shape)} whole"
+
+
+def _gradient(param: Parameter) -> Tensor:
+    gradient = local_gradient(param)
+    if gradient is None:
+        return torch.zeros_like(local_part(param)).contiguous()
+    return gradient.contiguous()
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

@@ -1,0 +1,100 @@
+"""A schedule by arithmetic: how long ranks wait, and how many micro-batches they keep.
+
+A forward, the gradient of inputs and the gradient of weights each take one unit of time, and
+sending takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["F", "I", "W", "B"]
+
+_UNITS: dict[Kind, int] = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of a rank.
+
+    Args:
+        kind: Forward, gradient of inputs, gradient of weights, or both gradients.
+        chunk: Chunk of the model.
+        part: Micro-batch.
+    """
+
+    kind: Kind
+    chunk: int
+    part: int
+
+
+def plain_order(stage: int, microbatches: int, *, warm: int) -> list[Action]:
+    """Return what a stage of one chunk does: `warm` forwards, then a backward for each forward.
+
+    Args:
+        stage: Its number, which is that of its chunk.
+        microbatches: Parts of a batch.
+        warm: All of them for GPipe; for 1F1B as many as there are stages from this one on.
+    """
+    warm = min(warm, microbatches)
+    order = [Action("F", stage, part) for part in range(warm)]
+    for part in range(microbatches):
+        order.append(Action("B", stage, part))
+        if part + warm < microbatches:
+            order.append(Action("F", stage, part + warm))
+    return order
+
+
+def bubble(orders: Sequence[Sequence[Action]]) -> float:
+    """Return the share of time in which ranks wait; `orders` is what each does, by rank.
+
+    For GPipe and 1F1B this is (S - 1) / (M + S - 1) with S stages and M micro-batches.
+
+    Raises:
+        ValueError: Some action waits for ever.
+    """
+    ends: dict[Action, int] = {}
+    clocks = [0] * len(orders)
+    positions = [0] * len(orders)
+    chunks = 1 + max(action.chunk for order in orders for action in order)
+    pending = sum(map(len, orders))
+    while pending:
+        before = pending
+        for rank, order in enumerate(orders):
+            while positions[rank] < len(order):
+                action = order[positions[rank]]
+                start = _start(action, ends, chunks)
+                if start is None:
+                    break
+                clocks[rank] = max(clocks[rank], start) + _UNITS[action.kind]
+                ends[action] = clocks[rank]
+                positions[rank] += 1
+                pending -= 1
+        if pending == before:
+            raise ValueError("the order of actions waits for itself")
+    busy = sum(_UNITS[action.kind] for order in orders for action in order)
+    return 1 - busy / (len(orders) * max(clocks))
+
+
+def _start(action: Action, ends: dict[Action, int], chunks: int) -> int | None:
+    """Return when what `action` needs is there; None while it is not."""
+    kind, chunk, part = action.kind, action.chunk, action.part
+    if kind == "W":
+        return ends.get(Action("I", chunk, part))
+    if kind == "F":
+        return 0 if chunk == 0 else ends.get(Action("F", chunk - 1, part))
+    if chunk == chunks - 1:
+        return ends.get(Action("F", chunk, part))
+    after = ends.get(Action("B", chunk + 1, part))
+    return ends.get(Action("I", chunk + 1, part)) if after is None else after
+
+
+def peak_live(order: Sequence[Action]) -> int:
+    """Return how many micro-batches of all its chunks a rank keeps at once, at most."""
+    live = peak = 0
+    for action in order:
+        live += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
+        peak = max(peak, live)
+    return peak
