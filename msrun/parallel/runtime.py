@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from msrun.parallel.checkpoint import Checkpoints
     from msrun.parallel.data import MeshLoader
+    from msrun.parallel.deferred import DeferredInit
     from msrun.parallel.pipeline.model import PipelineModel
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
@@ -86,6 +87,7 @@ class Runtime:
         # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
         self.batch_weight = 1.0
         self._described = False
+        self._deferred: DeferredInit | None = None
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
@@ -118,6 +120,24 @@ class Runtime:
     def barrier(self) -> None:
         """Wait until every rank of the job is here."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
+
+    @contextlib.contextmanager
+    def init_on_meta(self) -> Iterator[None]:
+        """Build a model inside that is larger than the memory of a rank.
+
+        Its tensors have no memory until `shard` gives each rank its part, with the values that
+        one process would have drawn.
+        """
+        from msrun.parallel.deferred import DeferredInit
+        from msrun.parallel.deferred_fill import share_random_state
+
+        block = self._deferred
+        if block is None or not (block.log.is_open or block.is_pending()):
+            if self.world_size > 1:
+                share_random_state(self.device)
+            self._deferred = block = DeferredInit()
+        with block:
+            yield
 
     def shard(self, model: nn.Module, sample: Sequence[Any] | None = None) -> nn.Module:
         """Make `model` parallel as configured and return what is to be trained.

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, Reduce
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Reduce
 from msrun.parallel.layout import plan_axes
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
@@ -139,29 +139,75 @@ def shard_model(
     """
     config = runtime.config
     choice = _choose(runtime, model)
-    model.to(runtime.device)
-    originals = [weakref.ref(param) for param in model.parameters()]
+    if choice.excluded and _is_on_meta(model):
+        raise UsageError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
+    late = _late("msrun.parallel.deferred_fill") if _is_on_meta(model) else None
+    weights = late.find(model) if late else None
+    if late:
+        late.move(model, runtime.device)
+    else:
+        model.to(runtime.device)
+    originals = _Originals(model, is_strong=weights is not None)
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
         model = split(model, config.pipeline, axis, runtime.device, sample)
+        weights = late.find(model) if late else None
+    guard = _change_modules(runtime, model, choice)
+    group = runtime.group(DATA_AXIS) if runtime.layout.size(DATA_AXIS) > 1 else None
+    divided = None
+    if group is not None and config.optimizer.zero:
+        divided = _divide_parameters(runtime, model, choice)
+    if late and weights is not None:
+        is_offloaded = divided is not None and config.optimizer.offload
+        on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
+        late.fill(model, weights, runtime.device, on_host)
+    if guard:
+        _late("msrun.parallel.tensor").watch(model)
+    reductions = [] if group is None else _reduce(runtime, model, group, choice, divided)
+    if runtime.world_size > 1:
+        _divide_random_streams(runtime)
+    computing = guard.active_with_loss if guard else contextlib.nullcontext
+    return model, ShardedModel(model, originals.references(), reductions, computing)
+
+
+class _Originals:
+    """The parameters of a model before anything is done to it.
+
+    Args:
+        model: The model.
+        is_strong: Its parameters have no memory yet, and torch gives them some only while
+            nothing refers to them weakly.
+    """
+
+    def __init__(self, model: nn.Module, *, is_strong: bool) -> None:
+        self._strong = list(model.parameters()) if is_strong else []
+        self._weak = [] if is_strong else [weakref.ref(param) for param in model.parameters()]
+
+    def references(self) -> list[weakref.ref[Parameter]]:
+        """Return weak references to all of them."""
+        return self._weak or [weakref.ref(param) for param in self._strong]
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guard | None:
+    """Apply what stays within modules: operator plan, batch norms, recomputation."""
+    config = runtime.config
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in choice.plans.items() if name in own}
     guard = _divide_operators(runtime, model, plans)
-    group = runtime.group(DATA_AXIS) if runtime.layout.size(DATA_AXIS) > 1 else None
-    if group is not None and config.batch_norm == "sync":
-        batch_norm.synchronize(model, group)
+    if runtime.layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
+        batch_norm.synchronize(model, runtime.group(DATA_AXIS))
     if config.recompute:
         inside = guard.active if guard else contextlib.nullcontext
         recomputed = [name for name in choice.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, inside)
-    reductions = [] if group is None else _reduce(runtime, model, group, choice)
-    if runtime.world_size > 1:
-        _divide_random_streams(runtime)
-    computing = guard.active_with_loss if guard else contextlib.nullcontext
-    return model, ShardedModel(model, originals, reductions, computing)
+    return guard
 
 
 def _divide_operators(
@@ -175,25 +221,50 @@ def _divide_operators(
     return guard
 
 
+class _Divided(msgspec.Struct, frozen=True):
+    """What optimizer parallel did.
+
+    Args:
+        model: The model, which is a module of `fully_shard` now.
+        whole: Parameters that it left whole.
+    """
+
+    model: Any
+    whole: set[Parameter]
+
+
+def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _Divided:
+    zero = _late("msrun.parallel.zero")
+    excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
+    whole = zero.small_parameters(runtime.config, model) | excluded
+    units = zero.units(runtime.config, model, choice.plans)
+    return _Divided(zero.apply(runtime, model, units, whole), whole)
+
+
 def _reduce(
-    runtime: Runtime, model: nn.Module, group: dist.ProcessGroup, choice: _Choice
+    runtime: Runtime,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    choice: _Choice,
+    divided: _Divided | None,
 ) -> list[Reduction]:
     """See to the sum of gradients over data-parallel ranks."""
     config = runtime.config
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
+    params = [
+        (name, param)
+        for name, param in model.named_parameters()
+        if param.requires_grad and name not in choice.excluded
+    ]
     reductions: list[Reduction] = []
-    ours = set(named.values())
-    level = config.optimizer.zero
-    if level:
-        zero = _late("msrun.parallel.zero")
-        whole = zero.small_parameters(config, model) | excluded
-        divided = zero.apply(runtime, model, zero.units(config, model, choice.plans), whole)
+    if divided is not None:
+        zero, level = _late("msrun.parallel.zero"), config.optimizer.zero
         reductions.append(
-            Reduction(partial(zero.paused, divided, level), partial(zero.reduce, divided, level))
+            Reduction(
+                partial(zero.paused, divided.model, level),
+                partial(zero.reduce, divided.model, level),
+            )
         )
-        ours &= whole
-    params = [(name, param) for name, param in named.items() if param in ours - excluded]
+        params = [(name, param) for name, param in params if param in divided.whole]
     if params:
         reducer = _reducer(config.reduce, params, group)
         reductions.append(Reduction(reducer.paused, reducer.reduce))
@@ -216,8 +287,9 @@ def _reducer(
 @torch.no_grad()
 def _equalize(model: nn.Module, excluded: set[str]) -> None:
     """Give every rank the parameters and buffers of rank 0, but the `excluded` parameters."""
-    tensors = [param for name, param in model.named_parameters() if name not in excluded]
-    for run in _runs([*tensors, *model.buffers()]):
+    params = [param for name, param in model.named_parameters() if name not in excluded]
+    tensors = [tensor for tensor in (*params, *model.buffers()) if not tensor.is_meta]
+    for run in _runs(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in run])
         dist.broadcast(flat, src=0)
         parts = flat.split([tensor.numel() for tensor in run])

@@ -71,14 +71,19 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
 
 
 def _divide(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
-    """Return this rank's part of `param`, whose gradients will be complete."""
+    """Return this rank's part of `param`."""
     placed = placements(dims, mesh, param.dim())
     # Every rank has the same values: nothing need be sent.
     part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
-    divided = Parameter(part, requires_grad=param.requires_grad)
-    if divided.requires_grad:
-        divided.register_post_accumulate_grad_hook(_complete)
-    return divided
+    return Parameter(part, requires_grad=param.requires_grad)
+
+
+def watch(model: nn.Module) -> None:
+    """Have gradients of divided parameters completed, once the parameters have their memory."""
+    for param in model.parameters():
+        if isinstance(param, DTensor) and param.requires_grad:
+            tensor: Tensor = param
+            tensor.register_post_accumulate_grad_hook(_complete)
 
 
 def _complete(param: Tensor) -> None:

@@ -6,6 +6,7 @@ test gets what they return, by rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -244,10 +245,18 @@ def build(model, **options):
         return MODELS[model][0](**options)
 
 
-def train(config, model="mlp", optimizer="sgd", max_norm=None):
+def train_built_on_meta(config, *arguments):
+    """Train a model that has no memory before it is divided."""
+    return train(config, *arguments, is_on_meta=True)
+
+
+def train(config, model="mlp", optimizer="sgd", max_norm=None, *, is_on_meta=False):
     """Train under `config` on this rank's parts; return the losses."""
     runtime = msrun.init(config)
-    network = runtime.shard(build(model))
+    with runtime.init_on_meta() if is_on_meta else contextlib.nullcontext():
+        network = build(model)
+    assert {param.is_meta for param in network.parameters()} == {is_on_meta}
+    network = runtime.shard(network)
     update = runtime.optimizer(OPTIMIZERS[optimizer](network.parameters()))
     share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
     losses = []

@@ -1,7 +1,7 @@
 """The grid: under every configuration a model learns what it learns in one process."""
 
 import pytest
-from ranks import Curves, assert_equal_curves, oracle
+from ranks import Curves, assert_equal_curves, oracle, run_ranks, train_built_on_meta
 
 pytestmark = pytest.mark.torch
 
@@ -133,6 +133,24 @@ def curves():
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(curves, name):
     assert_equal_curves(curves[name], oracle(*CASES[name][2:]))
+
+
+META = (
+    "dp conv adamw on 2",
+    "zero3 transformer adamw on 2",
+    "dp x tp, zero3, accumulate on 4",
+    "tp 6 rules transformer adamw on 4",
+    "pp x dp, zero1 on 4",
+    "zero3 in copies on 4",
+)
+
+
+@pytest.mark.parametrize("name", META)
+def test_a_model_built_without_memory_equals_it_too(name):
+    ranks, *arguments = CASES[name]
+    found = run_ranks(train_built_on_meta, ranks, *arguments)
+
+    assert_equal_curves(found, oracle(*arguments[1:]))
 
 
 def test_there_are_as_many_as_promised():
