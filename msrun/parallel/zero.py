@@ -102,6 +102,9 @@ def apply(
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
             fully_shard(module, **options)
+    if config.optimizer.zero == RESHARD_LEVEL:
+        # What belongs to no unit is needed last in forward and first in backward: it stays.
+        options["reshard_after_forward"] = False
     divided = fully_shard(model, **options)
     if config.reduce.op == "sum":
         for module in model.modules():

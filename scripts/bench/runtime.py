@@ -18,6 +18,7 @@ import importlib.util
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +42,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import msrun
+import msrun.parallel.runtime  # as msrun's own parent of all ranks has it
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_BATCH = 8
@@ -75,6 +77,7 @@ def main() -> int:
     compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
     missed = []
+    print(f"import of the runtime where no parent has it: {_import_ms():.1f} ms")
     for ranks in options.ranks:
         for name in options.only:
             ours, plain, extra = run(ranks, name)
@@ -93,6 +96,17 @@ def main() -> int:
         for text in missed:
             print(f"missed: {text}", file=sys.stderr)
     return 1 if options.check and missed else 0
+
+
+def _import_ms() -> float:
+    """Return what a fresh interpreter that has torch takes to import the runtime, at its best."""
+    code = (
+        "import time, torch, torch.distributed, msrun; t = time.perf_counter(); "
+        "import msrun.parallel.runtime; print(1000 * (time.perf_counter() - t))"
+    )
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.check_output(command, cwd=ROOT, text=True) for _ in range(3)]
+    return min(map(float, runs))
 
 
 def run(ranks: int, name: str) -> tuple[list[float], list[float], float]:
