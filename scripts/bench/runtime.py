@@ -198,8 +198,7 @@ def _plain(name: str, lm: Any) -> Step:
         parallelize_module(model, mesh, plan)
         for layer in model.layers:  # type: ignore[union-attr]
             layer.attend = functools.partial(_attend, lm, layer)
-    # A list of plain and divided parameters: torch updates them one by one.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=name != "tp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return functools.partial(_plain_step, model, optimizer, lm.loss_of)
 
 
