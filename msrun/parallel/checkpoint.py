@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime
 
 RANDOM = "random."
+# Ranks of a job that ends well come to its end together, but for a last evaluation on one.
+AT_EXIT = timedelta(minutes=5)
 
 Extra = Mapping[str, Any] | None
 
@@ -275,6 +278,16 @@ class Checkpoints:
         """
         self.before_step()
         self._join()
+
+    def finish_at_exit(self, within: timedelta = AT_EXIT) -> None:
+        """Do what `finish` does, unless some rank does not come: it may have ended early.
+
+        Raises:
+            UsageError: The last checkpoint could not be written.
+        """
+        if self._due is not None:
+            self._peers.meet(within)
+        self.finish()
 
     def write_strategy(
         self, path: str | Path, models: Models, stages: Sequence[int] | None = None

@@ -31,6 +31,18 @@ class Peers:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
+    def meet(self, within: timedelta) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            UsageError: Some did not come within that time; the message names them.
+        """
+        try:
+            dist.monitored_barrier(self._group, timeout=within, wait_all_ranks=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"not all ranks came within {within}: {reason}") from None
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Run a block that calls no peers; when it fails on any rank, it fails on all.

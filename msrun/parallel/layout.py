@@ -153,6 +153,13 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
         raise UsageError(
             f"{ROOT}.optimizer.shard_size: {size} does not divide {DATA_AXIS} {degree}"
         )
+    if degree == 1 and layout.world_size > 1:
+        for key in ("dtype", "offload"):
+            if getattr(config.optimizer, key):
+                raise UsageError(
+                    f"{ROOT}.optimizer.{key}: needs several data-parallel ranks, "
+                    f"and {DATA_AXIS} is 1"
+                )
 
 
 def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:

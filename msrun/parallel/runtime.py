@@ -444,7 +444,8 @@ def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
     """Leave the group of a process that ends well; after an exception peers learn of its death."""
     found = runtime()
     if found is not None and not hasattr(sys, "last_value"):
-        found.finish()
+        if "checkpoints" in found.__dict__:
+            found.checkpoints.finish_at_exit()
         found.close()
 
 

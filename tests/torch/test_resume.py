@@ -1,6 +1,7 @@
 """`rt.save`, `rt.load` and `rt.resume` under `rt.shard`, and in a job that is started again."""
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch
@@ -154,3 +155,23 @@ def unlike(folder):
 def test_a_checkpoint_of_another_model_is_refused(saved):
     for message in run_ranks(unlike, 2, saved["dp"]):
         assert "fc1.weight" in message
+
+
+def ended_early(folder):
+    """Train to where a checkpoint is due; rank 1 does not come to the end."""
+    runtime = msrun.init({"checkpoint": {"dir": folder, "every": 1}})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
+    if runtime.rank == 1:
+        return ""
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        runtime.checkpoints.finish_at_exit(timedelta(seconds=1))
+    return caught.value.message
+
+
+def test_the_end_does_not_wait_for_ever_for_a_rank_that_ended_early(tmp_path):
+    message = run_ranks(ended_early, 2, str(tmp_path / "ckpt"))[0]
+
+    assert message.startswith("not all ranks came within 0:00:01: ")
+    assert "1" in message.partition(": ")[2]

@@ -205,6 +205,11 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.optimizer.shard_size: 3 does not divide dp 8",
         ),
         (
+            {"mesh": {"tp": 2}, "plan": [COLWISE], "optimizer": {"zero": 1, "dtype": "bfloat16"}},
+            2,
+            "parallel.optimizer.dtype: needs several data-parallel ranks, and dp is 1",
+        ),
+        (
             {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "out": [None, "tq"]}]},
             8,
             "parallel.plan[0].out: axis 'tq' is not in mesh (dp, tp)",
