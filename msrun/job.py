@@ -119,6 +119,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
         tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe.
+        tail_local: Local ranks beyond which the console shows none; None sets no limit.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
@@ -156,6 +157,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     worker_log_name: str = "worker_{rank}"
     tail: frozenset[int] | None = None
+    tail_local: frozenset[int] | None = None
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
@@ -200,6 +202,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not self.grace >= 0:
             msg = f"--grace {self.grace:g}s must not be negative"
             raise UsageError(msg)
+
+    def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
+        """Tell whether the console, which may be a terminal, shows the log of a worker."""
+        if self.tail is None and self.tail_local is None:
+            return is_terminal and rank == 0
+        is_chosen = self.tail is None or rank in self.tail
+        return is_chosen and (self.tail_local is None or local_rank in self.tail_local)
 
     @property
     def is_alone(self) -> bool:
