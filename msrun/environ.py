@@ -155,6 +155,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         threads: Default of OMP_NUM_THREADS.
         virtual_local_rank: The worker sees only its own device, as LOCAL_RANK 0.
         config: File with the parallel configuration; empty without one.
+        interface: Network interface by which other nodes reach this one; empty on one node.
     """
 
     job_id: str
@@ -175,6 +176,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     virtual_local_rank: bool = False
     config: str = ""
+    interface: str = ""
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -196,6 +198,9 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
     if identity.nnodes == 1:
         # All peers are on this machine: the data plane has no business on other interfaces.
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    elif identity.interface:
+        # By itself Gloo takes the address that the host's own name stands for.
+        defaults["GLOO_SOCKET_IFNAME"] = identity.interface
     if identity.config or CONFIG in base:
         # What the launcher's own names is a job file, or another job's.
         env[CONFIG] = identity.config

@@ -52,6 +52,17 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(a for a in ordered(addresses) if _is_for_others(a))
 
 
+def interface_of(address: str) -> str:
+    """Return the network interface with the numeric `address`; empty when none has it."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        # The address of an IPv6 interface may end in its own name.
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return ""
+
+
 def ordered(addresses: set[str]) -> tuple[str, ...]:
     """Return numeric addresses in the order that every machine gives them."""
     return tuple(sorted(addresses, key=lambda a: (ip_address(a).version, int(ip_address(a)), a)))

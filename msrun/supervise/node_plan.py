@@ -32,6 +32,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         store: Host and port of the TCPStore.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
+        interface: Network interface by which other nodes reach this one; empty on one node.
     """
 
     generation: int
@@ -42,6 +43,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     store: tuple[str, str]
     scheduler: tuple[str, str]
     run_dir: str
+    interface: str = ""
 
 
 def expected(job: JobSpec, run_dir: str) -> Placement:
@@ -146,6 +148,7 @@ def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int)
         threads=threads,
         virtual_local_rank=job.virtual_local_rank,
         config=config_file(placement.run_dir) if job.parallel else "",
+        interface=placement.interface,
     )
 
 

@@ -151,14 +151,18 @@ def test_a_machine_without_a_way_out_is_reached_by_its_only_address(msrun, world
     [
         (
             (),
-            "error: --master-addr node0 resolves to 127.0.1.1, "
-            "and this machine has no address that others can reach\n",
+            (
+                "error: --master-addr node0 resolves to 127.0.1.1, "
+                "and this machine has no address that others can reach\n"
+            ),
         ),
         (
             ("10.0.0.1", "10.0.0.2"),
-            "error: --master-addr node0 resolves to 127.0.1.1, "
-            "and this machine has several other addresses\n"
-            "  hint: give one as --master-addr (it has 10.0.0.1, 10.0.0.2)\n",
+            (
+                "error: --master-addr node0 resolves to 127.0.1.1, "
+                "and this machine has several other addresses\n"
+                "  hint: give one as --master-addr (it has 10.0.0.1, 10.0.0.2)\n"
+            ),
         ),
     ],
 )

@@ -198,7 +198,10 @@ def test_a_killed_forkserver_ends_the_job(family):
     assert not family.leftovers()
 
 
-def test_a_killed_scheduler_ends_the_job(family):
+def test_a_scheduler_that_is_killed_again_and_again_ends_the_job(family):
+    for count in range(1, 6):
+        kill(family.find("msrun scheduler"))
+        until(lambda n=count: family.err.count("it is started again") == n, "for the next one")
     kill(family.find("msrun scheduler"))
 
     assert family.wait() == 70
@@ -206,3 +209,16 @@ def test_a_killed_scheduler_ends_the_job(family):
         "error: the scheduler was killed by SIGKILL; log: LOGS/scheduler.log\n"
     )
     assert not family.leftovers()
+
+
+def test_workers_do_not_notice_that_the_scheduler_was_killed(msrun):
+    job = msrun("--workers-per-node", 2, *shell("echo up; until [ -e go ]; do sleep 0.01; done"))
+    job.until_logged("up", 0, 1)
+    kill(job.find("msrun scheduler"))
+    log = job.logs / "scheduler.log"
+    until(lambda: log.read_text().count("received Register") == 2, "for the agent to register")
+    (job.folder / "go").touch()
+
+    assert job.wait() == 0
+    assert job.log(0) == job.log(1) == "up\n"
+    assert not job.leftovers()

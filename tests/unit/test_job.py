@@ -55,13 +55,13 @@ def test_join_timeouts(timeout):
         ({"nnodes_min": 0}, "--nnodes 0:1 must be MIN:MAX with 1 <= MIN <= MAX"),
         ({"nnodes_min": 2}, "--nnodes 2:1 must be MIN:MAX with 1 <= MIN <= MAX"),
         ({"world_size": 1}, "--worker-num 1 is fewer than --workers-per-node 2"),
-        ({"last_call": -1.0}, "--last-call -1s must not be negative"),
-        ({"last_call": math.nan}, "--last-call nans must not be negative"),
+        ({"last_call": -1.0}, "--last-call -1s must be at least 0s"),
+        ({"last_call": math.nan}, "--last-call nans must be at least 0s"),
         ({"master_port": 65536}, "--master-port 65536 is outside 0 to 65535"),
         ({"master_port": -1}, "--master-port -1 is outside 0 to 65535"),
         ({"join_timeout": 0.0}, "--join-timeout 0s must be above zero"),
         ({"join_timeout": math.nan}, "--join-timeout nans must be above zero"),
-        ({"grace": -1.0}, "--grace -1s must not be negative"),
+        ({"grace": -1.0}, "--grace -1s must be at least 0s"),
     ],
 )
 def test_what_no_later_stage_could_do(changes, message):
