@@ -168,12 +168,13 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
 
 def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     """Return what `plan` shows of each setting, what one node has no use for left out."""
-    fewest, most = found.size.nnodes.value
+    size = found.size
+    fewest, most = size.nnodes.value
     nnodes = most if fewest == most else f"{fewest}:{most}"
-    is_alone = found.size.is_alone
+    is_alone = size.is_alone
     nobody: Given[object] = Given(None)
     several: dict[str, Given[object]] = {
-        "worker-num": found.size.total or nobody,
+        "worker-num": size.total or nobody,
         "node-rank": settings.get(options.NODE_RANK) or nobody,
         "local-addr": settings.get(options.LOCAL_ADDR) or nobody,
         "last-call": found.last_call,
@@ -181,8 +182,10 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     }
     return {
         "job-id": found.job_id,
-        "nnodes": Given(nnodes, settings.source(options.NNODES)),
-        "workers-per-node": found.size.workers,
+        "nnodes": Given(
+            nnodes, settings.source(options.NNODES) if is_alone else size.nnodes.source
+        ),
+        "workers-per-node": size.workers,
         "master-addr": found.meeting.host or nobody,
         "master-port": found.meeting.port,
         "join-timeout": found.join_timeout,
