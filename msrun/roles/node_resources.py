@@ -19,7 +19,7 @@ from msrun.roles.ending import VERDICT_FILE
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
-from msrun.supervise import affinity, containment, network, node_plan
+from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import Placement
 from msrun.supervise.orders import Configure, SignalWorkers, SpawnStore, SpawnWorker
@@ -74,7 +74,6 @@ class NodeResources:
         self.scheduler_address = (job.listen_host, str(port))
         self._store_socket = _listen(job.address, 0, "the address of this node")
         self.store = (job.address, str(self._store_socket.getsockname()[1]))
-        self._interface = "" if job.is_alone else network.interface_of(job.address)
         self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, self._rank_in_name()))
 
     def _rank_in_name(self) -> int | None:
@@ -189,7 +188,6 @@ class NodeResources:
             store=(start.store_host, str(start.store_port)),
             scheduler=self.scheduler_address,
             run_dir=str(self._dir),
-            interface=self._interface,
         )
         (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
         if start.serve_store:

@@ -41,26 +41,24 @@ def address_to(address: str) -> str | None:
 
 def own_addresses() -> tuple[str, ...]:
     """Return the addresses by which other machines may reach this one, IPv4 first."""
-    import psutil  # Most starts ask for none.
-
-    addresses = {
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in _FAMILIES
-    }
-    return tuple(a for a in ordered(addresses) if _is_for_others(a))
+    return tuple(address for address in ordered(set(_interfaces())) if _is_for_others(address))
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with the numeric `address`; empty when none has it."""
-    import psutil
+    """Return the name of the interface that has the numeric `address`, empty when none has."""
+    return _interfaces().get(address, "")
 
-    for name, entries in psutil.net_if_addrs().items():
-        # The address of an IPv6 interface may end in its own name.
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return ""
+
+def _interfaces() -> dict[str, str]:
+    """Return each address of this machine with the name of its interface."""
+    import psutil  # A job of one node asks for none.
+
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in _FAMILIES
+    }
 
 
 def ordered(addresses: set[str]) -> tuple[str, ...]:

@@ -81,6 +81,21 @@ def test_a_node_with_a_rank_among_equals_knows_its_ranks():
     )
 
 
+@pytest.fixture
+def outside(monkeypatch):
+    """An environment that says nothing of interfaces."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.mark.usefixtures("outside")
+def test_workers_talk_over_the_interface_of_this_nodes_address():
+    here = several(node_rank=1, listen_host="127.0.0.1", address="127.0.0.1")
+
+    assert variables(plan(), "GLOO_SOCKET_IFNAME") == [("lo",)] * 2
+    assert variables(here, "GLOO_SOCKET_IFNAME") == [("lo",)] * 2
+    assert "GLOO_SOCKET_IFNAME" not in several(node_rank=1).workers[0].env
+
+
 def test_the_first_node_has_the_store():
     assert variables(several(node_rank=0, address="10.0.0.1"), "MASTER_ADDR") == [("10.0.0.1",)] * 2
 

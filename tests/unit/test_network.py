@@ -49,6 +49,14 @@ def test_every_address_of_an_interface_is_ours():
     assert not {"127.0.0.1", "::1"} & set(own)
 
 
+def test_every_address_is_that_of_an_interface():
+    names = {name for _, name in socket.if_nameindex()}
+
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert {network.interface_of(address) for address in network.own_addresses()} <= names
+    assert network.interface_of(NOBODYS[0]) == ""
+
+
 @pytest.mark.parametrize("address", NOBODYS)
 def test_an_address_of_another_machine_is_not_ours(address):
     assert not network.is_own(address)
