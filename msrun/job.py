@@ -13,8 +13,6 @@ from msrun.errors import UsageError
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 PORT_MAX = 65535
 LOOPBACK = "127.0.0.1"
-LAST_CALL = 30.0  # as torchrun's
-LEASE = 10.0
 
 
 class ProgramKind(enum.Enum):
@@ -155,8 +153,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str = LOOPBACK
     secret_file: str | None = None
     join_timeout: float = 600.0
-    last_call: float = LAST_CALL
-    lease: float = LEASE
+    last_call: float = 30.0
+    lease: float = 10.0
     grace: float = 10.0
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK

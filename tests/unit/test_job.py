@@ -35,6 +35,28 @@ def test_nodes_of_a_job(changes, is_alone, is_elastic):
     assert (job(**changes).is_alone, job(**changes).is_elastic) == (is_alone, is_elastic)
 
 
+@pytest.mark.parametrize(
+    ("tail", "tail_local", "at_terminal", "in_a_pipe"),
+    [
+        (None, None, [0], []),
+        ({1, 2}, None, [1, 2], [1, 2]),
+        (set(), None, [], []),
+        (None, {0, 1}, [0, 1, 2, 3], [0, 1, 2, 3]),
+        (None, {1}, [1, 3], [1, 3]),
+        ({1, 2}, {1}, [1], [1]),
+    ],
+)
+def test_ranks_on_the_console_of_nodes_with_two_workers(tail, tail_local, at_terminal, in_a_pipe):
+    asked = job(
+        tail=None if tail is None else frozenset(tail),
+        tail_local=None if tail_local is None else frozenset(tail_local),
+    )
+
+    for is_terminal, expected in ((True, at_terminal), (False, in_a_pipe)):
+        shown = [r for r in range(4) if asked.is_shown(r, r % 2, is_terminal=is_terminal)]
+        assert shown == expected
+
+
 @pytest.mark.parametrize("job_id", ["a", "0-_.x", "a" * 64])
 def test_job_ids(job_id):
     assert job(job_id=job_id).job_id == job_id
