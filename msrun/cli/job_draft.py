@@ -185,9 +185,7 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     }
     return {
         "job-id": found.job_id,
-        "nnodes": Given(
-            nnodes, settings.source(options.NNODES) if is_alone else size.nnodes.source
-        ),
+        "nnodes": Given(nnodes, size.nnodes.source),
         "workers-per-node": size.workers,
         "master-addr": found.meeting.host or nobody,
         "master-port": found.meeting.port,
