@@ -5,21 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 
+import hosts
 import pytest
-from hosts import Lab, missing
+import wall_clock
+from hosts import Lab
 
 REQUIRE = ("CI", "MSRUN_REQUIRE_LAB")
 
 
+def skip_without(what, lacks):
+    """Skip the test where the machine lacks something; fail it where it must not."""
+    if lacks and any(map(os.environ.get, REQUIRE)):
+        pytest.fail(f"{what} is required here, but there is {lacks}", pytrace=False)
+    if lacks:
+        pytest.skip(f"no {what}: {lacks}")
+
+
 @pytest.fixture
 def lab_folder(tmp_path):
-    """The directory for a lab; where there can be none the test is skipped, or must not be."""
-    lacks = missing()
-    if lacks and any(map(os.environ.get, REQUIRE)):
-        pytest.fail(f"a lab of hosts is required here, but there is {lacks}", pytrace=False)
-    if lacks:
-        pytest.skip(f"no lab of hosts: {lacks}")
+    """The directory for a lab, where there can be one."""
+    skip_without("lab of hosts", hosts.missing())
     return tmp_path
+
+
+@pytest.fixture
+def clock(tmp_path):
+    """A wall clock for the programs that get its variables."""
+    skip_without("wrong wall clock", wall_clock.missing())
+    return wall_clock.WallClock(tmp_path)
 
 
 @pytest.fixture

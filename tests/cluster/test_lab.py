@@ -329,6 +329,29 @@ def test_a_cable_can_be_slow(lab):
     assert (slow > 0.5, fast < slow) == (True, True)
 
 
+# Clocks.
+
+TELL_TIME = """
+    import sys, time
+    for line in sys.stdin:
+        print(time.time() - float(line), time.gmtime().tm_year, time.monotonic(), flush=True)
+"""
+
+
+def test_a_wall_clock_can_be_wrong_and_jump_and_others_do_not(lab, clock):
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    program = lab.host("a").popen(python(TELL_TIME), env=clock.env, **streams)
+    hour, ten_years = 3600, 10 * 366 * 86400
+    for wrong in (0, -60, hour, ten_years):
+        clock.set_wrong(wrong)
+        print(time.time(), file=program.stdin, flush=True)
+        ahead, year, monotonic = map(float, program.stdout.readline().split())
+
+        assert 0 <= ahead - wrong < hosts.PATIENCE
+        assert year == time.gmtime(time.time() + wrong).tm_year
+        assert 0 <= time.monotonic() - monotonic < hosts.PATIENCE
+
+
 # The end of the tests.
 
 # Stands for the tests' process.
