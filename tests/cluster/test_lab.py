@@ -140,16 +140,6 @@ def test_the_machine_outside_is_untouched(new_lab):
     assert machine() == before
 
 
-def test_a_lab_of_three_hosts_is_quick(new_lab, lab_folder):
-    seconds = []
-    for number in range(3):
-        start = time.monotonic()
-        new_lab("a", "b", "c", folder=lab_folder / str(number))
-        seconds.append(time.monotonic() - start)
-
-    assert min(seconds) < 0.5
-
-
 # Programs.
 
 
@@ -254,16 +244,15 @@ def test_the_death_of_all_programs_is_told_to_the_peers(lab):
     assert a.run(python(REACHES, b.ipv4)).stdout == "reached\n"
 
 
-def test_a_power_cut_leaves_no_process_namespace_or_cable(lab):
+def test_a_power_cut_leaves_no_process_cable_or_network(lab):
     b = lab.host("b")
     b.popen(["sh", "-c", "setsid sleep 1000 & sleep 1000"])
     until(lambda: len(b.processes()) == 3, "for the programs")
     pids = [b.pid, *(process.pid for process in b.processes())]
-    namespaces = _namespaces(b.pid)
     b.power_off()
 
-    assert (_living() & set(pids), _ports(lab)) == (set(), ["port1", "port3"])
-    assert not namespaces & set().union(*map(_namespaces, _living()))
+    assert [pid for pid in pids if is_alive(pid)] == []
+    assert _ports(lab) == ["port1", "port3"]
     until(lambda: len(_networks(lab)) == 2, "for the end of the network of the host")
 
 
@@ -382,27 +371,11 @@ def test_killed_tests_leave_nothing(lab_folder):
         for pid in first:
             until(lambda pid=pid: len(hosts.living_in(pid)) == 4, "for the programs of a host")
         started = psutil.Process(tests.pid).children(recursive=True)
-        namespaces = set().union(*(_namespaces(process.pid) for process in started))
         tests.kill()
 
     # A keeper, and on each host its first process, a way in and three programs.
-    assert (len(started), len(namespaces)) == (11, 11)
+    assert len(started) == 11
     until(lambda: not any(process.is_running() for process in started), "for the end of all")
-    assert not namespaces & set().union(*map(_namespaces, _living()))
-
-
-def _living():
-    return set(filter(is_alive, psutil.pids()))
-
-
-def _namespaces(pid):
-    """Return the namespaces of a process that are not this one's."""
-    found = set()
-    for kind in ("net", "pid", "mnt", "uts", "ipc"):
-        with contextlib.suppress(OSError):
-            found.add(Path(f"/proc/{pid}/ns/{kind}").readlink())
-            found.discard(Path(f"/proc/self/ns/{kind}").readlink())
-    return found
 
 
 def _ports(lab):
