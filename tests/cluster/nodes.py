@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -53,8 +54,8 @@ def tell_who(rest: str = "") -> list[str]:
     return shell(f"{TELL_WHO}; {rest}")
 
 
-def identities(nodes: Iterable[Node]) -> list[Identity]:
-    """Return what the workers of nodes have written, in the order of ranks."""
-    paths = [path for node in nodes for path in node.logs.glob("worker_*.log")]
+def identities(directories: Iterable[Path]) -> list[Identity]:
+    """Return what workers have written into log directories, in the order of ranks."""
+    paths = [path for directory in directories for path in directory.glob("worker_*.log")]
     lines = [path.read_text().splitlines()[0].split() for path in paths]
     return sorted(Identity(*map(int, numbers), host) for *numbers, host in lines)

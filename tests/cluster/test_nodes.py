@@ -14,7 +14,7 @@ def test_a_job_of_one_node_runs_on_a_host(lab, launch):
     node = launch(lab.host("b"), "--workers-per-node", 2, *tell_who())
 
     assert node.wait() == 0
-    assert identities([node]) == [Identity(0, 0, 0, 2, 2, "b"), Identity(1, 1, 0, 2, 2, "b")]
+    assert identities([node.logs]) == [Identity(0, 0, 0, 2, 2, "b"), Identity(1, 1, 0, 2, 2, "b")]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
