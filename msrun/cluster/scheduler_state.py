@@ -221,7 +221,7 @@ class SchedulerState:
             return []
         if not end.succeeded:
             return self._stop(end.sentence(), Because.FAILURE)
-        return self._decide(self._success()) if self._current.all_succeeded else []
+        return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
 
     def _drained(
         self, node_id: str, stuck: list[str], now: float, *, is_of_now: bool
@@ -283,8 +283,6 @@ class SchedulerState:
     def _gone(self, node_id: str, sentence: str, at: float, now: float) -> list[Action]:
         """Go on without the workers of a member, none of which lives any more."""
         actions: list[Action] = []
-        if self.phase in (Phase.DONE, Phase.FAILED):
-            return actions
         if not self._current.has_ended(node_id):
             self._current.losses.append(Loss(sentence, at))
             if self.phase is Phase.RUNNING:
@@ -355,7 +353,7 @@ class SchedulerState:
         if self._obstacle and current.because is Because.OBSTACLE:
             return self._decide(msgspec.structs.replace(self._obstacle, stuck=current.all_stuck()))
         if current.all_succeeded:
-            return self._decide(self._success())
+            return self._decide(self._verdict(ExitCode.OK, ""))
         root = current.root()
         if current.all_stuck():
             return self._decide(self._failure(root, GiveUp("processes could not be killed")))
@@ -474,9 +472,6 @@ class SchedulerState:
         return Stop(reason=reason, signum=signum)
 
     # Verdicts.
-
-    def _success(self) -> Verdict:
-        return self._verdict(ExitCode.OK, "")
 
     def _verdict(self, code: int, reason: str) -> Verdict:
         return Verdict(
