@@ -15,6 +15,8 @@ import pytest
 MARK = "MSRUN_TESTS_SESSION"
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")
+# What tests/torch/ranks.py calls its processes, which wait for the next test of their file.
+WAITING = "warm rank"
 # A process that was told to end may need a moment to be gone.
 GRACE = 0.5
 
@@ -62,9 +64,11 @@ def _has_our_mark(process: psutil.Process) -> bool:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """Whether `process` runs and is not multiprocessing's tracker, which ends with this one."""
+    """Whether `process` runs and is not one that ends by itself, with this one or its file."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if process.name() == WAITING and process.ppid() == os.getpid():
             return False
         return not any("resource_tracker" in argument for argument in process.cmdline())
     except psutil.Error:
