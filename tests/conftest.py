@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -27,6 +28,9 @@ hypothesis.settings.load_profile("msrun")
 
 def pytest_configure() -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    # Tests start hundreds of processes, and each would compile what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)
