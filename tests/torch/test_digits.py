@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,8 @@ def run(module: list[str], output: Path) -> None:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
+                # On a busy machine the threads of a lone worker would spin for each other.
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
                 timeout=TIMEOUT,
                 check=False,
             )
