@@ -85,6 +85,7 @@ class AgentState:
         form_by: Time by which the first workers must have been started; inf waits.
         join_timeout: Seconds that the scheduler waits for nodes, from when it is reached.
         lease: How long the workers may go on without the scheduler.
+        scheduler: Where the scheduler is, in words.
         generation: The last generation that was started here; -1 before the first.
     """
 
@@ -94,6 +95,7 @@ class AgentState:
     form_by: float = math.inf
     join_timeout: float = 0.0
     lease: Lease = field(default_factory=Lease)
+    scheduler: str = ""
     generation: int = -1
     phase: Phase = Phase.JOINING
     live: set[int] = field(default_factory=set)
@@ -412,8 +414,8 @@ class AgentState:
             reason = "the scheduler has not answered"
             hint = "scheduler.log in the log directory says what it did"
         else:
-            reason = "no scheduler answered"
-            hint = "is msrun running on the node of --master-addr, and its port open?"
+            reason = f"no scheduler answered at --master-addr {self.scheduler}"
+            hint = "is msrun running on that node, and the port open?"
         verdict = self._internal(f"the job did not form in time: {reason}", ExitCode.JOIN_TIMEOUT)
         return self._stop_alone(msgspec.structs.replace(verdict, hint=hint), now)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msrun.cluster import seats
 from msrun.cluster.messages import Formation, Register
+from msrun.cluster.seats import node_order
 from msrun.cluster.verdict import render_ranges
 from msrun.errors import signal_name
 
@@ -115,7 +116,7 @@ class Roster:
     def attendance(self) -> str:
         """Return who is there and who is missing, in words that a person can act on."""
         ready = self.ready()
-        names = [register.host for register in ready.values()]
+        names = [ready[n].host for n in sorted(ready, key=lambda n: node_order(n, ready[n]))]
         there = ", ".join(names[:_NAMES_MAX]) or "none"
         if len(names) > _NAMES_MAX:
             there += f" and {len(names) - _NAMES_MAX} more"

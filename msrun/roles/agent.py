@@ -135,6 +135,7 @@ class Agent:
             form_by=self._began_at + self._job.join_timeout,
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
+            scheduler=self._node.scheduler_name,
         )
 
     def run(self) -> Verdict:

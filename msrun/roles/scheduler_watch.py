@@ -18,6 +18,8 @@ RESTARTS_MAX = 5
 _MINUTE = 60.0
 # One connection may be refused for another reason than its key.
 _REJECTIONS_MAX = 3
+# Whoever starts before the scheduler's node does is told what it waits for.
+_WAITING_SECONDS = 3.0
 
 
 class SchedulerWatch:
@@ -48,19 +50,26 @@ class SchedulerWatch:
         self._restarts: list[float] = []
         self._was_up = False
         self._rejections = 0
+        self._waiting_at: float | None = None
 
     def start(self) -> None:
         """Begin to watch."""
         self._loop.watch(self._node.socket.monitor, self._on_line)
         self._watch_process()
+        if self._node.scheduler is None:
+            self._waiting_at = self._loop.now() + _WAITING_SECONDS
 
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
-        return self._prober.deadline()
+        dues = (self._prober.deadline(), self._waiting_at)
+        return min((due for due in dues if due is not None), default=None)
 
     def tick(self) -> None:
-        """Give up what takes too long."""
+        """Give up what takes too long, and say what is waited for."""
         self._prober.tick()
+        if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
+            self._waiting_at = None
+            self._console.say(f"msrun: waiting for the scheduler at {self._node.scheduler_name}")
 
     def _watch_process(self) -> None:
         if self._node.scheduler:
@@ -89,7 +98,7 @@ class SchedulerWatch:
             if line is Line.UP:
                 if self._was_up:
                     self._greet()
-                self._was_up, self._rejections = True, 0
+                self._was_up, self._rejections, self._waiting_at = True, 0, None
             elif self._was_up:
                 self._ask_whether_it_lives()
             elif line is Line.SILENT:
