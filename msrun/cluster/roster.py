@@ -33,9 +33,12 @@ class Node:
 class Roster:
     """All nodes of a job, in the order in which they came.
 
+    A cluster of thousands registers within seconds, so that whether they are enough is
+    counted as they come and never counted anew.
+
     Args:
         formation: What the job was asked to be.
-        nodes: Node id -> node.
+        nodes: Node id -> node; changed by the methods only, as are the next two.
         excluded: Node id -> why it may run no more workers.
         stale: Nodes on which workers of an earlier generation may still live.
     """
@@ -44,6 +47,49 @@ class Roster:
     nodes: dict[str, Node] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
+    _ready: dict[str, int] = field(default_factory=dict)
+    _slots: int = 0
+    _ranks: dict[int, str] = field(default_factory=dict)
+
+    def add(self, node_id: str, node: Node) -> None:
+        """Take in a node, or a new registration of a known one."""
+        self.nodes[node_id] = node
+        if node.registration.node_rank is not None:
+            self._ranks[node.registration.node_rank] = node_id
+        self._count(node_id)
+
+    def remove(self, node_id: str) -> Node:
+        """Forget a node, which may come back."""
+        node = self.nodes.pop(node_id)
+        self.stale.discard(node_id)
+        rank = node.registration.node_rank
+        if rank is not None and self._ranks.get(rank) == node_id:
+            del self._ranks[rank]
+        self._count(node_id)
+        return node
+
+    def mark_stale(self, node_id: str, *, is_stale: bool) -> None:
+        """Note whether workers of an earlier generation may live on a node."""
+        (self.stale.add if is_stale else self.stale.discard)(node_id)
+        self._count(node_id)
+
+    def exclude(self, node_id: str, why: str) -> None:
+        """Run no more workers on a node."""
+        self.excluded[node_id] = why
+        self._count(node_id)
+
+    def let_go(self, node_id: str, signum: int) -> None:
+        """Note that a node leaves on a signal."""
+        self.nodes[node_id].leaves_with = signum
+        self._count(node_id)
+
+    def _count(self, node_id: str) -> None:
+        self._slots -= self._ready.pop(node_id, 0)
+        node = self.nodes.get(node_id)
+        if node is None or node.leaves_with or node_id in self.stale or node_id in self.excluded:
+            return
+        self._ready[node_id] = node.registration.slots
+        self._slots += node.registration.slots
 
     def misfit(self, node_id: str, body: Register) -> str:
         """Return why a node cannot take part, empty when it can."""
@@ -66,27 +112,27 @@ class Roster:
             return ""
         if rank >= most:
             return f"--node-rank {rank} of node {body.host} is outside 0 to {most - 1}"
-        for other_id, other in self.nodes.items():
-            if other_id != node_id and other.registration.node_rank == rank:
-                taken = f"is that of node {other.registration.host} already"
-                return f"--node-rank {rank} of node {body.host} {taken}"
-        return ""
+        holder = self._ranks.get(rank, node_id)
+        if holder == node_id:
+            return ""
+        taken = f"is that of node {self.nodes[holder].registration.host} already"
+        return f"--node-rank {rank} of node {body.host} {taken}"
 
     def ready(self) -> dict[str, Register]:
         """Return the nodes on which a generation could start, in the order they came."""
         return {
             node_id: node.registration
             for node_id, node in self.nodes.items()
-            if node_id not in self.stale and node_id not in self.excluded and not node.leaves_with
+            if node_id in self._ready
         }
 
     def is_enough(self) -> bool:
         """Whether the job could run on the nodes that are ready."""
-        return seats.is_enough(self.ready(), self.formation)
+        return seats.is_enough(len(self._ready), self._slots, self.formation)
 
     def is_full(self) -> bool:
         """Whether the job could use no further node."""
-        return seats.is_full(self.ready(), self.formation)
+        return seats.is_full(len(self._ready), self._slots, self.formation)
 
     def can_grow(self, members: Collection[str]) -> bool:
         """Whether there is a newcomer to a generation of `members`, and room for it."""
@@ -97,9 +143,9 @@ class Roster:
         """Whether the job could go on without a node."""
         if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
             return False
-        rest = self.ready()
-        rest.pop(node_id, None)
-        return seats.is_enough(rest, self.formation)
+        slots = self._ready.get(node_id)
+        nodes = len(self._ready) - (slots is not None)
+        return seats.is_enough(nodes, self._slots - (slots or 0), self.formation)
 
     def leaving(self) -> list[str]:
         """Return the nodes that are to be sent home."""

@@ -159,8 +159,8 @@ class SchedulerState:
         if problem := self._roster.misfit(node_id, body):
             code = ExitCode.NODE_LOST if node_id in self._roster.excluded else ExitCode.USAGE
             return [self._send(node_id, Refused(reason=problem, code=code))]
-        self._roster.nodes[node_id] = Node(event.incarnation, body)
-        if self._current.undrained <= self._roster.nodes.keys():
+        self._roster.add(node_id, Node(event.incarnation, body))
+        if self._recover_by is not None and self._current.undrained <= self._roster.nodes.keys():
             self._recover_by = None
         self._forming.someone_came(now=now)
         if node_id in self._current.undrained and self.phase is not Phase.FORMING:
@@ -186,10 +186,10 @@ class SchedulerState:
 
     def _newcomer(self, node_id: str, body: Register, now: float) -> list[Action]:
         if body.running >= 0:  # workers of a generation that has gone on without them
-            self._roster.stale.add(node_id)
+            self._roster.mark_stale(node_id, is_stale=True)
             stop = Stop(reason="the job went on without this node")
             return [Send(node_id, body.running, stop)]
-        self._roster.stale.discard(node_id)
+        self._roster.mark_stale(node_id, is_stale=False)
         if self.phase is Phase.FORMING:
             return self._form_if_possible(now)
         if self._roster.can_grow(self._current.members):
@@ -236,7 +236,7 @@ class SchedulerState:
 
     def _interrupted(self, node_id: str, node: Node, signum: int, now: float) -> list[Action]:
         if signum != signal.SIGINT and self._roster.can_do_without(node_id):
-            node.leaves_with = signum
+            self._roster.let_go(node_id, signum)
             host = node.registration.host
             return self._leave(node_id, f"node {host} leaves on {signal_name(signum)}", now)
         verdict = verdicts.interrupted(
@@ -252,7 +252,7 @@ class SchedulerState:
             return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
         host = node.registration.host
         sentence = f"node {host} can run no more workers: {failure.reason}"
-        self._roster.excluded[node_id] = sentence
+        self._roster.exclude(node_id, sentence)
         if node_id in self._current.undrained:
             self._current.losses.append(Loss(sentence, now))
             if self.phase is Phase.RUNNING:
@@ -272,8 +272,7 @@ class SchedulerState:
     # Nodes that go.
 
     def _lost(self, node_id: str, reason: str, heard_at: float, now: float) -> list[Action]:
-        host = self._roster.nodes.pop(node_id).registration.host
-        self._roster.stale.discard(node_id)
+        host = self._roster.remove(node_id).registration.host
         if self.phase is Phase.FORMING:
             return self._form_if_possible(now)
         if node_id not in self._current.undrained:
@@ -292,7 +291,7 @@ class SchedulerState:
     def _dismiss(self, node_id: str) -> list[Action]:
         """Send a node home that leaves, or that is excluded."""
         reason = self._roster.farewell(node_id)
-        node = self._roster.nodes.pop(node_id)
+        node = self._roster.remove(node_id)
         signum = node.leaves_with
         code = signal_exit_code(signum) if signum else ExitCode.NODE_LOST
         return [self._send(node_id, Refused(reason=reason, code=code))]
@@ -396,7 +395,7 @@ class SchedulerState:
         if not node or not failures or not self._roster.can_do_without(node_id):
             return ""
         sentence = f"node {root.host} is excluded after {failures} failures of its workers"
-        self._roster.excluded[node_id] = sentence
+        self._roster.exclude(node_id, sentence)
         return sentence
 
     # Ends.

@@ -29,21 +29,17 @@ def node_order(node_id: str, node: Register) -> NodeOrder:
     return (node.node_rank is None, node.node_rank or 0, *numeric, natural, node_id)
 
 
-def is_full(nodes: Mapping[str, Register], formation: Formation) -> bool:
-    """Return whether no further node is waited for."""
-    return len(nodes) >= formation.nnodes_max or _has_workers(nodes, formation)
+def is_full(nodes: int, slots: int, formation: Formation) -> bool:
+    """Return whether no further node is waited for when so many bring so many workers."""
+    has_workers = formation.world_size is not None and slots >= formation.world_size
+    return nodes >= formation.nnodes_max or has_workers
 
 
-def is_enough(nodes: Mapping[str, Register], formation: Formation) -> bool:
+def is_enough(nodes: int, slots: int, formation: Formation) -> bool:
     """Return whether a generation can do without further nodes."""
     if formation.world_size is not None:
-        return is_full(nodes, formation)
-    return len(nodes) >= formation.nnodes_min
-
-
-def _has_workers(nodes: Mapping[str, Register], formation: Formation) -> bool:
-    slots = sum(node.slots for node in nodes.values())
-    return formation.world_size is not None and slots >= formation.world_size
+        return is_full(nodes, slots, formation)
+    return nodes >= formation.nnodes_min
 
 
 def choose(nodes: Mapping[str, Register], formation: Formation, seats: Sequence[str]) -> list[str]:

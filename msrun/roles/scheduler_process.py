@@ -63,6 +63,11 @@ class SchedulerProcess:
         self.pidfd = os.pidfd_open(self._process.pid)
         """Readable as soon as it has ended."""
 
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
+
     def how_it_ended(self) -> str:
         """Return the words for its end, after `pidfd` became readable."""
         code = self._process.wait()
