@@ -8,7 +8,7 @@ on the parts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from msrun.parallel.guard import Guard
 from msrun.parallel.local import local_gradient
 from msrun.parallel.placements import placements
 from msrun.parallel.tensor_plan import ModulePlan, ModuleShape
+from msrun.parallel.torch_compat import join_axes
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
@@ -54,6 +55,8 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     Returns:
         What guards the model, and has to guard its loss and whatever runs again in backward.
     """
+    for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
+        join_axes(mesh[axes])
     done: dict[int, Parameter] = {}
     for name, plan in plans.items():
         module = model.get_submodule(name)
@@ -68,6 +71,15 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     guard = Guard(mesh)
     model.forward = partial(_guarded, guard, model.forward)
     return guard
+
+
+def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the sets of axes that divide one dim together, each in the order of `names`."""
+    tensors = (
+        dims for plan in plans for dims in (*plan.params.values(), plan.inputs, plan.out) if dims
+    )
+    found = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
+    return sorted(tuple(sorted(axes, key=names.index)) for axes in found if len(axes) > 1)
 
 
 def _divide(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:

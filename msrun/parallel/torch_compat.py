@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
@@ -45,6 +46,14 @@ def parts_before(placement: Placement) -> int | None:
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if isinstance(placement, Shard) else None
+
+
+def join_axes(mesh: DeviceMesh) -> None:
+    """Have what is sent over all axes of `mesh` be sent at once, and not one axis after the other.
+
+    All ranks call it, in one order.
+    """
+    mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
 
 
 def functional_collective(name: str, x: Tensor, *options: Any, group: dist.ProcessGroup) -> Tensor:

@@ -3,15 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import batches, build, run_ranks
+from ranks import Counted, batches, build, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from msrun.parallel.torch_compat import (
     dispatching,
     functional_collective,
+    join_axes,
     parts_before,
     reduce_sharded,
     replace_tensors,
@@ -47,6 +48,20 @@ def test_parts_before():
     assert parts_before(Shard(1)) == 1
     assert parts_before(Replicate()) is None
     assert parts_before(Partial()) is None
+
+
+def _reduced_over_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    join_axes(mesh)
+    join_axes(mesh)
+    part = DTensor.from_local(torch.ones(2), mesh, (Partial(), Partial()))
+    with Counted() as counted:
+        whole = part.full_tensor()
+    return dict(counted.calls), whole.tolist()
+
+
+def test_joined_axes_are_one_to_collectives():
+    assert run_ranks(_reduced_over_two_axes, 4) == 4 * [({"all_reduce": 1}, [4.0, 4.0])]
 
 
 def _functional():
