@@ -252,7 +252,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     Args:
         mesh: Axis name -> size, the slowest-varying first; one may be -1, the rest.
         mode: What is allowed beside the mesh; None follows from the rest.
-        plan: Operator-level rules; the first that matches a module counts.
+        plan: Operator-level rules; the first that matches a module counts.  Or a strategy file,
+            which says for each parameter how it is divided.
         optimizer: Optimizer parallel.
         pipeline: Pipeline parallel; None without.
         recompute: Recomputation; None without.
@@ -265,7 +266,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     mesh: dict[str, int] = msgspec.field(default_factory=lambda: {DATA_AXIS: REST})
     mode: Literal["stand_alone", "data", "semi_auto", "auto", "manual"] | None = None
-    plan: list[Rule] = []
+    plan: list[Rule] | str = []
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline | None = None
     recompute: Recompute | None = None
@@ -282,6 +283,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         for name in self.mesh:
             if not _KEY.fullmatch(name):
                 raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
+        if self.plan == "":
+            raise ValueError("plan: '' names no file")
         if self.mode == "auto":
             raise ValueError("mode: auto: automatic strategy search is not part of this version")
         for key in ("plan", "pipeline"):

@@ -13,6 +13,7 @@ import msgspec
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, WHOLE, ParallelConfig, Rule
+from msrun.units import quoted
 
 
 class MeshLayout(msgspec.Struct, frozen=True):
@@ -65,7 +66,8 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
         UsageError: A size does not fit, or a key names an axis that is not there.
     """
     layout = MeshLayout(_fill(config.mesh, world_size))
-    for index, rule in enumerate(config.plan):
+    _check_plan_file(config)
+    for index, rule in enumerate(_rules(config)):
         _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
@@ -113,6 +115,19 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     return {name: rest if size == REST else size for name, size in mesh.items()}
 
 
+def _rules(config: ParallelConfig) -> list[Rule]:
+    return [] if isinstance(config.plan, str) else config.plan
+
+
+def _check_plan_file(config: ParallelConfig) -> None:
+    written = config.checkpoint and config.checkpoint.strategy
+    if written and written == config.plan:
+        raise UsageError(
+            f"{ROOT}.checkpoint.strategy: {quoted(written)} is what {ROOT}.plan reads",
+            hint="name another file, or leave it out: the plan is the file already",
+        )
+
+
 def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.mode == "stand_alone" and layout.world_size > 1:
         raise UsageError(
@@ -121,7 +136,9 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
     others = {name: size for name, size in layout.axes.items() if size > 1 and name != DATA_AXIS}
     if config.mode == "data" and others:
         raise UsageError(f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})")
-    named = {axis for rule in config.plan for axis in _axes_of(rule, layout)}
+    named = {axis for rule in _rules(config) for axis in _axes_of(rule, layout)}
+    if isinstance(config.plan, str):
+        named |= set(plan_axes(layout))  # the file is read with the model
     for name in others:
         if name != PIPELINE_AXIS and name not in named and config.mode != "manual":
             hint = (

@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Reduce
-from msrun.parallel.layout import plan_axes
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Reduce, Rule
+from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.tensor_plan import ModulePlan, plan_modules
@@ -121,12 +121,26 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     plans = {}
     if config.plan:
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
-        plans = plan_modules(config.plan, layout, shapes)
+        source = config.plan if isinstance(config.plan, str) else None
+        plans = plan_modules(_rules(runtime, model), layout, shapes, source)
     return _Choice(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
     )
+
+
+def _rules(runtime: Runtime, model: nn.Module) -> list[Rule]:
+    """Return the rules of the plan, for which a strategy file is read."""
+    config, layout = runtime.config, runtime.layout
+    if not isinstance(config.plan, str):
+        return config.plan
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = {name: param.shape for name, param in named}
+    read = _late("msrun.parallel.strategy_file").read_strategy
+    rules: list[Rule] = read(config.plan, layout, shapes)
+    resolve(msgspec.structs.replace(config, plan=rules), layout.world_size)
+    return rules
 
 
 def shard_model(

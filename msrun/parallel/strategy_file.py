@@ -29,6 +29,8 @@ from msrun.parallel.notation import dim_of
 from msrun.units import quoted
 
 _SHOWN_MAX = 8
+# A line is about 150 bytes.
+_BYTES_MAX = 64 << 20
 
 
 class ParameterStrategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +136,9 @@ def read_strategy(
                 f"{where}: {len(strategy.dims)} dims for a shape of {len(strategy.shape)}"
             )
         dims = [_plan_dim(where, dim, layout) for dim in strategy.dims]
+        axes = [axis for dim in strategy.dims for axis in _axes(dim)]
+        if twice := [axis for axis in axes if axes.count(axis) > 1]:
+            raise UsageError(f"{where}: axis {twice[0]!r} stands there twice")
         if any(dims):
             module, _, param = name.rpartition(".")
             rules.setdefault(module, {})[param] = dims
@@ -142,7 +147,7 @@ def read_strategy(
 
 def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:
     """Return `dim` with the axes alone that a plan may name."""
-    axes = [dim] if isinstance(dim, str) else dim or []
+    axes = _axes(dim)
     known = plan_axes(layout)
     found = [axis for axis in axes if axis in known]
     for axis in axes:
@@ -152,11 +157,20 @@ def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:
     return dim_of(found)
 
 
+def _axes(dim: Dim) -> list[str]:
+    return [dim] if isinstance(dim, str) else dim or []
+
+
 def _read(path: Path) -> Strategy:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Strategy)
+        with path.open("rb") as file:
+            content = file.read(_BYTES_MAX + 1)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > _BYTES_MAX:
+        raise UsageError(f"{path} is larger than 64 MiB")
+    try:
+        return msgspec.json.decode(content, type=Strategy)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
         raise UsageError(f"{path} is no strategy file: {text[:1].lower()}{text[1:]}") from None

@@ -49,14 +49,26 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_modules(
-    rules: Sequence[Rule], layout: MeshLayout, modules: Mapping[str, ModuleShape]
+    rules: Sequence[Rule],
+    layout: MeshLayout,
+    modules: Mapping[str, ModuleShape],
+    source: str | None = None,
 ) -> dict[str, ModulePlan]:
     """Return the plan of each module that a rule matches.
+
+    Args:
+        rules: The first that matches a module counts.
+        layout: The mesh.
+        modules: All modules, by name.
+        source: File that the rules come from, for messages; None is the configuration.
 
     Raises:
         UsageError: A rule matches nothing, does not fit its module, or cannot divide it.
     """
-    keys = [f"{ROOT}.plan[{index}]" for index in range(len(rules))]
+    keys = [
+        f"{source}: {rule.match}" if source else f"{ROOT}.plan[{index}]"
+        for index, rule in enumerate(rules)
+    ]
     for index, rule in enumerate(rules):
         matching([rule.match], list(modules), f"plan[{index}].match")
     found: dict[str, ModulePlan] = {}

@@ -103,6 +103,11 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "out": [None], "axis": "tp"}]},
             "parallel.plan[0].axis: belongs to a style",
         ),
+        ({"plan": ""}, "parallel.plan: '' names no file"),
+        (
+            {"mode": "data", "plan": "strategy.json"},
+            "parallel.plan: mode data has none (choose semi_auto)",
+        ),
         (
             {"mode": "data", "plan": [COLWISE]},
             "parallel.plan: mode data has none (choose semi_auto)",
@@ -208,6 +213,11 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             {"mesh": {"tp": 2}, "plan": [COLWISE], "optimizer": {"zero": 1, "dtype": "bfloat16"}},
             2,
             "parallel.optimizer.dtype: needs several data-parallel ranks, and dp is 1",
+        ),
+        (
+            {"plan": "s.json", "checkpoint": {"dir": "c", "strategy": "s.json"}},
+            8,
+            "parallel.checkpoint.strategy: 's.json' is what parallel.plan reads",
         ),
         (
             {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "out": [None, "tq"]}]},
