@@ -17,7 +17,6 @@ Example: a linear layer whose weight is cut by columns, and one cut by rows afte
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -26,19 +25,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from msrun.errors import UsageError
+from msrun.parallel.axes import axis_group
 from msrun.parallel.local import is_sharded
 from msrun.parallel.torch_compat import functional_collective
 
 Axis = str | dist.ProcessGroup
 _Peers = tuple[int | None, int | None]
-
-_group_of: Callable[[str], dist.ProcessGroup] | None = None
-
-
-def use_axes(group_of: Callable[[str], dist.ProcessGroup] | None) -> None:
-    """Let names of axes mean the groups that `group_of` returns; None forgets them."""
-    global _group_of  # noqa: PLW0603 - the process has one runtime, and this is its mesh
-    _group_of = group_of
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
@@ -327,9 +319,10 @@ def _group(x: Tensor, axis: Axis, name: str) -> dist.ProcessGroup:
         )
     if not isinstance(axis, str):
         return axis
-    if _group_of is None:
+    group = axis_group(axis)
+    if group is None:
         raise UsageError(f"{name} over axis {axis}: msrun.init was not called")
-    return _group_of(axis)
+    return group
 
 
 def _dim(x: Tensor, dim: int, name: str, axis: Axis, parts: int = 1) -> int:

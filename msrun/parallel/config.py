@@ -381,30 +381,31 @@ def _check_aliases(events: Iterable[object], path: Path) -> None:
         raise UsageError(f"{path}: aliases (*name) are not used here: write the value out")
 
 
-_WHERE = re.compile(r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-_OURS = re.compile(r"(?s)([a-z_]+): (.*)")
-_STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
+# Used for errors alone, so compiled by the first.
+_WHERE = r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`"
+_UNKNOWN = r"Object contains unknown field `(.*)`"
+_MISSING = r"Object missing required field `(.*)`"
+_OURS = r"(?s)([a-z_]+): (.*)"
+_STEP = r"\.([^.\[]+)|\[(\d+)\]"
 
 
 def _sentence(text: str, tree: object) -> str:
     """Return msgspec's message as one of ours: path, value, problem."""
-    match = _WHERE.fullmatch(text)
+    match = re.fullmatch(_WHERE, text)
     problem, path = (match[1], match[2].replace("[...]", "")) if match else (text, "")
     value, section, key = _follow(tree, path)
-    if unknown := _UNKNOWN.fullmatch(problem):
+    if unknown := re.fullmatch(_UNKNOWN, problem):
         keys = [field.encode_name for field in msgspec.structs.fields(section)]
         close = difflib.get_close_matches(unknown[1], keys, n=1)
         guess = f"did you mean {close[0]}?" if close else f"choose {', '.join(keys)}"
         return f"{ROOT}{path}.{unknown[1]}: is no key ({guess})"
-    if missing := _MISSING.fullmatch(problem):
+    if missing := re.fullmatch(_MISSING, problem):
         return f"{ROOT}{path}.{missing[1]}: is missing"
     if problem.startswith("Invalid enum value"):
         return f"{ROOT}{path}: {_shown(value)} is not known (choose {_choices(section, key)})"
     if problem.startswith("Expected"):
         return f"{ROOT}{path}: {_shown(value)}: e{problem[1:].replace('`', '')}"
-    ours = _OURS.fullmatch(problem)
+    ours = re.fullmatch(_OURS, problem)
     return f"{ROOT}{path}.{ours[1]}: {ours[2]}" if ours else f"{ROOT}{path}: {problem}"
 
 
@@ -412,7 +413,7 @@ def _follow(tree: object, path: str) -> tuple[object, type[Section], str]:
     """Return the value at `path`, the section that holds it, and its key there."""
     section: type[Section] = ParallelConfig
     key = ""
-    for step in _STEP.finditer(path):
+    for step in re.finditer(_STEP, path):
         section = _SECTIONS.get(key, section)
         if step[1] is None:
             tree = tree[int(step[2])] if isinstance(tree, list) else None

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of device.
 
     Args:

@@ -23,13 +23,11 @@ from msrun import environ
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 from msrun.parallel import device as devices
-from msrun.parallel import step as steps
-from msrun.parallel.collectives import use_axes
+from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
-from msrun.parallel.gradients import split_groups
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
-from msrun.parallel.shard import ShardedModel, shard_model
 
+# What only later calls need they import themselves: a rank that nobody forked waits for each.
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from msrun.parallel.data import MeshLoader
     from msrun.parallel.deferred import DeferredInit
     from msrun.parallel.pipeline.model import PipelineModel
+    from msrun.parallel.shard import ShardedModel
+    from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
 
@@ -153,6 +153,8 @@ class Runtime:
         Raises:
             UsageError: The configuration does not fit the model.
         """
+        from msrun.parallel.shard import shard_model
+
         result, sharded = shard_model(self, model, sample)
         self._models[result] = sharded
         return result
@@ -166,6 +168,8 @@ class Runtime:
         Raises:
             UsageError: It holds parameters that `shard` replaced: make it after `shard`.
         """
+        from msrun.parallel.gradients import split_groups
+
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
         split_groups(optimizer)
@@ -190,7 +194,7 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: steps.LossFunction,
+        loss_fn: LossFunction,
         *batch: Any,
         max_norm: float | None = None,
     ) -> Tensor:
@@ -206,10 +210,12 @@ class Runtime:
         Returns:
             The loss averaged over all samples of the job, the same on every rank.
         """
+        from msrun.parallel.step import run_step
+
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
-        loss = steps.run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
+        loss = run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
         if saves:
             self.checkpoints.after_step(model, optimizer)
         return loss
@@ -306,7 +312,9 @@ class Runtime:
         Returns:
             The norm before, over all ranks and the whole model.
         """
-        return steps.clip(self, model, max_norm)
+        from msrun.parallel.step import clip
+
+        return clip(self, model, max_norm)
 
     def sharded(self, model: nn.Module) -> ShardedModel:
         """Return what `shard` made of `model`.

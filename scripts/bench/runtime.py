@@ -77,7 +77,8 @@ def main() -> int:
     compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
     missed = []
-    print(f"import of the runtime where no parent has it: {_import_ms():.1f} ms")
+    import_ms = _import_ms()
+    print(f"import of the runtime where no parent has it: {import_ms:.1f} ms")
     for ranks in options.ranks:
         for name in options.only:
             ours, plain, extra = run(ranks, name)
@@ -90,8 +91,8 @@ def main() -> int:
             )
             if ratio < RATIO_MIN:
                 missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
-            if name == "dp" and extra > INIT_MS_MAX:
-                missed.append(f"msrun.init adds {extra:.1f} ms at {ranks} ranks")
+            if name == "dp" and import_ms + extra > INIT_MS_MAX:
+                missed.append(f"msrun.init adds {import_ms + extra:.1f} ms at {ranks} ranks")
     if options.check:
         for text in missed:
             print(f"missed: {text}", file=sys.stderr)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import (
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel import collectives
 from msrun.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -148,7 +147,6 @@ def _refusal(call):
 def _named():
     """Return what collectives over each axis of a 2 x 2 mesh see of the ranks' numbers."""
     runtime = msrun.init({"mesh": {"a": 2, "b": 2}, "mode": "manual"})
-    collectives.use_axes(runtime.group)
     x = torch.tensor([float(runtime.rank)])
     return {
         axis: (
@@ -170,8 +168,7 @@ def test_an_axis_is_named():
 
 
 def _alone():
-    runtime = msrun.init({"mesh": {"tp": 1}, "mode": "manual"})
-    collectives.use_axes(runtime.group)
+    msrun.init({"mesh": {"tp": 1}, "mode": "manual"})
     x = torch.ones(2, 3, requires_grad=True)
     same = ("sum", "mean", "max", "gather columns", "scatter columns", "to columns", "shift")
     assert all(CASES[name](x, "tp") is x for name in same)
@@ -192,8 +189,7 @@ def _refusals():
     x = torch.ones(4, 3)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     before = _refusal(lambda: all_reduce(x, "tp"))
-    runtime = msrun.init({"mesh": {"tp": 2}, "mode": "manual"})
-    collectives.use_axes(runtime.group)
+    msrun.init({"mesh": {"tp": 2}, "mode": "manual"})
     return [
         before,
         _refusal(lambda: all_reduce(x, "mp")),
@@ -343,7 +339,6 @@ def test_ring_attention(world_size):
 def _image(kernel, grid):
     """Convolve blocks of an image on a grid of ranks, with the rows and columns around them."""
     runtime = msrun.init({"mesh": dict(zip("hw", grid, strict=True)), "mode": "manual"})
-    collectives.use_axes(runtime.group)
     torch.manual_seed(1)
     edge, at = kernel // 2, runtime.coordinate
     weight = torch.randn(2, 3, kernel, kernel, dtype=torch.float64, requires_grad=True)
