@@ -22,7 +22,7 @@ from msrun.errors import UsageError
 from msrun.parallel import checkpoint_plan as plans
 from msrun.parallel import checkpoint_random as generators
 from msrun.parallel import checkpoint_store as store
-from msrun.parallel.checkpoint_peers import Peers
+from msrun.parallel.checkpoint_peers import DEADLINE, Peers
 from msrun.parallel.checkpoint_state import (
     Models,
     Names,
@@ -263,11 +263,16 @@ class Checkpoints:
             moment = self._moment(self._step, self._loader)
             self._due = partial(self._save, None, models, optimizer, (moment, self._extra))
 
-    def before_step(self) -> None:
-        """Save the step before, if it is one to save: loader and generators as they were then."""
+    def before_step(self, within: timedelta = DEADLINE) -> None:
+        """Save the step before, if it is one to save: loader and generators as they were then.
+
+        Ranks meet for it wherever they are, at the next step or at their end: one that leaves
+        early still takes part.
+        """
         if self._due is not None:
             due, self._due = self._due, None
-            self._join()
+            self._join()  # the writer talks to the same peers
+            self._peers.meet(within)
             due()
 
     def finish(self) -> None:
@@ -285,9 +290,8 @@ class Checkpoints:
         Raises:
             UsageError: The last checkpoint could not be written.
         """
-        if self._due is not None:
-            self._peers.meet(within)
-        self.finish()
+        self.before_step(within)
+        self._join()
 
     def write_strategy(
         self, path: str | Path, models: Models, stages: Sequence[int] | None = None

@@ -1,0 +1,80 @@
+"""A rank that ends early, right after a step whose checkpoint is due, makes nobody wait."""
+
+import multiprocessing
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from ranks import MODELS, OPTIMIZERS, batches, build
+from support import script
+
+import msrun
+from msrun.parallel import checkpoint_store as store
+
+pytestmark = pytest.mark.torch
+
+LEAVES = """
+import sys
+import torch, msrun
+
+rt = msrun.init({"checkpoint": {"dir": "ckpt", "every": 1}})
+torch.manual_seed(1)
+model = rt.shard(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    if step == 1 and rt.rank == LEAVER:
+        sys.exit(0)
+    rt.step(model, optimizer, torch.nn.functional.mse_loss, torch.ones(2, 4), torch.ones(2, 1))
+    print("step", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, leaver):
+    program = script(tmp_path, LEAVES.replace("LEAVER", str(leaver)), "leaves.py")
+    job = finished(tmp_path, "--workers-per-node", 2, program)
+
+    # The one that stayed cannot train alone, and says so; the fixture's patience is a minute.
+    assert job.process.returncode == 1
+    assert job.log(leaver) == "step 0\n"
+    stayed = job.log(1 - leaver)
+    assert stayed.startswith("step 0\n")
+    assert "Connection closed by peer" in stayed
+    newest = store.find_newest(tmp_path / "ckpt")
+    assert store.read_manifest(newest).step == 1
+
+
+def without_peer(rank, folder, answers):
+    """Train to where a checkpoint is due; then rank 1 is gone, as after a kill."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    store_file = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store_file, rank=rank, world_size=2)
+    runtime = msrun.init({"checkpoint": {"dir": f"{folder}/ckpt", "every": 1}})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
+    checkpoints = runtime.checkpoints
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        checkpoints.finish_at_exit(timedelta(minutes=5))
+    answers.put(caught.value.message)
+
+
+def test_a_rank_that_is_gone_is_known_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=without_peer, args=(rank, tmp_path, answers)) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        message = answers.get(timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+    assert message.startswith("not all ranks came within 0:05:00: ")
