@@ -5,8 +5,8 @@
     python scripts/bench/runtime.py --check            # exit 1 and name the missed bars
 
 Both models live in the same ranks and take turns, a few steps each, so that whatever else the
-machine does meets both.  The hand-written ones use `DistributedDataParallel`, `fully_shard`
-and `parallelize_module`.
+machine does meets both.  The hand-written ones use `DistributedDataParallel`, `fully_shard`,
+`parallelize_module` and `torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -62,7 +63,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": -1}},
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
+    "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
 }
+MICROBATCHES = 4
 
 
 def main() -> int:
@@ -72,6 +75,7 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", choices=CONFIGS, nargs="+", default=list(CONFIGS))
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
@@ -81,7 +85,7 @@ def main() -> int:
     print(f"import of the runtime where no parent has it: {import_ms:.1f} ms")
     for ranks in options.ranks:
         for name in options.only:
-            ours, plain, extra = run(ranks, name)
+            ours, plain, extra = run(ranks, name, options.turns)
             ratio = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
             print(
                 f"{name:6} {ranks} ranks  msrun {statistics.median(ours):8,.0f} tokens/s  "
@@ -110,13 +114,15 @@ def _import_ms() -> float:
     return min(map(float, runs))
 
 
-def run(ranks: int, name: str) -> tuple[list[float], list[float], float]:
+def run(ranks: int, name: str, turns: int = TURNS) -> tuple[list[float], list[float], float]:
     """Return tokens a second of each turn, ours and plain, and the milliseconds of `msrun.init`."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, name, f"{folder}/store", answers))
+            context.Process(
+                target=_rank, args=((rank, ranks), name, turns, f"{folder}/store", answers)
+            )
             for rank in range(ranks)
         ]
         for process in processes:
@@ -129,7 +135,8 @@ def run(ranks: int, name: str) -> tuple[list[float], list[float], float]:
     return found
 
 
-def _rank(rank: int, ranks: int, name: str, path: str, answers: Any) -> None:
+def _rank(place: tuple[int, int], name: str, turns: int, path: str, answers: Any) -> None:
+    rank, ranks = place
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -137,27 +144,36 @@ def _rank(rank: int, ranks: int, name: str, path: str, answers: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     dist.barrier()
     start = time.perf_counter()
-    runtime = msrun.init(CONFIGS[name])
+    runtime = msrun.init(_config(name, ranks))
     extra = 1000 * (time.perf_counter() - start)
     lm = _load_example()
-    turns = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
-    generator = torch.Generator().manual_seed(rank if name != "tp" else 0)
+    steps = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
+    copies = runtime.layout.size("dp")
+    generator = torch.Generator().manual_seed(rank if copies > 1 else 0)
     batch = torch.randint(0, 104, (LOCAL_BATCH, lm.LENGTH + 1), generator=generator)
     speeds: dict[str, list[float]] = {"ours": [], "plain": []}
-    for turn in range(TURNS + 1):
+    for turn in range(turns + 1):
         for who in ("ours", "plain") if turn % 2 else ("plain", "ours"):
             dist.barrier()
             start = time.perf_counter()
             for _ in range(STEPS_A_TURN):
-                turns[who](batch[:, :-1], batch[:, 1:])
+                steps[who](batch[:, :-1], batch[:, 1:])
             dist.barrier()
             seconds = time.perf_counter() - start
-            copies = runtime.layout.size("dp")
             if turn:  # the first one warms up
                 tokens = STEPS_A_TURN * LOCAL_BATCH * lm.LENGTH * copies
                 speeds[who].append(tokens / seconds)
     if rank == 0:
         answers.put((speeds["ours"], speeds["plain"], extra))
+
+
+def _config(name: str, ranks: int) -> dict[str, Any]:
+    config = CONFIGS[name]
+    if name != "pp":
+        return config
+    layers = {f"layers.{index}": index * ranks // 4 for index in range(4)}
+    stages = {"embed": 0, **layers, "norm": ranks - 1, "head": ranks - 1}
+    return config | {"pipeline": {"stages": stages, "microbatches": MICROBATCHES}}
 
 
 def _load_example() -> ModuleType:
@@ -182,6 +198,8 @@ def _plain(name: str, lm: Any) -> Step:
     """Return the step of the same model as its users write it without us."""
     torch.manual_seed(0)
     model: nn.Module = lm.GPT(104)
+    if name == "pp":
+        return _Pipeline(model, lm.loss_of)
     if name == "dp":
         model = DistributedDataParallel(model)
     elif name == "zero3":
@@ -201,6 +219,57 @@ def _plain(name: str, lm: Any) -> Step:
             layer.attend = functools.partial(_attend, lm, layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return functools.partial(_plain_step, model, optimizer, lm.loss_of)
+
+
+class _Stage(nn.Module):
+    """Some layers of the model, and what stands before the first and behind the last."""
+
+    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+        super().__init__()
+        count = len(model.layers)
+        self.layers = model.layers[count * rank // ranks : count * (rank + 1) // ranks]
+        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        if self.is_first:
+            self.position = model.position
+        if self.is_last:
+            self.norm, self.head = model.norm, model.head
+        if self.is_first or self.is_last:
+            self.embed = model.embed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next stage gets, or the logits."""
+        if self.is_first:
+            x = self.embed(x) + self.position
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+class _Pipeline:
+    """One step of a hand-divided model, whose embedding the first and the last stage share."""
+
+    def __init__(self, model: nn.Module, loss_of: Any) -> None:
+        rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._module = _Stage(model, rank, self._ranks)
+        self._ends = dist.new_group(sorted({0, self._ranks - 1}))
+        stage = PipelineStage(self._module, rank, self._ranks, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3)
+
+    def __call__(self, inputs: Tensor, target: Tensor) -> float:
+        self._optimizer.zero_grad()
+        losses: list[Tensor] = []
+        given = (inputs,) if self._module.is_first else ()
+        wanted: dict[str, Any] = {}
+        if self._module.is_last:
+            wanted = {"target": target, "losses": losses}
+        self._schedule.step(*given, **wanted)
+        if self._ranks > 1 and (self._module.is_first or self._module.is_last):
+            dist.all_reduce(self._module.embed.weight.grad, group=self._ends)
+        self._optimizer.step()
+        average = torch.stack(losses).mean() if losses else torch.zeros(())
+        dist.broadcast(average, self._ranks - 1)
+        return float(average.item())
 
 
 def _attend(lm: Any, block: Any, x: Tensor) -> Tensor:
