@@ -279,7 +279,7 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.2)
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
