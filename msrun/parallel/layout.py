@@ -15,6 +15,9 @@ from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, WHOLE, ParallelConfig, Rule
 from msrun.units import quoted
 
+# Of a plan, where `fully_shard` divides its parameters once more.
+_SHARDED_AXES_MAX = 2
+
 
 class MeshLayout(msgspec.Struct, frozen=True):
     """Named axes over the ranks 0 to `world_size` - 1.
@@ -169,6 +172,14 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     if size != REST and degree % size:
         raise UsageError(
             f"{ROOT}.optimizer.shard_size: {size} does not divide {DATA_AXIS} {degree}"
+        )
+    axes = plan_axes(layout)
+    if config.optimizer.zero and degree > 1 and config.plan and len(axes) > _SHARDED_AXES_MAX:
+        raise UsageError(
+            f"{ROOT}.optimizer.zero: {config.optimizer.zero} beside a plan over {len(axes)} axes "
+            f"({', '.join(axes)}): torch divides what a plan divided over at most "
+            f"{_SHARDED_AXES_MAX}",
+            hint="make one axis of two, which may stand in one dim, or take zero 0",
         )
     if degree == 1 and layout.world_size > 1:
         for key in ("dtype", "offload"):

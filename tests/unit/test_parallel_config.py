@@ -215,6 +215,18 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.optimizer.dtype: needs several data-parallel ranks, and dp is 1",
         ),
         (
+            {
+                "mesh": {"dp": 2, "x": 2, "y": 2, "z": 1},
+                "plan": [{"match": "*", "out": [["x", "y", "z"]]}],
+                "optimizer": {"zero": 1},
+            },
+            8,
+            (
+                "parallel.optimizer.zero: 1 beside a plan over 3 axes (x, y, z): "
+                "torch divides what a plan divided over at most 2"
+            ),
+        ),
+        (
             {"plan": "s.json", "checkpoint": {"dir": "c", "strategy": "s.json"}},
             8,
             "parallel.checkpoint.strategy: 's.json' is what parallel.plan reads",
