@@ -260,6 +260,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         accumulate: Micro-batches of one step.
         reduce: Reduction of gradients.
         batch_norm: Statistics of batch norms over the whole batch, or each rank's own.
+        dropout: Masks of data-parallel ranks: drawn by each for itself, or those of one process.
         checkpoint: Checkpoints; None leaves them to `rt.save(path)`.
         seed: Seed of all random generators; None leaves them as they are.
     """
@@ -273,6 +274,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     accumulate: int = 1
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
+    dropout: Literal["local", "exact"] = "local"
     checkpoint: Checkpoint | None = None
     seed: int | None = None
 

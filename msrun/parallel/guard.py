@@ -50,10 +50,14 @@ class Guard(TorchFunctionMode):
 
     Args:
         mesh: Of all divided tensors.
+
+    Attributes:
+        draw: Draws the mask of a dropout.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.draw = _draw
         self._has_loss_parallel = False
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
@@ -157,7 +161,7 @@ class Guard(TorchFunctionMode):
             return x
         if any(placement.is_partial() for placement in x.placements):
             x = x.redistribute(self._mesh, self._whole)
-        keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        keep = self.draw(x, 1 - p)
         mask = DTensor.from_local(keep, self._mesh, self._whole, run_check=False)
         return x * mask.redistribute(self._mesh, x.placements).div(1 - p)
 
@@ -180,6 +184,11 @@ class Guard(TorchFunctionMode):
         if is_plain and is_by_class and self._has_loss_parallel:
             return function(logits, target, **options)
         return self._run_whole(function, function.__name__, (logits, target), options)
+
+
+def _draw(x: Tensor, share: float) -> Tensor:
+    """Return ones for that `share` of the elements of the whole of `x`, and zeros."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(share)
 
 
 def _is_divided(value: Any) -> bool:

@@ -75,6 +75,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     _check_mode(config, layout)
     _check_pipeline(config, layout)
     _check_optimizer(config, layout)
+    _check_dropout(config, layout)
     return layout
 
 
@@ -188,6 +189,15 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
                     f"{ROOT}.optimizer.{key}: needs several data-parallel ranks, "
                     f"and {DATA_AXIS} is 1"
                 )
+
+
+def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
+    microbatches = config.pipeline.microbatches if config.pipeline else config.accumulate
+    if config.dropout == "exact" and layout.size(DATA_AXIS) > 1 and microbatches > 1:
+        raise UsageError(
+            f"{ROOT}.dropout: exact with {microbatches} micro-batches, which hold other samples "
+            "than those of one process (choose local)"
+        )
 
 
 def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:

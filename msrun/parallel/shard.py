@@ -1,7 +1,7 @@
 """What `rt.shard` does to a model, in the one order in which the parts fit together.
 
-Equal weights everywhere -> operator plan -> batch norms -> recomputation -> optimizer sharding
-or reduction of gradients -> random streams.
+Equal weights everywhere -> operator plan -> batch norms and dropout -> recomputation -> optimizer
+sharding or reduction of gradients -> random streams.
 """
 
 from __future__ import annotations
@@ -217,11 +217,29 @@ def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guar
     guard = _divide_operators(runtime, model, plans)
     if runtime.layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
         batch_norm.synchronize(model, runtime.group(DATA_AXIS))
+    inside: list[Context] = [guard.active] if guard else []
+    if _is_dropout_exact(runtime):
+        exact = _late("msrun.parallel.dropout").ExactDropout(runtime)
+        inside.insert(0, exact.active)
+        if guard:
+            guard.draw = exact.draw
+        exact.apply(model)
     if config.recompute:
-        inside = guard.active if guard else contextlib.nullcontext
         recomputed = [name for name in choice.recomputed if name in own]
-        recompute.apply(model, recomputed, config.recompute.save, inside)
+        recompute.apply(model, recomputed, config.recompute.save, partial(_all_of, inside))
     return guard
+
+
+def _is_dropout_exact(runtime: Runtime) -> bool:
+    return runtime.config.dropout == "exact" and runtime.layout.size(DATA_AXIS) > 1
+
+
+@contextlib.contextmanager
+def _all_of(contexts: Sequence[Context]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 def _divide_operators(
@@ -337,7 +355,7 @@ def _divide_random_streams(runtime: Runtime) -> None:
         dist.broadcast(there, src=0)
         state.view(torch.uint8).copy_(there)
     index = runtime.coordinate.get(DATA_AXIS, 0)
-    if index:
+    if index and not _is_dropout_exact(runtime):
         torch.manual_seed((int(states[1].item()) + index * _GOLDEN) % 2**63)
     else:
         torch.set_rng_state(states[0])

@@ -1,0 +1,130 @@
+"""`dropout: exact`: data-parallel ranks drop what one process would drop of the whole batch.
+
+All ranks go on with one random stream.  Each draws the mask of the whole batch and uses the part
+of its samples: numbers that one process draws too, for a memory of one mask and the time to draw
+it.  What else draws random numbers by samples would draw the same ones on every rank, and is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import UsageError
+from msrun.parallel import torch_compat
+from msrun.parallel.config import DATA_AXIS, ROOT
+from msrun.parallel.local import is_sharded
+
+if TYPE_CHECKING:
+    from msrun.parallel.runtime import Runtime
+
+_DRAWING_NAMES = """
+    alpha_dropout bernoulli bernoulli_ cauchy_ dropout1d dropout2d dropout3d exponential_
+    feature_alpha_dropout geometric_ gumbel_softmax log_normal_ multinomial normal normal_ poisson
+    rand rand_like randint randint_like randn randn_like random_ randperm rrelu uniform_
+"""
+_DRAWING = frozenset(_DRAWING_NAMES.split())
+# They draw where their only argument that is a fraction is not 0.
+_DROPPING = {"gru", "lstm", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention"}
+
+
+class ExactDropout(TorchFunctionMode):
+    """While it is active, dropout draws for the whole batch.
+
+    Args:
+        runtime: Whose data-parallel axis divides the batch.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._index = runtime.coordinate[DATA_AXIS]
+        self._count = runtime.layout.size(DATA_AXIS)
+        self._samples = 0
+        self._is_drawing = False
+
+    def apply(self, model: nn.Module) -> None:
+        """Have `model` run inside when it trains."""
+        model.forward = partial(self._forward, model, model.forward)
+
+    def _forward(
+        self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not model.training:
+            return forward(*args, **kwargs)
+        if self._runtime.batch_weight != 1.0:
+            raise UsageError(
+                f"{ROOT}.dropout: exact needs batches of one size on all ranks",
+                hint="take rt.loader(..., drop_last=True)",
+            )
+        given = (*args, *kwargs.values())
+        self._samples = next((len(x) for x in given if isinstance(x, Tensor) and x.dim()), 0)
+        with self.active():
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw for the whole batch inside, also where that is so already."""
+        with contextlib.nullcontext() if torch_compat.is_active(self) else self:
+            yield
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        if func is functional.dropout and not is_sharded(args[0]):
+            return self._dropout(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        is_dropping = name in _DROPPING and _fraction((*args, *kwargs.values()))
+        if (name in _DRAWING or is_dropping) and not self._is_drawing:
+            raise UsageError(
+                f"{ROOT}.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}",
+                hint="take dropout: local",
+            )
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float, training: Any, inplace: Any) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        keep = self.draw(x, 1 - p).div_(1 - p)
+        return x.mul_(keep) if inplace else x * keep
+
+    def draw(self, x: Tensor, share: float) -> Tensor:
+        """Return ones for that `share` of the elements of `x`, and zeros.
+
+        Raises:
+            UsageError: It does not begin with the samples of the batch.
+        """
+        rows = len(x) if x.dim() else 0
+        if not self._samples or rows % self._samples or not rows:
+            raise UsageError(
+                f"{ROOT}.dropout: exact: a dropout sees a tensor of shape {tuple(x.shape)}, "
+                f"which does not begin with the {self._samples} samples of the batch",
+                hint="take dropout: local",
+            )
+        self._is_drawing = True
+        try:
+            whole = torch.empty(
+                (self._count * rows, *x.shape[1:]), dtype=x.dtype, device=x.device
+            ).bernoulli_(share)
+        finally:
+            self._is_drawing = False
+        return whole[self._index * rows :][:rows]
+
+
+def _fraction(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, float) and 0 < value < 1 for value in values)

@@ -1,0 +1,120 @@
+"""`dropout: exact`: data-parallel ranks drop what one process drops."""
+
+import pytest
+import torch
+from ranks import OPTIMIZERS, assert_equal_curves, batches, build, run_ranks, token_loss
+from test_grid import DP_TP, RECOMPUTE
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.torch
+
+EXACT = {"seed": 5, "dropout": "exact"}
+
+
+def dropping(config):
+    runtime = msrun.init(EXACT | config)
+    network = runtime.shard(build("transformer", dropout=0.3))
+    update = runtime.optimizer(OPTIMIZERS["adamw"](network.parameters()))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    return [
+        runtime.step(network, update, token_loss, *(t.chunk(count)[share] for t in batch)).item()
+        for batch in batches("transformer")
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(dropping, 1, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {}),
+        (4, {}),
+        (2, {"optimizer": {"zero": 3}}),
+        (4, {"optimizer": {"zero": 1}} | RECOMPUTE),
+        (4, DP_TP),
+        (4, DP_TP | RECOMPUTE),
+    ],
+)
+def test_equals_one_process(alone, ranks, config):
+    assert_equal_curves(run_ranks(dropping, ranks, config), alone)
+
+
+def test_without_it_ranks_drop_otherwise(alone):
+    for losses in run_ranks(dropping, 2, {"dropout": "local"}):
+        assert abs(losses[-1] - alone[-1]) > 1e-4
+
+
+def masks():
+    """Return what a dropout keeps when trained by hand, and when not training."""
+    network = msrun.init(EXACT).shard(nn.Dropout(0.5, inplace=True))
+    kept = network(torch.ones(4, 3)).tolist()
+    network.eval()
+    return kept, network(torch.ones(4, 3)).tolist()
+
+
+def drawn_alone():
+    torch.manual_seed(5)
+    return functional.dropout(torch.ones(8, 3), 0.5).tolist()
+
+
+def test_parts_are_those_of_one_mask():
+    (first, whole), (second, _) = run_ranks(masks, 2)
+
+    assert first + second == run_ranks(drawn_alone, 1)[0]
+    assert whole == torch.ones(4, 3).tolist()
+
+
+class Noisy(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.linear(x))
+
+
+def attend(x):
+    heads = x.view(1, 1, -1, 4)
+    return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+
+
+CALLS = {
+    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, training=True),
+    "rand": lambda x: x + torch.rand(4),
+    "scaled_dot_product_attention": attend,
+}
+
+
+def refused(name):
+    network = msrun.init(EXACT).shard(Noisy(CALLS[name]))
+    with pytest.raises(UsageError) as caught:
+        network(torch.ones(6, 4))
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_else_draws_is_refused(name):
+    sentence = f"parallel.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}"
+    assert run_ranks(refused, 2, name) == 2 * [sentence]
+
+
+def other_shape():
+    network = msrun.init(EXACT).shard(Noisy(lambda x: functional.dropout(x.T, 0.5)))
+    with pytest.raises(UsageError) as caught:
+        network(torch.ones(6, 4))
+    return caught.value.message
+
+
+def test_samples_come_first():
+    assert run_ranks(other_shape, 2)[0] == (
+        "parallel.dropout: exact: a dropout sees a tensor of shape (4, 6), "
+        "which does not begin with the 6 samples of the batch"
+    )
