@@ -174,6 +174,8 @@ def shard_model(
     divided = None
     if group is not None and config.optimizer.zero:
         divided = _divide_parameters(runtime, model, choice)
+        if config.pipeline:
+            model.reduces_once = config.optimizer.zero == 1  # type: ignore[assignment]
     if late and weights is not None:
         is_offloaded = divided is not None and config.optimizer.offload
         on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()

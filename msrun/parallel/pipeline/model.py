@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel.config import ROOT, Pipeline
+from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
@@ -61,7 +62,12 @@ class PipelineModel(nn.Module):
     """One stage's part of a model, under the names it had; called, it runs all stages.
 
     Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
+
+    Attributes:
+        reduces_once: What is fully sharded in it stays as it is until the end of a step.
     """
+
+    reduces_once = False
 
     def __init__(
         self,
@@ -138,6 +144,8 @@ class PipelineModel(nn.Module):
             )
         work = Work(division=division, inputs=inputs, target=target, loss_fn=loss_fn, scale=scale)
         self._schedule(borders).run(work)
+        for param in self.parameters():
+            local_gradient(param)  # completes what was computed apart, without its hook
         # The ranks before the last one do not know the type of the loss.
         loss = torch.zeros((), device=self._line.device)
         if work.losses:

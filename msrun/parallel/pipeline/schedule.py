@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel.local import is_sharded, whole
+from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
 from msrun.parallel.pipeline.line import Line
 from msrun.parallel.pipeline.microbatch import Division
@@ -184,15 +184,13 @@ class Schedule:
 def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] | None:
     """Return what computes gradients of weights apart from inputs'; None leaves it to torch.
 
-    torch's way begins at inputs with a gradient, and calls no hook of a parameter, on which
-    torch's own sharded parameters depend.  Where it does not fit, both gradients are computed at
-    once and nothing is left for later.
+    torch's way begins at inputs with a gradient, and calls no hook of a parameter.  What is fully
+    sharded and reduced or sharded again in each backward depends on those hooks; then both
+    gradients are computed at once, and nothing is left for later.
     """
-    is_plain = not any(
-        isinstance(module, FSDPModule) or any(map(is_sharded, module.parameters(recurse=False)))
-        for module in model.modules()
-    )
-    if is_plain and any(border.requires_grad for border in received):
+    is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
+    can_wait = not is_hooked or getattr(model, "reduces_once", False)
+    if can_wait and any(border.requires_grad for border in received):
         return None
     return lambda: lambda: None
 
