@@ -32,8 +32,8 @@ _DRAWING_NAMES = """
     rand rand_like randint randint_like randn randn_like random_ randperm rrelu uniform_
 """
 _DRAWING = frozenset(_DRAWING_NAMES.split())
-# They draw where their only argument that is a fraction is not 0.
-_DROPPING = {"gru", "lstm", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention"}
+# They draw where they drop, and take no other fraction.
+_RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 
 
 class ExactDropout(TorchFunctionMode):
@@ -89,8 +89,7 @@ class ExactDropout(TorchFunctionMode):
         if func is functional.dropout and not is_sharded(args[0]):
             return self._dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        is_dropping = name in _DROPPING and _fraction((*args, *kwargs.values()))
-        if (name in _DRAWING or is_dropping) and not self._is_drawing:
+        if not self._is_drawing and (name in _DRAWING or _drops(name, args, kwargs)):
             raise UsageError(
                 f"{ROOT}.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}",
                 hint="take dropout: local",
@@ -126,5 +125,8 @@ class ExactDropout(TorchFunctionMode):
         return whole[self._index * rows :][:rows]
 
 
-def _fraction(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, float) and 0 < value < 1 for value in values)
+def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the function `name` drops something by itself."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))  # noqa: PLR2004
+    return name in _RECURRENT and any(isinstance(value, float) and value > 0 for value in args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.nn import Parameter
 
 from msrun.parallel.local import is_sharded, local_gradient
 
+# Optimizers whose results as lists were compared; axes up to which the first step is quick.
+_OF_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _LIST_AXES_MAX = 2
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -87,9 +90,13 @@ def split_groups(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = first
         for params in others:
             optimizer.add_param_group({**group, "params": params})
-    for group in optimizer.param_groups:
-        chosen = [group.get(key) for key in ("foreach", "fused", "differentiable")]
-        mesh = group["params"][0].device_mesh if is_sharded(group["params"][0]) else None
-        if "foreach" in group and chosen[0] is None and not any(chosen) and mesh is not None:
-            # On more axes the first step would take a while to find out about each of them.
-            group["foreach"] = mesh.ndim <= _LIST_AXES_MAX or None
+    if type(optimizer) in _OF_LISTS:
+        for group in optimizer.param_groups:
+            _update_as_lists(group)
+
+
+def _update_as_lists(group: dict[str, Any]) -> None:
+    first = group["params"][0]
+    is_chosen = group["foreach"] is not None or group["fused"] or group["differentiable"]
+    if is_sharded(first) and first.device_mesh.ndim <= _LIST_AXES_MAX and not is_chosen:
+        group["foreach"] = True

@@ -106,6 +106,30 @@ def test_what_else_draws_is_refused(name):
     assert run_ranks(refused, 2, name) == 2 * [sentence]
 
 
+def allowed():
+    """Run what draws nothing, though it looks like it."""
+    network = msrun.init(EXACT).shard(nn.LSTM(4, 4, num_layers=2))
+    network(torch.ones(3, 2, 4))
+    heads = torch.ones(1, 1, 3, 4)
+    noisy = Noisy(lambda _: functional.scaled_dot_product_attention(heads, heads, heads, scale=0.5))
+    return list(msrun.init().shard(noisy)(torch.ones(6, 4)).shape)
+
+
+def test_what_draws_nothing_is_not():
+    assert run_ranks(allowed, 2)[0] == [1, 1, 3, 4]
+
+
+def dropping_between_layers():
+    network = msrun.init(EXACT).shard(nn.LSTM(4, 4, num_layers=2, dropout=0.1))
+    with pytest.raises(UsageError) as caught:
+        network(torch.ones(3, 2, 4))
+    return caught.value.message
+
+
+def test_what_drops_inside_is_refused():
+    assert run_ranks(dropping_between_layers, 2)[0].endswith("the model calls lstm")
+
+
 def other_shape():
     network = msrun.init(EXACT).shard(Noisy(lambda x: functional.dropout(x.T, 0.5)))
     with pytest.raises(UsageError) as caught:

@@ -44,6 +44,11 @@ def test_what_the_user_chose_stays():
     assert run_ranks(trained, 2, config, ADAM, {"fused": True})[0][0] == [None]
 
 
+def test_other_optimizers_stay_as_torch_has_them():
+    config = {"optimizer": {"zero": 1}}
+    assert run_ranks(trained, 2, config, torch.optim.RMSprop, {})[0][0] == [None]
+
+
 def axes_of_groups(config):
     """Return of each group how many axes divide it, and how it is updated."""
     runtime = msrun.init(config)
