@@ -40,6 +40,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
         local_world_size: Ranks on its node.
         node_rank: Its node; None where the starter does not say.
         generation: How many times the job re-formed before.
+        device: Number of its device among those it sees; None for that of its local rank.
     """
 
     source: str
@@ -49,6 +50,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int = 1
     node_rank: int | None = 0
     generation: int = 0
+    device: int | None = None
 
 
 class _Starter(msgspec.Struct, frozen=True, kw_only=True):
