@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrun.errors import UsageError
 from msrun.units import shown
-from ranktable import RankTable, RankTableError, Status, parse_table, render_table
+from ranktable import (
+    RankTable,
+    RankTableError,
+    Status,
+    merge_tables,
+    parse_table,
+    render_table,
+)
 
 _BYTES_MAX = 64 * 2**20
 
@@ -48,6 +56,22 @@ def read_table(path: str, *, is_part: bool = False) -> RankTable:
         hint = "wait until its writer has set status to completed"
         raise UsageError(f"{shown(path)}: status: the table is still being written", hint=hint)
     return table
+
+
+def merge_files(paths: Sequence[str]) -> RankTable:
+    """Return one table with the servers of all files, in order, and ranks from 0.
+
+    Raises:
+        UsageError: A file holds no sound table, or they do not fit together.
+    """
+    parts = [read_table(path, is_part=True) for path in paths]
+    try:
+        return merge_tables(parts)
+    except RankTableError as error:
+        named = str(error.problems[0])
+        for i, path in enumerate(paths):
+            named = named.replace(f"parts[{i}]", shown(path))
+        raise UsageError(f"the tables do not fit together: {named}") from None
 
 
 def write_table(table: RankTable, path: str) -> None:

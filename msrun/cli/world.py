@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class World(Protocol):
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Return why nobody can listen on `port` of this machine, None when one can."""
+
+    def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Return the addresses that Ascend devices of these physical numbers have of their own."""
 
     def is_terminal(self) -> bool:
         """Tell whether a person reads stdout."""
@@ -84,6 +87,14 @@ class RealWorld:
         if code == errno.EACCES:
             return "may not be used by this user (choose 1024 to 65535, or 0 for a free one)"
         return None
+
+    def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Return what /etc/hccn.conf or hccn_tool tells."""
+        from pathlib import Path
+
+        from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
+
+        return read_device_ips(Path("/"), numbers, ask_hccn_tool)
 
     def is_terminal(self) -> bool:
         """Tell whether a person reads stdout."""

@@ -84,6 +84,7 @@ class FakeWorld:
     variables: dict[str, str] = field(default_factory=dict)
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     busy: dict[int, str] = field(default_factory=dict)
+    addresses: dict[int, str] = field(default_factory=dict)
     terminal: bool = False
 
     def environment(self):
@@ -118,6 +119,9 @@ class FakeWorld:
     def port_problem(self, host, port):
         del host
         return self.busy.get(port)
+
+    def device_addresses(self, numbers):
+        return {number: self.addresses[number] for number in numbers if number in self.addresses}
 
     def is_terminal(self):
         return self.terminal
