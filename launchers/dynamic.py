@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+from msgspec import structs
+
 from msrun import environ
 from msrun.job import JobSpec, Program, ProgramKind
-from msrun.launch import LaunchPlan
+from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import run_dir
 from msrun.supervise import containment, node_plan
 from msrun.topology import Machine
@@ -21,14 +23,19 @@ class DynamicLauncher:
         Raises:
             UsageError: The job cannot run here; the message says why.
         """
-        placement = node_plan.alone(job, str(run_dir.location(job.job_id)))
+        placement = node_plan.expected(job, str(run_dir.location(job.job_id)))
+        workers = node_plan.plan_workers(job, machine, placement, environ.current())
+        has_ranks = node_plan.has_ranks(job)
+        if not has_ranks:
+            workers = tuple(_without_rank(job, machine, worker) for worker in workers)
         return LaunchPlan(
             job=job,
             machine=machine,
-            workers=node_plan.plan_workers(job, machine, placement, environ.current()),
+            workers=workers,
             argv=_command(job.program),
             containment=containment.describe(machine.cgroup),
             notes=node_plan.plan_affinity(job, machine).notes,
+            has_ranks=has_ranks,
         )
 
     def submit(self, plan: LaunchPlan) -> int:
@@ -36,6 +43,11 @@ class DynamicLauncher:
         from msrun.roles.agent import run  # `plan` needs no ZeroMQ.
 
         return run(plan)
+
+
+def _without_rank(job: JobSpec, machine: Machine, worker: WorkerPlan) -> WorkerPlan:
+    name = node_plan.log_file(job, machine, node_plan.UNKNOWN_RANK, worker.local_rank)
+    return structs.replace(worker, log_file=name)
 
 
 def _command(program: Program) -> tuple[str, ...]:

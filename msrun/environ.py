@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -418,6 +419,17 @@ def restore(before: Mapping[str, str | None]) -> None:
 def runtime_dir() -> str | None:
     """Return the user's own directory for sockets and the like, None when there is none."""
     return os.environ.get("XDG_RUNTIME_DIR")
+
+
+def config_dir() -> Path | None:
+    """Return where this user's programs keep their settings, None without a home directory."""
+    named = os.environ.get("XDG_CONFIG_HOME", "")
+    if Path(named).is_absolute():  # As the XDG specification has it, others do not count.
+        return Path(named)
+    try:
+        return Path.home() / ".config"
+    except RuntimeError:
+        return None
 
 
 def error_file() -> str | None:

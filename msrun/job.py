@@ -12,6 +12,8 @@ from msrun.errors import UsageError
 
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 PORT_MAX = 65535
+LOOPBACK = "127.0.0.1"
+LAST_CALL = 30.0  # as torchrun's
 
 
 class ProgramKind(enum.Enum):
@@ -93,12 +95,22 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         job_id: Name of this launch, unique on the machine.
         program: What every worker runs.
         nnodes_min: Fewest nodes the job runs on.
-        nnodes_max: Most nodes the job runs on.
-        workers_per_node: Workers this node starts, at least 1.
+        nnodes_max: Most nodes the job runs on; as many as `world_size` where nobody says.
+        world_size: Workers that all nodes bring together, None when nobody says; with it
+            the job runs on nodes whose workers sum to it, on no fewer and no more.
+        workers_per_node: Workers this node starts, at least 1; other nodes may start others.
         node_rank: Rank of this node, None when the scheduler decides.
-        master_addr: Host whose agent starts the scheduler, None for this node alone.
-        master_port: Port of the scheduler; 0 takes a free one.
+        master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
+            this node alone.
+        master_port: Port of the scheduler; 0, on one node only, takes a free one.
+        serves: This node starts the scheduler.
+        listen_host: Numeric address of the scheduler: it binds this one where `serves`, and
+            other nodes connect to it.
+        address: Numeric address by which other nodes reach this one.
+        secret_file: File with the job's secret; None takes the user's own of several nodes,
+            and a fresh one on one node.
         join_timeout: Seconds in which all nodes must register.
+        last_call: Seconds in which further nodes may join when `nnodes_min` are there.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
@@ -107,6 +119,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
         tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe.
+        tail_local: Local ranks beyond which the console shows none; None sets no limit.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
@@ -128,16 +141,23 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str
     nnodes_min: int = 1
     nnodes_max: int = 1
+    world_size: int | None = None
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int = 0
+    serves: bool = True
+    listen_host: str = LOOPBACK
+    address: str = LOOPBACK
+    secret_file: str | None = None
     join_timeout: float = 600.0
+    last_call: float = LAST_CALL
     grace: float = 10.0
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK
     preload: tuple[str, ...] = ()
     worker_log_name: str = "worker_{rank}"
     tail: frozenset[int] | None = None
+    tail_local: frozenset[int] | None = None
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
@@ -161,6 +181,12 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"--nnodes {self.nnodes_min}:{self.nnodes_max} must be MIN:MAX with 1 <= MIN <= MAX"
             )
             raise UsageError(msg)
+        if self.world_size is not None and self.world_size < self.workers_per_node:
+            msg = (
+                f"--worker-num {self.world_size} is fewer than --workers-per-node "
+                f"{self.workers_per_node}"
+            )
+            raise UsageError(msg)
         if not 0 <= self.master_port <= PORT_MAX:
             msg = f"--master-port {self.master_port} is outside 0 to {PORT_MAX}"
             raise UsageError(msg)
@@ -170,6 +196,26 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not self.join_timeout > 0:
             msg = f"--join-timeout {self.join_timeout:g}s must be above zero"
             raise UsageError(msg)
+        if not self.last_call >= 0:
+            msg = f"--last-call {self.last_call:g}s must not be negative"
+            raise UsageError(msg)
         if not self.grace >= 0:
             msg = f"--grace {self.grace:g}s must not be negative"
             raise UsageError(msg)
+
+    def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
+        """Tell whether the console, which may be a terminal, shows the log of a worker."""
+        if self.tail is None and self.tail_local is None:
+            return is_terminal and rank == 0
+        is_chosen = self.tail is None or rank in self.tail
+        return is_chosen and (self.tail_local is None or local_rank in self.tail_local)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node is the whole job."""
+        return self.nnodes_max == 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job runs on more or fewer workers when nodes come and go."""
+        return self.world_size is None and self.nnodes_min < self.nnodes_max

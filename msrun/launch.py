@@ -57,10 +57,13 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         job: What was asked for.
         machine: What this node offers.
-        workers: This node's ranks, by local rank.
+        workers: This node's ranks, by local rank; without `has_ranks` what they get
+            whatever their ranks.
         argv: The command of every worker.
         containment: How the process tree is held together.
         notes: What the user should know, one sentence each.
+        has_ranks: The ranks of `workers` follow from the job; otherwise the scheduler assigns
+            them when the nodes are there.
     """
 
     job: JobSpec
@@ -69,6 +72,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     containment: str
     notes: tuple[str, ...] = ()
+    has_ranks: bool = True
 
 
 @runtime_checkable

@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 from msrun.cli import options
+from msrun.cli.formation import Size
 from msrun.cli.parsers import RankChoice, span
 from msrun.cli.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 
+RanksGiven = Given[frozenset[int] | None]
 
-def choose_tail(settings: Settings, world_size: int) -> Given[frozenset[int] | None]:
-    """Return the ranks to show; None leaves it to the launcher.  One node: ranks are local.
+
+def choose_tail(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
+    """Return the ranks to show, and the local ranks to which that is limited.
+
+    None leaves the first to the launcher and is no limit as the second.  On one node
+    ranks are local, and the first says it all.
 
     Raises:
         UsageError: A rank is not there, or options contradict each other.
     """
-    tail = _checked(settings.get(options.TAIL), world_size)
-    tee = _checked(settings.get(options.TEE), world_size)
-    if tee and not tee.value:
+    ranks, local = _choose(settings, size)
+    if local.value is None or not size.is_alone:
+        return ranks, local
+    both = local.value if ranks.value is None else ranks.value & local.value
+    return Given(both, local.source, local.text), Given(None)
+
+
+def _choose(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
+    here = size.workers.value
+    tail = _checked(settings.get(options.TAIL), size.world_size)
+    tee = _checked(settings.get(options.TEE), here)
+    if tee and tee.value == RankChoice():
         tee = None  # `-t 0` is torchrun's default and says nothing.
-    shown = strongest(tail, tee)
-    only = _checked(settings.get(options.LOCAL_RANKS_FILTER), world_size)
-    if only is None:
-        return shown or Given(None)
-    return Given(only.value if shown is None else only.value & shown.value, only.source, only.text)
+    only = _checked(settings.get(options.LOCAL_RANKS_FILTER), here)
+    limit = Given(None) if only is None else _ranks(only, here)
+    chosen = strongest(tail, tee)
+    if chosen is None:
+        return Given(None), limit
+    if chosen is tail and not chosen.value.every:
+        return Given(chosen.value.ranks, chosen.source, chosen.text), limit
+    local = _ranks(chosen, here)
+    if limit.value is None or local.value is None:
+        return Given(None), local
+    return Given(None), Given(local.value & limit.value, limit.source, limit.text)
 
 
-def _checked(given: Given[RankChoice] | None, world_size: int) -> Given[frozenset[int]] | None:
-    if given is None:
-        return None
-    everyone = frozenset(range(world_size))
+def _checked(given: Given[RankChoice] | None, count: int | None) -> Given[RankChoice] | None:
+    """Return `given` with `every` for all of `count` ranks, where their number is known."""
+    if given is None or count is None:
+        return given
+    everyone = frozenset(range(count))
     if beyond := sorted(given.value.ranks - everyone):
-        where = f"(choose {span(world_size)})"
+        where = f"(choose {span(count)})"
         msg = f"{given.cite()} names rank {beyond[0]}, which is not there {where}"
         raise UsageError(msg)
-    chosen = everyone if given.value.every else given.value.ranks
+    is_every = given.value.every or given.value.ranks == everyone
+    return Given(RankChoice(every=True) if is_every else given.value, given.source, given.text)
+
+
+def _ranks(given: Given[RankChoice], count: int) -> RanksGiven:
+    chosen = frozenset(range(count)) if given.value.every else given.value.ranks
     return Given(chosen, given.source, given.text)

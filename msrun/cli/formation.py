@@ -1,67 +1,170 @@
-"""Nodes, workers and the scheduler's address: what the options say together."""
+"""How many nodes and workers a job has, and how long it waits for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from msrun import environ
 from msrun.cli import options
 from msrun.cli.capacity import capacity
-from msrun.cli.parsers import WorkerWord
+from msrun.cli.option import Option
+from msrun.cli.parsers import WorkerWord, span
 from msrun.cli.settings import Given, Settings, strongest
-from msrun.cli.world import World
 from msrun.errors import UsageError
 from msrun.topology import DeviceKind, Machine
 
-ONE_NODE = "this version forms one node"
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How many nodes and workers a job has.
 
-def check_one_node(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Refuse what needs further nodes.
-
-    Raises:
-        UsageError: More than one node, or another rank than 0, is asked for, or another
-            launcher started several copies of this one.
+    Args:
+        nnodes: Fewest and most nodes.
+        workers: Workers of this node.
+        total: Workers of all nodes, None when nobody says.
+        world_size: The same as far as it follows from the words; None where the other
+            nodes decide.
     """
-    if copies := environ.copies(environment):
-        variable, count = copies
-        msg = f"environment {variable}={count}: {count} copies of msrun run, and {ONE_NODE}"
-        raise UsageError(msg, hint="start one, such as by `srun --ntasks 1` or `mpirun -n 1`")
-    nnodes = settings.get(options.NNODES)
-    if nnodes and nnodes.value[1] > 1:
-        msg = f"{nnodes.cite()} asks for more nodes than one, and {ONE_NODE} (choose 1)"
-        raise UsageError(msg)
-    node_rank = settings.get(options.NODE_RANK)
-    if node_rank and node_rank.value > 0:
-        msg = f"{node_rank.cite()} is no rank of the only node, and {ONE_NODE} (choose 0)"
-        raise UsageError(msg)
+
+    nnodes: Given[tuple[int, int]]
+    workers: Given[int]
+    total: Given[int] | None
+    world_size: int | None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node is the whole job."""
+        return self.nnodes.value[1] == 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may come and go."""
+        return self.total is None and self.nnodes.value[0] < self.nnodes.value[1]
 
 
-def count_workers(settings: Settings, machine: Machine) -> Given[int]:
-    """Return how many workers this node starts.
+def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) -> Size:
+    """Return the size of the job.
 
     Raises:
-        UsageError: Options contradict each other, a device is missing, or the machine
-            is too small.
+        UsageError: Options contradict each other, a device is missing, the machine is too
+            small, or another launcher started more copies of this one than there are nodes.
     """
     given = settings.get(options.WORKERS_PER_NODE)
-    each = Given(_default(machine)) if given is None else _counted(given, machine)
+    each = None if given is None else _counted(given, machine)
+    nnodes = _nodes(settings, each)
+    if nnodes.value[1] == 1:
+        workers = _workers_alone(settings, each or Given(_default(machine)))
+        size = Size(nnodes=nnodes, workers=workers, total=None, world_size=workers.value)
+    else:
+        total = settings.get(options.WORKER_NUM)
+        workers = each or _share(total, nnodes) or Given(_default(machine))
+        _check_total(total, nnodes, workers)
+        size = Size(
+            nnodes=nnodes,
+            workers=workers,
+            total=total,
+            world_size=total.value if total else _product(nnodes, given),
+        )
+    _check_capacity(size.workers, machine)
+    _check_node_rank(settings, size)
+    _check_copies(size, environment)
+    return size
+
+
+def _product(nnodes: Given[tuple[int, int]], each: Given[int | WorkerWord] | None) -> int | None:
+    """Return the workers of nodes that are all told the same number, None where they are not."""
+    fewest, most = nnodes.value
+    if fewest < most or each is None or isinstance(each.value, WorkerWord):
+        return None
+    return most * each.value
+
+
+def _nodes(settings: Settings, each: Given[int] | None) -> Given[tuple[int, int]]:
+    """Return the fewest and the most nodes; MindSpore's total alone leaves them open."""
+    nnodes, alone = settings.get(options.NNODES), settings.get(options.STANDALONE)
+    if alone and alone.value:
+        if nnodes and nnodes.value[1] > 1 and nnodes.source.level >= alone.source.level:
+            raise UsageError(f"{nnodes.cite()} contradicts --standalone, which is this node alone")
+        return Given((1, 1), alone.source, alone.text)
+    total = settings.get(options.WORKER_NUM)
+    if nnodes is None and total and each and each.value < total.value:
+        is_part = each.source.level >= total.source.level
+        nnodes = Given((1, total.value), total.source, total.text) if is_part else None
+    return nnodes or Given((1, 1))
+
+
+def _workers_alone(settings: Settings, each: Given[int]) -> Given[int]:
     total = settings.get(options.WORKER_NUM)
     if total and total.source.level > each.source.level:
-        each = total
-    elif total and total.source.level == each.source.level and total.value != each.value:
-        msg = f"{total.cite()} is not 1 node times {each.cite()}, and {ONE_NODE}"
-        raise UsageError(msg)
-    most, limit = capacity(machine)
-    if each.value > most:
-        shown = each.cite() if each.text else f"--workers-per-node {each.value}"
-        msg = f"{shown} is more than this machine can hold: at most {most}, limited by {limit}"
-        raise UsageError(msg)
+        return total
+    if total and total.source.level == each.source.level and total.value != each.value:
+        raise UsageError(f"{total.cite()} is not 1 node times {each.cite()}")
     return each
 
 
+def _share(total: Given[int] | None, nnodes: Given[tuple[int, int]]) -> Given[int] | None:
+    """Return one node's share of `total`, as MindSpore divides it; None of unknown numbers."""
+    fewest, most = nnodes.value
+    if total is None or fewest < most:
+        return None
+    each, rest = divmod(total.value, most)
+    if rest or not each:
+        msg = f"{total.cite()} cannot be shared equally by {nnodes.cite()}"
+        raise UsageError(msg, hint="give --workers-per-node on each node")
+    return Given(each, total.source, total.text)
+
+
+def _check_total(
+    total: Given[int] | None, nnodes: Given[tuple[int, int]], workers: Given[int]
+) -> None:
+    """Refuse a total that this node and one worker on each other node exceed."""
+    fewest = nnodes.value[0]
+    if total and total.value < workers.value + fewest - 1:
+        msg = (
+            f"{total.cite()} is too few for {_nodes_text(fewest)}, of which this one starts "
+            f"{workers.value}"
+        )
+        raise UsageError(msg)
+
+
+def _check_capacity(workers: Given[int], machine: Machine) -> None:
+    most, limit = capacity(machine)
+    if workers.value > most:
+        cite = workers.cite() if workers.text else f"--workers-per-node {workers.value}"
+        msg = f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
+        raise UsageError(msg)
+
+
+def _check_node_rank(settings: Settings, size: Size) -> None:
+    given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
+    if given and given.value >= most:
+        msg = f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})"
+        raise UsageError(msg, hint="a job of several nodes needs --nnodes" if most == 1 else None)
+
+
+def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
+    """Refuse more copies of msrun than the job has nodes."""
+    copies, most = environ.copies(environment), size.nnodes.value[1]
+    if not copies or copies[1] <= most:
+        return
+    variable, number = copies
+    hint = "start one on each node, such as by `srun --ntasks-per-node 1` or `mpirun -npernode 1`"
+    if most == 1:
+        hint = (
+            "add --nnodes and --master-addr for one job of them all, or start one, such as by "
+            "`srun --ntasks 1` or `mpirun -n 1`"
+        )
+    msg = f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}"
+    raise UsageError(msg, hint=hint)
+
+
+def _nodes_text(number: int) -> str:
+    return f"{number} node{'s' if number > 1 else ''}"
+
+
 def count_ranks(settings: Settings, machine: Machine) -> int:
-    """Return the workers of a job of any size, also one that this version cannot form.
+    """Return the workers of a job of any size, whose nodes are all like this one.
 
     Raises:
         UsageError: Options contradict each other, or a device is missing.
@@ -100,53 +203,10 @@ def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
     return Given(count, given.source, given.text)
 
 
-def find_endpoint(settings: Settings, world: World) -> tuple[Given[str] | None, Given[int]]:
-    """Return host (None when nobody names one) and port of the scheduler.
-
-    Raises:
-        UsageError: Options contradict each other, the host is not this machine, or
-            the port is taken.
-    """
-    both = settings.get(options.RDZV_ENDPOINT)
-    alone = settings.get(options.STANDALONE)
-    if both and alone and alone.value:
-        if both.source.level >= alone.source.level:
-            msg = f"{both.cite()} contradicts --standalone, which takes a free port of this node"
-            raise UsageError(msg)
-        both = None
-    host = strongest(
-        settings.get(options.MASTER_ADDR),
-        Given(both.value[0], both.source, both.text) if both else None,
-    )
-    port = strongest(
-        settings.get(options.MASTER_PORT),
-        Given(both.value[1], both.source, both.text)
-        if both and both.value[1] is not None
-        else None,
-    ) or Given(0)
-    if host:
-        _check_local(host, world)
-    if port.value:
-        problem = world.port_problem(host.value if host else "127.0.0.1", port.value)
-        if problem:
-            msg = f"{port.cite()}: port {port.value} {problem}"
-            raise UsageError(msg)
-    return host, port
-
-
-def _check_local(host: Given[str], world: World) -> None:
-    is_local = world.is_local(host.value)
-    if is_local is None:
-        msg = f"{host.cite()}: the name resolver does not know {host.value}"
-        raise UsageError(msg)
-    if not is_local:
-        msg = f"{host.cite()} is no address of this machine, and {ONE_NODE} (choose localhost)"
-        raise UsageError(msg)
-
-
-def find_join_timeout(settings: Settings) -> Given[float]:
-    """Return the seconds in which all nodes must register."""
+def find_timeout(settings: Settings, option: Option[float]) -> Given[float]:
+    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well."""
     conf = settings.get(options.RDZV_CONF)
-    named = Given(conf.value, conf.source, conf.text) if conf and conf.value is not None else None
-    timeout = strongest(settings.get(options.JOIN_TIMEOUT), named)
-    return timeout or Given(options.JOIN_TIMEOUT.default or 0.0)
+    named = None
+    if conf and option.name in conf.value:
+        named = Given(conf.value[option.name], conf.source, conf.text)
+    return strongest(settings.get(option), named) or Given(settings.value(option))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from msrun.cli import options
 from msrun.cli.console import choose_tail
-from msrun.cli.formation import check_one_node, count_workers, find_endpoint, find_join_timeout
+from msrun.cli.formation import Size, count, find_timeout
+from msrun.cli.meeting import Meeting, find_meeting
 from msrun.cli.option import Option
 from msrun.cli.parallel import Parallel, fit_parallel, is_inline
 from msrun.cli.placement import choose_binding
@@ -17,7 +19,8 @@ from msrun.cli.program import Chosen, job_id_stem
 from msrun.cli.settings import Given, Settings, strongest
 from msrun.cli.world import World
 from msrun.errors import UsageError
-from msrun.job import JobSpec, ProgramKind, RestartLimits, StartMethod
+from msrun.job import Binding, JobSpec, ProgramKind, RestartLimits, StartMethod
+from msrun.supervise.secret import read_secret
 from msrun.topology import Machine
 from msrun.units import shown
 
@@ -55,66 +58,145 @@ class JobDraft:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What the job's fields are, where more than one option or the machine decides."""
+
+    size: Size
+    meeting: Meeting
+    job_id: Given[str]
+    log_dir: Given[str]
+    join_timeout: Given[float]
+    last_call: Given[float]
+    secret_file: Given[str | None]
+    tail: Given[frozenset[int] | None]
+    tail_local: Given[frozenset[int] | None]
+    start_method: Given[StartMethod]
+    bind_core: Given[Binding]
+    bind_numa: Given[Binding]
+    env: Given[dict[str, str]]
+
+
 def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World) -> JobDraft:
     """Return the job that `settings` ask for on `machine`.
 
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
     """
-    check_one_node(settings, world.environment())
-    workers = count_workers(settings, machine)
-    host, port = find_endpoint(settings, world)
-    join_timeout = find_join_timeout(settings)
-    job_id = _job_id(settings, chosen, world)
+    found, notes = _find(settings, chosen, machine, world)
+    parallel = fit_parallel(settings.get(options.PARALLEL), found.size.world_size)
+    job = _job(settings, chosen, found, parallel)
+    notes = [*_without_effect(settings, found), *_insecure(settings), *notes, *_unfitted(parallel)]
+    return JobDraft(
+        job=job,
+        machine=machine,
+        parallel=parallel,
+        values=_values(settings, found),
+        notes=tuple(notes),
+    )
+
+
+def _find(
+    settings: Settings, chosen: Chosen, machine: Machine, world: World
+) -> tuple[_Found, list[str]]:
+    """Return what is found out, and notes."""
+    size = count(settings, machine, world.environment())
+    meeting = find_meeting(settings, size, machine, world)
+    join_timeout = find_timeout(settings, options.JOIN_TIMEOUT)
+    last_call = find_timeout(settings, options.LAST_CALL)
+    job_id = _job_id(settings, chosen, size, meeting, world)
     log_dir = _log_dir(settings, job_id.value)
-    tail = choose_tail(settings, workers.value)
+    tail, tail_local = choose_tail(settings, size)
     start_method, start_notes = _start_method(settings, chosen)
     bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
-    env, parallel = merge_env(settings), fit_parallel(settings.get(options.PARALLEL), workers.value)
-    job = JobSpec(
-        job_id=job_id.value,
+    found = _Found(
+        size=size,
+        meeting=meeting,
+        job_id=job_id,
+        log_dir=log_dir,
+        join_timeout=join_timeout,
+        last_call=last_call,
+        secret_file=_secret_file(settings),
+        tail=tail,
+        tail_local=tail_local,
+        start_method=start_method,
+        bind_core=bind_core,
+        bind_numa=bind_numa,
+        env=merge_env(settings),
+    )
+    return found, [*start_notes, *bind_notes]
+
+
+def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel | None) -> JobSpec:
+    size, meeting, node_rank = found.size, found.meeting, settings.get(options.NODE_RANK)
+    return JobSpec(
+        job_id=found.job_id.value,
         program=chosen.program,
-        workers_per_node=workers.value,
+        nnodes_min=size.nnodes.value[0],
+        nnodes_max=size.nnodes.value[1],
+        world_size=size.total.value if size.total else None,
+        workers_per_node=size.workers.value,
         cwd=str(Path.cwd()),
-        log_dir=log_dir.value,
-        node_rank=0 if settings.get(options.NODE_RANK) else None,
-        master_addr=host.value if host else None,
-        master_port=port.value,
-        join_timeout=join_timeout.value,
+        log_dir=found.log_dir.value,
+        node_rank=node_rank.value if node_rank else None,
+        master_addr=meeting.host.value if meeting.host else None,
+        master_port=meeting.port.value,
+        serves=meeting.serves,
+        listen_host=meeting.listen_host,
+        address=meeting.address,
+        secret_file=found.secret_file.value,
+        join_timeout=found.join_timeout.value,
+        last_call=found.last_call.value,
         grace=settings.value(options.GRACE),
         restarts=_restarts(settings),
-        start_method=start_method.value,
+        start_method=found.start_method.value,
         preload=settings.value(options.PRELOAD),
         worker_log_name=settings.value(options.WORKER_LOG_NAME),
-        tail=tail.value,
-        bind_core=bind_core.value,
-        bind_numa=bind_numa.value,
+        tail=found.tail.value,
+        tail_local=found.tail_local.value,
+        bind_core=found.bind_core.value,
+        bind_numa=found.bind_numa.value,
         role=settings.value(options.ROLE),
         virtual_local_rank=settings.value(options.VIRTUAL_LOCAL_RANK),
-        env=env.value,
+        env=found.env.value,
         parallel=parallel.render() if parallel else "",
         insecure=settings.value(options.INSECURE),
         detach=not settings.value(options.JOIN),
         launcher=settings.value(options.LAUNCHER),
     )
-    values: dict[str, Given[object]] = {
-        "job-id": job_id,
-        "nnodes": Given(1, settings.source(options.NNODES)),
-        "workers-per-node": workers,
-        "master-addr": host or Given(None),
-        "master-port": port,
-        "join-timeout": join_timeout,
-        "start-method": start_method,
-        "env": env,
-        "log-dir": log_dir,
-        "tail": tail,
-        "bind-core": bind_core,
-        "bind-numa": bind_numa,
-        "parallel": _named(settings.get(options.PARALLEL)),
+
+
+def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
+    """Return what `plan` shows of each setting, what one node has no use for left out."""
+    fewest, most = found.size.nnodes.value
+    nnodes = most if fewest == most else f"{fewest}:{most}"
+    is_alone = found.size.is_alone
+    nobody: Given[object] = Given(None)
+    several: dict[str, Given[object]] = {
+        "worker-num": found.size.total or nobody,
+        "node-rank": settings.get(options.NODE_RANK) or nobody,
+        "local-addr": settings.get(options.LOCAL_ADDR) or nobody,
+        "last-call": found.last_call,
+        "local-ranks-filter": found.tail_local,
     }
-    values |= {o.name: Given(settings.value(o), settings.source(o)) for o in _DIRECT}
-    notes = (*_insecure(settings), *start_notes, *bind_notes)
-    return JobDraft(job=job, machine=machine, parallel=parallel, values=values, notes=notes)
+    return {
+        "job-id": found.job_id,
+        "nnodes": Given(nnodes, settings.source(options.NNODES)),
+        "workers-per-node": found.size.workers,
+        "master-addr": found.meeting.host or nobody,
+        "master-port": found.meeting.port,
+        "join-timeout": found.join_timeout,
+        **({} if is_alone else several),
+        **({} if is_alone and not found.secret_file.text else {"secret-file": found.secret_file}),
+        "start-method": found.start_method,
+        "env": found.env,
+        "log-dir": found.log_dir,
+        "tail": found.tail,
+        "bind-core": found.bind_core,
+        "bind-numa": found.bind_numa,
+        "parallel": _named(settings.get(options.PARALLEL)),
+        **{o.name: Given(settings.value(o), settings.source(o)) for o in _DIRECT},
+    }
 
 
 def _named(parallel: Given[object] | None) -> Given[str | None]:
@@ -123,6 +205,18 @@ def _named(parallel: Given[object] | None) -> Given[str | None]:
         return Given(None)
     name = "inline" if is_inline(parallel.text) else parallel.text
     return Given(name, parallel.source, parallel.text)
+
+
+def _without_effect(settings: Settings, found: _Found) -> Iterator[str]:
+    if (local_addr := settings.get(options.LOCAL_ADDR)) and found.size.is_alone:
+        yield f"{local_addr.cite()} has no effect on one node"
+    if found.last_call.text and not found.size.is_elastic:
+        yield f"{found.last_call.cite()} has no effect: the job's nodes are as many as they are"
+
+
+def _unfitted(parallel: Parallel | None) -> Iterator[str]:
+    if parallel and parallel.layout is None:
+        yield "--parallel is checked when the nodes are there, unless --worker-num says how many"
 
 
 def _insecure(settings: Settings) -> Iterator[str]:
@@ -139,9 +233,35 @@ def _restarts(settings: Settings) -> RestartLimits:
     )
 
 
-def _job_id(settings: Settings, chosen: Chosen, world: World) -> Given[str]:
+def _secret_file(settings: Settings) -> Given[str | None]:
+    """Return the file of the job's secret that is named; it holds one."""
+    named, insecure = settings.get(options.SECRET_FILE), settings.get(options.INSECURE)
+    if named is None:
+        return Given(None)
+    if insecure and insecure.value:
+        if insecure.source.level <= named.source.level:
+            raise UsageError(f"{named.cite()} contradicts {insecure.cite()}")
+        return Given(None)
+    path = str(Path(named.value).absolute())
+    read_secret(path)
+    return Given(path, named.source, named.text)
+
+
+def _job_id(
+    settings: Settings, chosen: Chosen, size: Size, meeting: Meeting, world: World
+) -> Given[str]:
+    """Return the job's name: on several nodes, what the same words on all of them make of it."""
     named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
-    return named or Given(f"{job_id_stem(chosen.program)}-{world.token()}")
+    if named:
+        return named
+    token = world.token()
+    if meeting.host and not size.is_alone:
+        program = chosen.program
+        total = size.total.value if size.total else None
+        words = (meeting.host.value, meeting.port.value, size.nnodes.value, total)
+        same = repr((*words, program.kind.value, program.target, program.args))
+        token = hashlib.sha256(same.encode(errors="surrogateescape")).hexdigest()[: len(token)]
+    return Given(f"{job_id_stem(chosen.program)}-{token}")
 
 
 def _log_dir(settings: Settings, job_id: str) -> Given[str]:

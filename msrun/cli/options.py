@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from msrun.cli import parsers
 from msrun.cli.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
@@ -19,7 +20,7 @@ NNODES = Option(
     name="nnodes",
     group=Group.CLUSTER,
     metavar="N|MIN:MAX",
-    help="Nodes in the job.",
+    help="Nodes in the job; with MIN:MAX they may come and go.",
     parse=parsers.nodes,
     default=(1, 1),
     default_text="1",
@@ -39,27 +40,27 @@ WORKER_NUM = Option(
     name="worker-num",
     group=Group.CLUSTER,
     metavar="N",
-    help="Workers in the whole job.",
+    help="Workers in the whole job, on however many nodes unless --nnodes says.",
     parse=parsers.whole(1),
-    default_text="nodes times workers per node",
+    default_text="what the nodes bring",
 )
 MASTER_ADDR = Option(
     name="master-addr",
     group=Group.CLUSTER,
     metavar="HOST",
-    help="Node that runs the scheduler.",
+    help="Node that runs the scheduler, the same word on every node.",
     parse=parsers.host,
-    default_text="this node",
+    default_text="this node alone",
     torchrun="master_addr",
 )
 MASTER_PORT = Option(
     name="master-port",
     group=Group.CLUSTER,
     metavar="PORT",
-    help="Port of the scheduler; 0 takes a free one.",
+    help="Port of the scheduler; 0, on one node, takes a free one.",
     parse=parsers.whole(0, PORT_MAX),
     default=0,
-    default_text="0",
+    default_text="0, 29500 of several nodes",
     torchrun="master_port",
 )
 RDZV_ENDPOINT = Option(
@@ -70,6 +71,15 @@ RDZV_ENDPOINT = Option(
     parse=parsers.endpoint,
     torchrun="rdzv_endpoint",
     unset=frozenset({""}),
+)
+LOCAL_ADDR = Option(
+    name="local-addr",
+    group=Group.CLUSTER,
+    metavar="HOST",
+    help="Address by which the other nodes reach this one.",
+    parse=parsers.host,
+    default_text="that of the route to --master-addr",
+    torchrun="local_addr",
 )
 STANDALONE = Option(
     name="standalone",
@@ -90,11 +100,20 @@ JOIN_TIMEOUT = Option(
     default_text="10m",
     aliases=("--cluster-time-out",),
 )
-RDZV_CONF = Option(
+LAST_CALL = Option(
+    name="last-call",
+    group=Group.CLUSTER,
+    metavar="DURATION",
+    help="Time for more nodes to join when MIN of MIN:MAX are there.",
+    parse=parse_duration,
+    default=30.0,
+    default_text="30s",
+)
+RDZV_CONF: Option[Mapping[str, float]] = Option(
     name="rdzv-conf",
     group=Group.CLUSTER,
     metavar="K=V,...",
-    help="The join timeout in torchrun's form, such as join_timeout=300.",
+    help="Both of the above in torchrun's form: join_timeout=300,last_call_timeout=5.",
     parse=parsers.rdzv_conf,
     torchrun="rdzv_conf",
     file=FileForm.PAIRS,
@@ -125,6 +144,14 @@ LAUNCHER = Option(
     parse=parsers.text,
     default="dynamic",
     default_text="dynamic",
+)
+SECRET_FILE = Option(
+    name="secret-file",
+    group=Group.CLUSTER,
+    metavar="FILE",
+    help="Secret of the job, 32 bytes or more, the same on every node.",
+    parse=parsers.text,
+    default_text="of several nodes ~/.config/msrun/secret, made on first use",
 )
 INSECURE = Option(
     name="insecure",
@@ -379,12 +406,15 @@ WORKING: tuple[Option[object], ...] = (
     MASTER_ADDR,
     MASTER_PORT,
     RDZV_ENDPOINT,
+    LOCAL_ADDR,
     STANDALONE,
     JOIN_TIMEOUT,
+    LAST_CALL,
     RDZV_CONF,
     JOB_ID,
     RDZV_ID,
     LAUNCHER,
+    SECRET_FILE,
     INSECURE,
     MODULE,
     NO_PYTHON,

@@ -26,11 +26,11 @@ class Parallel:
 
     Args:
         config: As it was given.
-        layout: The mesh over all of them.
+        layout: The mesh over all of them, None while their number is unknown.
     """
 
     config: ParallelConfig
-    layout: MeshLayout
+    layout: MeshLayout | None
 
     def render(self) -> str:
         """Return the configuration as a worker reads it."""
@@ -71,14 +71,18 @@ def _json_object(value: str) -> object:
         raise UsageError(f"{quoted(value)} is no JSON object") from None
 
 
-def fit_parallel(given: Given[ParallelConfig] | None, world_size: int) -> Parallel | None:
+def fit_parallel(given: Given[ParallelConfig] | None, world_size: int | None) -> Parallel | None:
     """Return what `given` makes of `world_size` workers; None when nothing is given.
+
+    Without a number it stays to be seen whether it fits them.
 
     Raises:
         UsageError: It does not fit them.
     """
     if given is None:
         return None
+    if world_size is None:
+        return Parallel(config=given.value, layout=None)
     from msrun.parallel.layout import resolve
 
     try:

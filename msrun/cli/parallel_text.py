@@ -17,9 +17,11 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
     """Return everything about `parallel` for programs; None without a configuration."""
     if parallel is None:
         return None
-    layout = parallel.layout
+    config, layout = msgspec.to_builtins(parallel.config), parallel.layout
+    if layout is None:
+        return {"config": config, "mesh": None, "groups": None, "coordinates": None}
     return {
-        "config": msgspec.to_builtins(parallel.config),
+        "config": config,
         "mesh": layout.axes,
         "groups": {axis: list(layout.groups(axis)) for axis in layout.axes},
         "coordinates": [layout.coordinate(rank) for rank in range(layout.world_size)],
@@ -28,7 +30,7 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
 
 def sections(parallel: Parallel | None, *, is_all: bool) -> list[Section]:
     """Return `parallel` for people, of large meshes the beginning unless `is_all`."""
-    if parallel is None:
+    if parallel is None or parallel.layout is None:
         return []
     layout = parallel.layout
     axes, world_size = layout.axes, layout.world_size

@@ -96,9 +96,9 @@ def _either(choices: Sequence[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def span(count: int) -> str:
-    """Return the numbers below `count`, at least one, such as `0 to 3`."""
-    return "0" if count == 1 else f"0 to {count - 1}"
+def span(count: int, first: int = 0) -> str:
+    """Return `count` numbers from `first` on, at least one, such as `0 to 3`."""
+    return str(first) if count == 1 else f"{first} to {first + count - 1}"
 
 
 def boolean(value: str) -> bool:
@@ -130,7 +130,7 @@ def nodes(value: str) -> tuple[int, int]:
     low, colon, high = value.partition(":")
     bounds = (low, high if colon else low)
     if not all(_WHOLE.fullmatch(bound) for bound in bounds):
-        msg = f"{quoted(value)} is no number of nodes (choose N or MIN:MAX, such as 1 or 1:1)"
+        msg = f"{quoted(value)} is no number of nodes (choose N or MIN:MAX, such as 4 or 2:4)"
         raise UsageError(msg)
     fewest, most = map(int, bounds)
     if not 1 <= fewest <= most:
@@ -175,21 +175,28 @@ def patience(value: str) -> float:
     return positive_seconds("inf" if is_negative else value)
 
 
-def rdzv_conf(value: str) -> float | None:
-    """Return the join timeout that torchrun's `k=v,...` holds; other keys are refused."""
-    seconds = None
+def rdzv_conf(value: str) -> Mapping[str, float]:
+    """Return the times that torchrun's `k=v,...` holds by our names; other keys are refused."""
+    known: dict[str, tuple[str, Callable[[str], float]]] = {
+        "timeout": ("join-timeout", patience),
+        "join_timeout": ("join-timeout", patience),
+        "last_call_timeout": ("last-call", parse_duration),
+    }
+    found = {}
     for part in filter(None, value.split(",")):
         key, equals, number = (word.strip() for word in part.partition("="))
         if not equals:
             msg = f"{quoted(value)}: {quoted(part)} is no KEY=VALUE"
             raise UsageError(msg)
-        if key not in ("timeout", "join_timeout"):
-            msg = f"{quoted(value)}: {quoted(key)} means nothing here ({choose(('join_timeout',))})"
+        if key not in known:
+            choices = choose(("join_timeout", "last_call_timeout"))
+            msg = f"{quoted(value)}: {quoted(key)} means nothing here ({choices})"
             raise UsageError(msg)
+        name, parse = known[key]
         # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
-        if key == "join_timeout" or seconds is None:
-            seconds = patience(number)
-    return seconds
+        if key != "timeout" or name not in found:
+            found[name] = parse(number)
+    return found
 
 
 def job_id(value: str) -> str:

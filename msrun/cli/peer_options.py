@@ -32,14 +32,6 @@ SIGNALS_TO_HANDLE = Option(
     torchrun="signals_to_handle",
     file=FileForm.LIST,
 )
-LOCAL_ADDR = Option(
-    name="local-addr",
-    group=Group.PEERS,
-    metavar="HOST",
-    help="No effect on one node: its processes talk over the loopback interface.",
-    parse=parsers.host,
-    torchrun="local_addr",
-)
 RDZV_BACKEND = Option(
     name="rdzv-backend",
     group=Group.PEERS,
@@ -130,7 +122,6 @@ DUPLICATE_STDERR_FILTERS = Option(
 NOTED: dict[Option[object], str] = {
     REDIRECTS: "changes nothing: the output of every worker goes to its log",
     MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
-    LOCAL_ADDR: "has no effect on one node",
 }
 
 TABLE: tuple[Option[object], ...] = (
@@ -138,7 +129,6 @@ TABLE: tuple[Option[object], ...] = (
     REDIRECTS,
     MONITOR_INTERVAL,
     SIGNALS_TO_HANDLE,
-    LOCAL_ADDR,
     RDZV_BACKEND,
     LOGS_SPECS,
     EVENT_LOG_HANDLER,

@@ -77,8 +77,11 @@ def _env_of(request: Request, prepared: Prepared) -> int | None:
     given = request.settings.get(ENV_OF)
     if given is None:
         return None
-    count = len(prepared.plan.workers)
-    if given.value >= count:
-        msg = f"{given.cite()} is no rank of this node (choose {span(count)})"
+    if not prepared.plan.has_ranks:
+        msg = f"{given.cite()}: the ranks of this node are not known before the job forms"
+        raise UsageError(msg, hint="give it a --node-rank among a fixed number of nodes")
+    ranks = [worker.rank for worker in prepared.plan.workers]
+    if given.value not in ranks:
+        msg = f"{given.cite()} is no rank of this node (choose {span(len(ranks), ranks[0])})"
         raise UsageError(msg)
     return given.value

@@ -10,8 +10,9 @@ from msrun.cli.parallel import Parallel
 from msrun.cli.prepare import Prepared
 from msrun.cli.section import Section
 from msrun.cli.settings import Level
-from msrun.job import Binding, BindMode
-from msrun.launch import WorkerPlan
+from msrun.job import Binding, BindMode, JobSpec
+from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.supervise import secret
 from msrun.topology import render_number_list
 from msrun.units import render_duration
 
@@ -25,6 +26,7 @@ def document(prepared: Prepared) -> dict[str, object]:
     Durations are texts such as `10m`, because JSON has no infinity.
     """
     plan, machine = prepared.plan, prepared.plan.machine
+    formation = {} if plan.job.is_alone else {"formation": _formation_document(plan)}
     return {
         "schema": SCHEMA,
         "job": {
@@ -37,8 +39,9 @@ def document(prepared: Prepared) -> dict[str, object]:
             "args": list(plan.job.program.args),
             "cwd": plan.job.cwd,
         },
+        **formation,
         "command": list(plan.argv),
-        "workers": [_worker(worker) for worker in plan.workers],
+        "workers": [_worker(worker, has_rank=plan.has_ranks) for worker in plan.workers],
         "parallel": parallel_text.document(prepared.draft.parallel),
         "machine": {
             "host": machine.host,
@@ -67,11 +70,12 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Se
                 for name, given in values.items()
             ),
         ),
+        *_formation(plan),
         Section(heading="command", rows=((shlex.join(plan.argv),),)),
         Section(
             heading="workers",
             columns=("rank", "local_rank", "device", "cpus", "log"),
-            rows=tuple(_row(worker) for worker in plan.workers),
+            rows=tuple(_row(worker, has_rank=plan.has_ranks) for worker in plan.workers),
         ),
         *parallel_text.sections(prepared.draft.parallel, is_all=is_all),
         Section(heading="containment", rows=((plan.containment,),)),
@@ -81,6 +85,42 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Se
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
             found.append(Section(heading=f"environment of rank {env_of}", rows=rows))
     return [*found, *_noted(prepared.notes)]
+
+
+def _formation(plan: LaunchPlan) -> list[Section]:
+    """Return how the nodes find each other, nothing of a job of one node."""
+    job = plan.job
+    if job.is_alone:
+        return []
+    ranks = "assigned when the nodes are there"
+    if plan.has_ranks:
+        ranks = f"if every node starts {job.workers_per_node}"
+    host = f"[{job.listen_host}]" if ":" in job.listen_host else job.listen_host
+    rows = (
+        ("scheduler", f"{host}:{job.master_port}"),
+        ("started by", "this node" if job.serves else "another node"),
+        ("this node", job.address),
+        ("secret", _secret(job)),
+        ("ranks", ranks),
+    )
+    return [Section(heading="formation", rows=rows)]
+
+
+def _formation_document(plan: LaunchPlan) -> dict[str, object]:
+    job = plan.job
+    return {
+        "nnodes": [job.nnodes_min, job.nnodes_max],
+        "world_size": job.world_size,
+        "scheduler": {"host": job.listen_host, "port": job.master_port},
+        "serves": job.serves,
+        "address": job.address,
+        "secret": _secret(job),
+    }
+
+
+def _secret(job: JobSpec) -> str:
+    """Return where the secret of several nodes comes from."""
+    return "none" if job.insecure else job.secret_file or str(secret.own_file())
 
 
 def mesh_document(parallel: Parallel | None, notes: tuple[str, ...]) -> dict[str, object]:
@@ -103,9 +143,9 @@ def _noted(notes: tuple[str, ...]) -> list[Section]:
 _ALWAYS = frozenset({"job-id", "workers-per-node", "start-method", "log-dir"})
 
 
-def _row(worker: WorkerPlan) -> tuple[str, ...]:
+def _row(worker: WorkerPlan, *, has_rank: bool) -> tuple[str, ...]:
     return (
-        str(worker.rank),
+        str(worker.rank) if has_rank else _NOTHING,
         str(worker.local_rank),
         _NOTHING if worker.device is None else str(worker.device),
         render_number_list(worker.cpus) or _NOTHING,
@@ -113,16 +153,17 @@ def _row(worker: WorkerPlan) -> tuple[str, ...]:
     )
 
 
-def _worker(worker: WorkerPlan) -> dict[str, object]:
+def _worker(worker: WorkerPlan, *, has_rank: bool) -> dict[str, object]:
+    """Return one worker; of an unknown rank, nothing that depends on it."""
     return {
-        "rank": worker.rank,
+        "rank": worker.rank if has_rank else None,
         "local_rank": worker.local_rank,
-        "node_rank": worker.node_rank,
+        "node_rank": worker.node_rank if has_rank else None,
         "device": worker.device,
         "cpus": list(worker.cpus),
         "numa_nodes": list(worker.numa_nodes),
         "log": worker.log_file,
-        "env": worker.env,
+        "env": worker.env if has_rank else None,
     }
 
 

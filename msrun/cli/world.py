@@ -28,8 +28,17 @@ class World(Protocol):
     def token(self) -> str:
         """Return six hex digits that make a job id unique."""
 
-    def is_local(self, host: str) -> bool | None:
-        """Tell whether `host` is this machine; None when the name is unknown."""
+    def resolve(self, host: str) -> tuple[str, ...]:
+        """Return the numeric addresses of `host`, IPv4 first; none when it is unknown."""
+
+    def is_own(self, address: str) -> bool:
+        """Tell whether the numeric `address` is one of this machine's."""
+
+    def address_to(self, address: str) -> str | None:
+        """Return our address on the way to the numeric `address`, None when there is no way."""
+
+    def own_addresses(self) -> tuple[str, ...]:
+        """Return the addresses by which other machines may reach this one."""
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Return why nobody can listen on `port` of this machine, None when one can."""
@@ -67,15 +76,29 @@ class RealWorld:
         """Return six hex digits."""
         return os.urandom(3).hex()
 
-    def is_local(self, host: str) -> bool | None:
-        """Tell whether a socket of this machine can have the address of `host`."""
-        if host == socket.gethostname():
-            return True
-        try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return None
-        return any(_bind(family, address) == 0 for family, _, _, _, address in found)
+    def resolve(self, host: str) -> tuple[str, ...]:
+        """Ask the name resolver."""
+        from msrun.supervise import network
+
+        return network.resolve(host)
+
+    def is_own(self, address: str) -> bool:
+        """Ask the kernel."""
+        from msrun.supervise import network
+
+        return network.is_own(address)
+
+    def address_to(self, address: str) -> str | None:
+        """Ask the kernel's routes; nothing is sent."""
+        from msrun.supervise import network
+
+        return network.address_to(address)
+
+    def own_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of all interfaces but loopback."""
+        from msrun.supervise import network
+
+        return network.own_addresses()
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Try to have `port` for a moment; say who has it when that does not work."""
@@ -85,7 +108,7 @@ class RealWorld:
         if code == errno.EADDRINUSE:
             return f"is in use{_holder(port)}"
         if code == errno.EACCES:
-            return "may not be used by this user (choose 1024 to 65535, or 0 for a free one)"
+            return "may not be used by this user (choose 1024 to 65535)"
         return None
 
     def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:

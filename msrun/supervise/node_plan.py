@@ -16,6 +16,8 @@ from msrun.topology import Machine
 
 LOOPBACK = "127.0.0.1"
 UNKNOWN = "<port>"
+UNKNOWN_HOST = "<address>"
+UNKNOWN_RANK = "<rank>"
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,18 +44,35 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
-def alone(job: JobSpec, run_dir: str) -> Placement:
-    """Return the placement of a job's only node before any port is known."""
+def expected(job: JobSpec, run_dir: str) -> Placement:
+    """Return the placement of this node that follows from the job, before any port is known.
+
+    Of several nodes, all bring as many workers as this one, which is the first unless the
+    job gives it a rank.
+    """
+    nnodes = job.nnodes_max
+    if job.world_size is not None:
+        nnodes = min(nnodes, -(-job.world_size // job.workers_per_node))
+    node_rank = job.node_rank or 0
+    is_first = job.is_alone or job.node_rank == 0
     return Placement(
         generation=0,
-        node_rank=0,
-        nnodes=1,
-        first_rank=0,
-        world_size=job.workers_per_node,
-        store=(LOOPBACK, UNKNOWN),
-        scheduler=(LOOPBACK, str(job.master_port or UNKNOWN)),
+        node_rank=node_rank,
+        nnodes=nnodes,
+        first_rank=node_rank * job.workers_per_node,
+        world_size=job.world_size or nnodes * job.workers_per_node,
+        store=(job.address if is_first else UNKNOWN_HOST, UNKNOWN),
+        scheduler=(job.listen_host, str(job.master_port or UNKNOWN)),
         run_dir=run_dir,
     )
+
+
+def has_ranks(job: JobSpec) -> bool:
+    """Tell whether the ranks of this node follow from the job, if all nodes are alike."""
+    if job.is_alone:
+        return True
+    is_even = job.world_size in (None, job.nnodes_max * job.workers_per_node)
+    return job.node_rank is not None and job.nnodes_min == job.nnodes_max and is_even
 
 
 def error_file(run_dir: str, generation: int, rank: int) -> str:
@@ -99,7 +118,7 @@ def plan_workers(
             device=i if i < len(machine.devices) else None,
             cpus=bound.cpus[i],
             numa_nodes=bound.numa_nodes[i],
-            log_file=_log_file(job, machine, placement.first_rank + i, i),
+            log_file=log_file(job, machine, placement.first_rank + i, i),
             env={**job.env, **worker_env(_identity(job, placement, i, threads[i]), base)},
         )
         for i in range(job.workers_per_node)
@@ -130,7 +149,8 @@ def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int)
     )
 
 
-def _log_file(job: JobSpec, machine: Machine, rank: int, local_rank: int) -> str:
+def log_file(job: JobSpec, machine: Machine, rank: int | str, local_rank: int) -> str:
+    """Return the log of a worker, whose rank may be `UNKNOWN_RANK`."""
     name = job.worker_log_name.format(
         rank=rank,
         local_rank=local_rank,

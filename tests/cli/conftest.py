@@ -1,7 +1,9 @@
 """A made-up world, and `msrun` as a function that is called with words."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 import pytest
 from msgspec.structs import replace
@@ -21,11 +23,24 @@ MACHINE = Machine(
     processes_available=4096,
     files_available=1024,
     cgroup=None,
+    address="10.0.0.1",
 )
+NAMES = {
+    "localhost": ("127.0.0.1", "::1"),
+    "node0": ("10.0.0.1",),
+    "node1": ("10.0.0.9",),
+    "node6": ("fd00::9",),
+    "all-nodes": ("10.0.0.1", "10.0.0.9"),
+    "stranger": ("127.0.1.1",),
+}
 
 
 def devices(kind, count):
     return tuple(Device(kind=kind, index=i, physical=i) for i in range(count))
+
+
+def _version(address):
+    return ip_address(address).version
 
 
 def _log_name(job, rank):
@@ -44,18 +59,19 @@ class FakeLauncher:
     jobs: list[JobSpec] = field(default_factory=list)
 
     def plan(self, job, machine):
+        first = (job.node_rank or 0) * job.workers_per_node
         workers = tuple(
             WorkerPlan(
                 rank=rank,
-                local_rank=rank,
-                node_rank=0,
+                local_rank=rank - first,
+                node_rank=job.node_rank or 0,
                 device=rank if rank < len(machine.devices) else None,
                 cpus=(rank,) if job.bind_core.mode.value == "auto" else (),
                 numa_nodes=(),
                 log_file=f"{job.log_dir}/{_log_name(job, rank)}.log",
                 env={**job.env, "RANK": str(rank), "NOTE": "two words"},
             )
-            for rank in range(job.workers_per_node)
+            for rank in range(first, first + job.workers_per_node)
         )
         program = job.program
         start = [] if program.kind is ProgramKind.COMMAND else ["python"]
@@ -67,6 +83,7 @@ class FakeLauncher:
             argv=(*start, program.target, *program.args),
             containment="subreaper",
             notes=self.notes,
+            has_ranks=job.is_alone or job.node_rank is not None,
         )
 
     def submit(self, plan):
@@ -85,6 +102,8 @@ class FakeWorld:
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     busy: dict[int, str] = field(default_factory=dict)
     addresses: dict[int, str] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=NAMES.copy)
+    own: tuple[str, ...] = ("10.0.0.1", "fd00::1")
     terminal: bool = False
 
     def environment(self):
@@ -106,15 +125,20 @@ class FakeWorld:
     def token(self):
         return "0a1b2c"
 
-    def is_local(self, host):
-        known = {
-            "localhost": True,
-            "127.0.0.1": True,
-            "::1": True,
-            "node0": True,
-            "10.0.0.9": False,
-        }
-        return known.get(host)
+    def resolve(self, host):
+        with suppress(ValueError):
+            return (str(ip_address(host)),)
+        return self.names.get(host, ())
+
+    def is_own(self, address):
+        return ip_address(address).is_loopback or address in self.own
+
+    def address_to(self, address):
+        own = (a for a in (address, *self.own) if self.is_own(a))
+        return next((a for a in own if _version(a) == _version(address)), None)
+
+    def own_addresses(self):
+        return self.own
 
     def port_problem(self, host, port):
         del host

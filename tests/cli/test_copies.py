@@ -11,8 +11,27 @@ def test_several_copies_are_refused(msrun, name):
 
     assert (outcome.code, outcome.job) == (2, None)
     assert outcome.err == (
-        f"error: environment {name}=4: 4 copies of msrun run, and this version forms one node\n"
-        "  hint: start one, such as by `srun --ntasks 1` or `mpirun -n 1`\n"
+        f"error: environment {name}=4: 4 copies of msrun run for 1 node\n"
+        "  hint: add --nnodes and --master-addr for one job of them all, or start one, "
+        "such as by `srun --ntasks 1` or `mpirun -n 1`\n"
+    )
+
+
+@pytest.mark.parametrize("nnodes", ["4", "1:8"])
+def test_one_copy_on_each_node_runs(msrun, nnodes):
+    words = f"--nnodes {nnodes} --master-addr node0 train.py"
+
+    assert msrun(words, SLURM_STEP_NUM_TASKS="4").code == 0
+
+
+def test_more_copies_than_nodes_are_refused(msrun):
+    outcome = msrun("--nnodes 2 --master-addr node0 train.py", OMPI_COMM_WORLD_SIZE="4")
+
+    assert (outcome.code, outcome.job) == (2, None)
+    assert outcome.err == (
+        "error: environment OMPI_COMM_WORLD_SIZE=4: 4 copies of msrun run for 2 nodes\n"
+        "  hint: start one on each node, such as by `srun --ntasks-per-node 1` or "
+        "`mpirun -npernode 1`\n"
     )
 
 

@@ -23,15 +23,16 @@ def words(text):
 # Adding a flag is a decision: change this list together with CHANGELOG and README.
 FLAGS = words(
     """
---nnodes --node-rank --worker-num --master-addr --master-port --rdzv-endpoint --standalone
---join-timeout --cluster-time-out --rdzv-conf --job-id --rdzv-id --launcher --insecure
+--nnodes --node-rank --worker-num --master-addr --master-port --rdzv-endpoint --local-addr
+--standalone --join-timeout --cluster-time-out --last-call --rdzv-conf --job-id --rdzv-id
+--launcher --secret-file --insecure
 --module -m --no-python --run-path --config
 --workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
 --virtual-local-rank --join --no-join
 --max-restarts --restart-window --no-progress-limit --grace --shutdown-timeout
 --log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
---redirects -r --monitor-interval --signals-to-handle --local-addr --rdzv-backend --logs-specs
+--redirects -r --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
 --hostfile --rank-table-file --sim-level --sim-rank-id --duplicate-stdout-filters
 --duplicate-stderr-filters

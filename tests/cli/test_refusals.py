@@ -16,6 +16,9 @@ def test_the_transcript(msrun, world, here):
     (here / "dangling").symlink_to("nothing")
     (here / "mesh.yaml").write_text("mesh: {dp: -1, tp: 2}\n")
     (here / "broken.yaml").write_text("mesh: {dp: 2\n")
+    for name, size, mode in (("secret", 32, 0o600), ("short", 31, 0o600), ("open", 32, 0o640)):
+        (here / name).write_bytes(bytes(size))
+        (here / name).chmod(mode)
     world.busy[8118] = "is in use by pid 42 (python)"
     expected = TRANSCRIPT.read_text()
 

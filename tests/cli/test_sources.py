@@ -18,10 +18,12 @@ TEXTS = {
     "rdzv-endpoint": "localhost:29500",
     "standalone": "true",
     "join-timeout": "5m",
-    "rdzv-conf": "timeout=300",
+    "last-call": "5s",
+    "rdzv-conf": "timeout=300,last_call_timeout=5",
     "job-id": "nightly",
     "rdzv-id": "nightly",
     "launcher": "dynamic",
+    "secret-file": "secret",
     "insecure": "true",
     "module": "false",
     "no-python": "false",
@@ -71,6 +73,8 @@ def job_file(here, text):
 @pytest.mark.parametrize(("name", "text"), TEXTS.items())
 def test_every_form_means_the_same(msrun, here, name, text):
     option = OPTIONS[name]
+    (here / "secret").touch(mode=0o600)
+    (here / "secret").write_bytes(bytes(32))
 
     by_flag = msrun([f"--{name}={text}", "train.py"])
     others = [msrun([f"--{name.replace('-', '_')}={text}", "train.py"])]
@@ -177,8 +181,8 @@ def test_variables_of_the_workers_add_up(msrun, here):
         (
             {"PET_NNODES": "4"},
             (
-                "environment PET_NNODES=4 asks for more nodes than one, and this version forms one "
-                "node (choose 1)"
+                "environment PET_NNODES=4 needs the node that runs the scheduler\n"
+                "  hint: add --master-addr HOST, the same on every node"
             ),
         ),
         (
@@ -205,7 +209,7 @@ def test_a_message_names_the_variable(msrun, variables, sentence):
 
 
 def test_a_misspelt_variable_is_noted(msrun):
-    outcome = msrun("train.py", MSRUN_WORKER_PER_NODE="4", MSRUN_SECRET_FILE="x", PET_NPROC="1")
+    outcome = msrun("train.py", MSRUN_WORKER_PER_NODE="4", MSRUN_GENERATION="x", PET_NPROC="1")
 
     assert outcome.err == (
         "note: environment MSRUN_WORKER_PER_NODE is not used; "

@@ -21,6 +21,20 @@ def test_the_least_that_a_job_needs():
     assert job().nnodes_max == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_alone", "is_elastic"),
+    [
+        ({}, True, False),
+        ({"world_size": 2}, True, False),
+        ({"nnodes_min": 3, "nnodes_max": 3}, False, False),
+        ({"nnodes_max": 3}, False, True),
+        ({"nnodes_max": 6, "world_size": 6}, False, False),
+    ],
+)
+def test_nodes_of_a_job(changes, is_alone, is_elastic):
+    assert (job(**changes).is_alone, job(**changes).is_elastic) == (is_alone, is_elastic)
+
+
 @pytest.mark.parametrize("job_id", ["a", "0-_.x", "a" * 64])
 def test_job_ids(job_id):
     assert job(job_id=job_id).job_id == job_id
@@ -40,6 +54,9 @@ def test_join_timeouts(timeout):
         ({"workers_per_node": 0}, "--workers-per-node 0 must be at least 1"),
         ({"nnodes_min": 0}, "--nnodes 0:1 must be MIN:MAX with 1 <= MIN <= MAX"),
         ({"nnodes_min": 2}, "--nnodes 2:1 must be MIN:MAX with 1 <= MIN <= MAX"),
+        ({"world_size": 1}, "--worker-num 1 is fewer than --workers-per-node 2"),
+        ({"last_call": -1.0}, "--last-call -1s must not be negative"),
+        ({"last_call": math.nan}, "--last-call nans must not be negative"),
         ({"master_port": 65536}, "--master-port 65536 is outside 0 to 65535"),
         ({"master_port": -1}, "--master-port -1 is outside 0 to 65535"),
         ({"join_timeout": 0.0}, "--join-timeout 0s must be above zero"),

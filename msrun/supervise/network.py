@@ -1,0 +1,62 @@
+"""Addresses as this machine sees them: of names, of its own, and of its way to another."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_DISCARD_PORT = 9  # any would do: connecting a datagram socket sends nothing
+
+
+def resolve(host: str) -> tuple[str, ...]:
+    """Return the numeric addresses of `host`, IPv4 first, each once; none when it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ()
+    return ordered({str(address[0]) for family, *_, address in found if family in _FAMILIES})
+
+
+def is_own(address: str) -> bool:
+    """Tell whether the numeric `address` is one of this machine's.
+
+    The kernel answers from itself whom it reaches at their own address; that it lets us
+    bind one proves nothing where `ip_nonlocal_bind` is set.
+    """
+    return ip_address(address).is_loopback or address_to(address) == address
+
+
+def address_to(address: str) -> str | None:
+    """Return our address on the way to the numeric `address`, None when there is no way."""
+    family = socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6  # noqa: PLR2004
+    try:
+        peer = socket.getaddrinfo(address, _DISCARD_PORT, family, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(peer)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Return the addresses by which other machines may reach this one, IPv4 first."""
+    import psutil  # Most starts ask for none.
+
+    addresses = {
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in _FAMILIES
+    }
+    return tuple(a for a in ordered(addresses) if _is_for_others(a))
+
+
+def ordered(addresses: set[str]) -> tuple[str, ...]:
+    """Return numeric addresses in the order that every machine gives them."""
+    return tuple(sorted(addresses, key=lambda a: (ip_address(a).version, int(ip_address(a)), a)))
+
+
+def _is_for_others(address: str) -> bool:
+    number = ip_address(address)
+    return not (number.is_loopback or number.is_link_local)
