@@ -16,6 +16,9 @@ from msrun.units import shown
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
 OMP_THREADS = "OMP_NUM_THREADS"
+# From a launcher to its agents, never further.
+SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
+ORDER = "MSRUN_ORDER"
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
@@ -394,6 +397,11 @@ def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()
     os.environ.update(env)
+
+
+def take_order() -> tuple[str, str]:
+    """Return secret and order that a launcher left for this node, and forget them."""
+    return os.environ.pop(SECRET, ""), os.environ.pop(ORDER, "")
 
 
 def hold_back_threads() -> dict[str, str | None]:
