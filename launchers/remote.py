@@ -66,7 +66,7 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         raise UsageError(f"directory {shown(order.cwd)}: {error.strerror}") from None
     own = order.own_env[node_rank] if order.own_env else {}
-    env = {**environ.current(), **order.env, **own}
+    env = {**environ.without_options(), **order.env, **own}
     if order.is_followed:
         _report(node_rank)
     with _secret_file(secret) as path:
@@ -123,7 +123,8 @@ def find_host(hosts: Sequence[str], guess: int, own: str, is_here: Callable[[str
     alike = [i for i, host in enumerate(hosts) if host == own or host.partition(".")[0] == short]
     if len(alike) == 1:
         return alike[0]
-    for number in [guess, *alike, *range(len(hosts))]:
+    candidates: list[int] = [guess, *alike, *range(len(hosts))]
+    for number in candidates:
         if number < len(hosts) and is_here(hosts[number]):
             return number
     shown_hosts = shown(", ".join(hosts))

@@ -404,6 +404,11 @@ def take_order() -> tuple[str, str]:
     return os.environ.pop(SECRET, ""), os.environ.pop(ORDER, "")
 
 
+def without_options() -> dict[str, str]:
+    """Return this process's environment without options of msrun, which an order has as words."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("MSRUN_", "PET_"))}
+
+
 def hold_back_threads() -> dict[str, str | None]:
     """Keep numeric libraries from starting threads when they are imported.
 

@@ -114,7 +114,7 @@ def open_fleet(name: str, options: Mapping[str, str]) -> FleetLauncher:
 
 def names() -> list[str]:
     """Return the names of all backends that are installed."""
-    return sorted({*BUILT_IN, *(e.name for e in _entry_points())})
+    return sorted({*BUILT_IN, *FLEETS, *(e.name for e in _entry_points())})
 
 
 def load(name: str) -> Launcher:

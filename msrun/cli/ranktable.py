@@ -94,10 +94,11 @@ def _build(words: Words, world: World) -> int:
 def _hosts(words: Words, world: World) -> tuple[Host, ...]:
     """Return the hosts that a hostfile or Slurm names, none for this node alone."""
     from msrun.allocation import slurm_hosts
+    from msrun.cli.fleet import read_hostfile
     from msrun.hostlist import parse_hostfile, select
 
     if words["hostfile"]:
-        hosts = parse_hostfile(_read_hostfile(words["hostfile"]), words["hostfile"])
+        hosts = parse_hostfile(read_hostfile(words["hostfile"]), words["hostfile"])
     elif words["slurm"]:
         hosts = slurm_hosts(world.environment(), words["slots"])
     else:
@@ -123,17 +124,6 @@ def _with_slots(host: Host, words: Words) -> Host:
         where = words["hostfile"]
         raise UsageError(f"{where}: {host.name} has no slots=", hint="add it, or give --slots")
     return replace(host, slots=slots)
-
-
-def _read_hostfile(path: str) -> str:
-    from msrun.hostlist import TEXT_MAX
-
-    try:
-        with click.open_file(path, encoding="utf-8", errors="replace") as file:
-            return str(file.read(TEXT_MAX + 1))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"hostfile {path} cannot be read: {reason}") from None
 
 
 def _server(host: Host) -> Inventory:

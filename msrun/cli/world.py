@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from msrun.fleet import FleetLauncher
     from msrun.launch import Launcher
     from msrun.topology import Machine
 
@@ -24,6 +25,9 @@ class World(Protocol):
 
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`; raises UsageError when there is none."""
+
+    def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
+        """Return the backend `name` that starts agents on other nodes, with its options."""
 
     def token(self) -> str:
         """Return six hex digits that make a job id unique."""
@@ -71,6 +75,12 @@ class RealWorld:
         from msrun import launch
 
         return launch.load(name)
+
+    def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
+        """Return the backend `name` that starts agents on other nodes, with its options."""
+        from msrun import launch
+
+        return launch.open_fleet(name, texts)
 
     def token(self) -> str:
         """Return six hex digits."""

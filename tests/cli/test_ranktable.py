@@ -109,7 +109,7 @@ def test_ascend_devices_have_addresses(msrun, gpus, world):
 def test_a_node_without_devices_has_slots(msrun):
     outcome = msrun("ranktable build --slots 2")
 
-    assert servers(outcome) == [("127.0.0.1", [("0", None), ("1", None)])]
+    assert servers(outcome) == [("10.0.0.1", [("0", None), ("1", None)])]
 
 
 def test_an_allocation_of_slurm(msrun):
