@@ -12,11 +12,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import IO
 
 from msrun import environ
 from msrun.errors import ExitCode, MsrunError, UsageError, signal_exit_code
 from msrun.fleet import ORDER_BYTES_MAX, FleetPlan, StartCommand, parse_report
+from msrun.supervise.process import die_with_parent
 from msrun.transport.loop import Loop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,6 +85,7 @@ class _Command:
             stderr=subprocess.PIPE,
             env=env,
             process_group=0,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - there is one thread
         )
         self.end = os.pidfd_open(self.process.pid)
         self._input = _given(self.process.stdin)
