@@ -80,6 +80,25 @@ def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, in
     return host, _PORT_FIRST + zlib.crc32(key.encode()) % _PORTS
 
 
+def torchrun_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for the process with environment `env`.
+
+    Raises:
+        UsageError: As of `read_identity` and `find_master`.
+    """
+    identity = read_identity(env)
+    host, port = find_master(env, identity) if identity.world_size > 1 else (_LOOPBACK, 0)
+    fields = {
+        "RANK": identity.rank,
+        "WORLD_SIZE": identity.world_size,
+        "LOCAL_RANK": identity.local_rank,
+        "LOCAL_WORLD_SIZE": identity.local_world_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in fields.items()}
+
+
 # -- rank tables -----------------------------------------------------------------------
 
 
