@@ -160,6 +160,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         threads: Default of OMP_NUM_THREADS.
         virtual_local_rank: The worker sees only its own device, as LOCAL_RANK 0.
         config: File with the parallel configuration; empty without one.
+        interface: Network interface to the other workers; empty leaves it to the libraries.
     """
 
     job_id: str
@@ -180,6 +181,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     virtual_local_rank: bool = False
     config: str = ""
+    interface: str = ""
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -198,9 +200,9 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
         OMP_THREADS: str(identity.threads),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    if identity.nnodes == 1:
-        # All peers are on this machine: the data plane has no business on other interfaces.
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    if identity.interface:
+        # Gloo would take the one of the host's name, which is often loopback.
+        defaults["GLOO_SOCKET_IFNAME"] = identity.interface
     if identity.config or CONFIG in base:
         # What the launcher's own names is a job file, or another job's.
         env[CONFIG] = identity.config

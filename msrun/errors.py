@@ -54,6 +54,12 @@ class ProtocolError(MsrunError):
     """A peer sent bytes that are no message of this protocol version."""
 
 
+class VersionError(ProtocolError):
+    """A peer speaks another version of the protocol."""
+
+    exit_code = ExitCode.USAGE
+
+
 def signal_name(signum: int) -> str:
     """Return the name of `signum`; real-time signals have none but their number."""
     try:

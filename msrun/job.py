@@ -13,7 +13,6 @@ from msrun.errors import UsageError
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 PORT_MAX = 65535
 LOOPBACK = "127.0.0.1"
-LAST_CALL = 30.0  # as torchrun's
 
 
 class ProgramKind(enum.Enum):
@@ -78,6 +77,8 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
         backoff_max: Most seconds between two generations.
         no_progress_limit: Stop after this many equal early failures in a row; 0 never stops.
         early: A failure within this many seconds of the start counts as early.
+        exclude_after: A node whose workers failed first this often within `window` is left
+            out, where the job can do without it; 0 leaves none out.
     """
 
     max_restarts: int = 0
@@ -86,6 +87,7 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     backoff_max: float = 60.0
     no_progress_limit: int = 3
     early: float = 60.0
+    exclude_after: int = 2
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             and a fresh one on one node.
         join_timeout: Seconds in which all nodes must register.
         last_call: Seconds in which further nodes may join when `nnodes_min` are there.
+        lease: Seconds without a sign of life after which a node is lost, at least 1.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
@@ -150,7 +153,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str = LOOPBACK
     secret_file: str | None = None
     join_timeout: float = 600.0
-    last_call: float = LAST_CALL
+    last_call: float = 30.0
+    lease: float = 10.0
     grace: float = 10.0
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK
@@ -196,12 +200,15 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not self.join_timeout > 0:
             msg = f"--join-timeout {self.join_timeout:g}s must be above zero"
             raise UsageError(msg)
-        if not self.last_call >= 0:
-            msg = f"--last-call {self.last_call:g}s must not be negative"
-            raise UsageError(msg)
-        if not self.grace >= 0:
-            msg = f"--grace {self.grace:g}s must not be negative"
-            raise UsageError(msg)
+        least = (
+            ("last-call", self.last_call, 0),
+            ("lease", self.lease, 1),
+            ("grace", self.grace, 0),
+        )
+        for name, value, limit in least:
+            if not value >= limit:
+                msg = f"--{name} {value:g}s must be at least {limit:g}s"
+                raise UsageError(msg)
 
     def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
         """Tell whether the console, which may be a terminal, shows the log of a worker."""

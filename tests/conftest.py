@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import psutil
 import pytest
 
+from msrun.supervise import process
+
 # Every process that a test starts inherits this mark, also when its parent is gone.
 MARK = "MSRUN_TESTS_SESSION"
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")
+# What tests/torch/ranks.py calls its processes, which wait for the next test of their file.
+WAITING = "warm rank"
 # A process that was told to end may need a moment to be gone.
 GRACE = 0.5
 
@@ -25,6 +31,9 @@ hypothesis.settings.load_profile("msrun")
 
 def pytest_configure() -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    # Tests start hundreds of processes, and each would compile what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +46,10 @@ def reap(request: pytest.FixtureRequest) -> Iterator[None]:
     if not left:
         return
     _, left = map(set, psutil.wait_procs(left, timeout=GRACE))
-    lines = [f"  {_describe(process)}" for process in sorted(left, key=lambda p: p.pid)]
-    for process in left:
+    lines = [f"  {_describe(member)}" for member in sorted(left, key=lambda p: p.pid)]
+    for member in left:
         with contextlib.suppress(psutil.Error):  # ended by itself meanwhile
-            process.kill()
+            member.kill()
     psutil.wait_procs(left, timeout=GRACE)
     if lines:
         pytest.fail("\n".join(["left behind by this test, now killed:", *lines]), pytrace=False)
@@ -48,32 +57,43 @@ def reap(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _living(*, with_orphans: bool) -> set[psutil.Process]:
     """Return descendants of this process, and with orphans also those that lost their parent."""
-    found = set(psutil.Process().children(recursive=True))
+    pids = _descendants(os.getpid())
     if with_orphans:
-        found |= {process for process in psutil.process_iter() if _has_our_mark(process)}
-    return {process for process in found if _counts(process)}
+        pids |= set(process.with_variable(f"{MARK}={os.environ[MARK]}".encode())) - {os.getpid()}
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # gone
+            found.add(psutil.Process(pid))
+    return {member for member in found if _counts(member)}
 
 
-def _has_our_mark(process: psutil.Process) -> bool:
+def _descendants(pid: int) -> set[int]:
+    """Return the pids below `pid`, for which psutil would look at every process, twice a test."""
+    if not Path("/proc/thread-self/children").exists():  # the kernel was built without
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            children = {int(child) for child in (task / "children").read_text().split()}
+            found |= children.union(*map(_descendants, children))
+    return found
+
+
+def _counts(member: psutil.Process) -> bool:
+    """Whether `member` runs and is not one that ends by itself, with this one or its file."""
     try:
-        return process.pid != os.getpid() and process.environ().get(MARK) == os.environ[MARK]
-    except psutil.Error:  # gone, or another user's
-        return False
-
-
-def _counts(process: psutil.Process) -> bool:
-    """Whether `process` runs and is not multiprocessing's tracker, which ends with this one."""
-    try:
-        if process.status() == psutil.STATUS_ZOMBIE:
+        if member.status() == psutil.STATUS_ZOMBIE:
             return False
-        return not any("resource_tracker" in argument for argument in process.cmdline())
+        if member.name() == WAITING and member.ppid() == os.getpid():
+            return False
+        return not any("resource_tracker" in argument for argument in member.cmdline())
     except psutil.Error:
         return False
 
 
-def _describe(process: psutil.Process) -> str:
+def _describe(member: psutil.Process) -> str:
     try:
-        command = " ".join(process.cmdline()) or process.name()
-        return f"pid {process.pid}, {process.status()}: {command}"
+        command = " ".join(member.cmdline()) or member.name()
+        return f"pid {member.pid}, {member.status()}: {command}"
     except psutil.Error:
-        return f"pid {process.pid}"
+        return f"pid {member.pid}"

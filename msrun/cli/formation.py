@@ -84,7 +84,9 @@ def _nodes(settings: Settings, each: Given[int] | None) -> Given[tuple[int, int]
     """Return the fewest and the most nodes; MindSpore's total alone leaves them open."""
     nnodes, alone = settings.get(options.NNODES), settings.get(options.STANDALONE)
     if alone and alone.value:
-        if nnodes and nnodes.value[1] > 1 and nnodes.source.level >= alone.source.level:
+        if nnodes is None or nnodes.value[1] == 1:
+            return nnodes or Given((1, 1))
+        if nnodes.source.level >= alone.source.level:
             raise UsageError(f"{nnodes.cite()} contradicts --standalone, which is this node alone")
         return Given((1, 1), alone.source, alone.text)
     total = settings.get(options.WORKER_NUM)

@@ -11,6 +11,7 @@ from pathlib import Path
 from msrun.cli import options
 from msrun.cli.console import choose_tail
 from msrun.cli.formation import Size, count, find_timeout
+from msrun.cli.log_name import with_rank
 from msrun.cli.meeting import Meeting, find_meeting
 from msrun.cli.option import Option
 from msrun.cli.parallel import Parallel, fit_parallel, is_inline
@@ -69,6 +70,7 @@ class _Found:
     join_timeout: Given[float]
     last_call: Given[float]
     secret_file: Given[str | None]
+    log_name: Given[str]
     tail: Given[frozenset[int] | None]
     tail_local: Given[frozenset[int] | None]
     start_method: Given[StartMethod]
@@ -117,6 +119,7 @@ def _find(
         join_timeout=join_timeout,
         last_call=last_call,
         secret_file=_secret_file(settings),
+        log_name=_log_name(settings, size),
         tail=tail,
         tail_local=tail_local,
         start_method=start_method,
@@ -151,7 +154,7 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
         restarts=_restarts(settings),
         start_method=found.start_method.value,
         preload=settings.value(options.PRELOAD),
-        worker_log_name=settings.value(options.WORKER_LOG_NAME),
+        worker_log_name=found.log_name.value,
         tail=found.tail.value,
         tail_local=found.tail_local.value,
         bind_core=found.bind_core.value,
@@ -168,12 +171,13 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
 
 def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     """Return what `plan` shows of each setting, what one node has no use for left out."""
-    fewest, most = found.size.nnodes.value
+    size = found.size
+    fewest, most = size.nnodes.value
     nnodes = most if fewest == most else f"{fewest}:{most}"
-    is_alone = found.size.is_alone
+    is_alone = size.is_alone
     nobody: Given[object] = Given(None)
     several: dict[str, Given[object]] = {
-        "worker-num": found.size.total or nobody,
+        "worker-num": size.total or nobody,
         "node-rank": settings.get(options.NODE_RANK) or nobody,
         "local-addr": settings.get(options.LOCAL_ADDR) or nobody,
         "last-call": found.last_call,
@@ -181,8 +185,8 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     }
     return {
         "job-id": found.job_id,
-        "nnodes": Given(nnodes, settings.source(options.NNODES)),
-        "workers-per-node": found.size.workers,
+        "nnodes": Given(nnodes, size.nnodes.source),
+        "workers-per-node": size.workers,
         "master-addr": found.meeting.host or nobody,
         "master-port": found.meeting.port,
         "join-timeout": found.join_timeout,
@@ -196,6 +200,7 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
         "bind-numa": found.bind_numa,
         "parallel": _named(settings.get(options.PARALLEL)),
         **{o.name: Given(settings.value(o), settings.source(o)) for o in _DIRECT},
+        "worker-log-name": found.log_name,
     }
 
 
@@ -212,6 +217,8 @@ def _without_effect(settings: Settings, found: _Found) -> Iterator[str]:
         yield f"{local_addr.cite()} has no effect on one node"
     if found.last_call.text and not found.size.is_elastic:
         yield f"{found.last_call.cite()} has no effect: the job's nodes are as many as they are"
+    if settings.value(options.WORKER_LOG_NAME) != found.log_name.value:
+        yield f"{found.log_name.cite()} is followed by the rank, since nodes may share --log-dir"
 
 
 def _unfitted(parallel: Parallel | None) -> Iterator[str]:
@@ -262,6 +269,15 @@ def _job_id(
         same = repr((*words, program.kind.value, program.target, program.args))
         token = hashlib.sha256(same.encode(errors="surrogateescape")).hexdigest()[: len(token)]
     return Given(f"{job_id_stem(chosen.program)}-{token}")
+
+
+def _log_name(settings: Settings, size: Size) -> Given[str]:
+    """Return the pattern of a log's name: with the rank, where nodes may share a directory."""
+    given = settings.get(options.WORKER_LOG_NAME)
+    if given is None:
+        return Given(settings.value(options.WORKER_LOG_NAME))
+    name = given.value if size.is_alone else with_rank(given.value)
+    return Given(name, given.source, given.text)
 
 
 def _log_dir(settings: Settings, job_id: str) -> Given[str]:

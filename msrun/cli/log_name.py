@@ -24,6 +24,12 @@ def parse_log_name(value: str) -> str:
     return pattern if names & {"rank", "local_rank"} else pattern + "_{rank}"
 
 
+def with_rank(pattern: str) -> str:
+    """Return `pattern` with the rank in it, for nodes that share a directory."""
+    is_unique = any(name == "rank" for _, name, _, _ in Formatter().parse(pattern))
+    return pattern if is_unique else pattern + "_{rank}"
+
+
 def _placeholders(value: str, pattern: str) -> set[str]:
     """Return the placeholders of `pattern`, all of them known and bare."""
     choices = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)

@@ -14,6 +14,8 @@ from msrun.errors import UsageError
 from msrun.job import LOOPBACK
 from msrun.topology import Machine
 
+# What /etc/hosts of the usual systems calls loopback, besides `localhost`.
+_LOOPBACK_NAMES = ("localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback")
 DEFAULT_PORT = 29500  # as torchrun's --master-port
 
 
@@ -135,7 +137,7 @@ def _locate(host: Given[str], machine: Machine, world: World) -> _Site:
     public = [address for address in found if not ip_address(address).is_loopback]
     if public:
         return _public_site(host, public[0], machine, world)
-    if found and _is_literal(name):
+    if found and (_is_literal(name) or name in _LOOPBACK_NAMES):
         return _Site(address=found[0], is_here=True, is_shared=True)
     own = machine.host.lower()
     if name == own or (found and name.partition(".")[0] == own.partition(".")[0]):

@@ -114,11 +114,13 @@ class RealWorld:
         """Try to have `port` for a moment; say who has it when that does not work."""
         name = "127.0.0.1" if host == socket.gethostname() else host
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        code = next((code for f, _, _, _, a in found if (code := _bind(f, a))), 0)
-        if code == errno.EADDRINUSE:
+        codes = [_bind(family, address) for family, _, _, _, address in found]
+        if errno.EADDRINUSE in codes:
             return f"is in use{_holder(port)}"
-        if code == errno.EACCES:
+        if errno.EACCES in codes:
             return "may not be used by this user (choose 1024 to 65535)"
+        if all(codes):
+            return f"of {name} cannot be used: {os.strerror(codes[0])}"
         return None
 
     def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:

@@ -1,8 +1,9 @@
 """Agent side of the protocol: a state machine that does no IO.
 
 Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The
-agent acts on what the scheduler says; only when the scheduler is gone, or deaf to
-its user's signal, does it stop its workers and find a verdict by itself.
+agent acts on what the scheduler says.  It stops its workers by itself when the scheduler
+has been silent for too long, and finds a verdict by itself when the scheduler is gone,
+or deaf to its user's signal.
 """
 
 from __future__ import annotations
@@ -15,11 +16,33 @@ from dataclasses import dataclass, field
 import msgspec
 
 from msrun.cluster import verdict as verdicts
+from msrun.cluster.agent_events import (
+    Action,
+    Announce,
+    Conclude,
+    Cut,
+    Event,
+    Forgotten,
+    Join,
+    Reached,
+    Received,
+    SchedulerLost,
+    Send,
+    Signalled,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    Swept,
+    Tell,
+    TreeLost,
+    TreeReady,
+    WorkerEnded,
+)
+from msrun.cluster.lease import Lease
 from msrun.cluster.messages import (
     Drained,
     Finish,
     FromAgent,
-    FromScheduler,
     Interrupted,
     NodeFailed,
     Refused,
@@ -27,12 +50,15 @@ from msrun.cluster.messages import (
     Restarting,
     Start,
     Stop,
+    Waiting,
     WorkerExited,
 )
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ExitCode
 
 SCHEDULER_PATIENCE = 2.0
+# A scheduler that has not been heard for longer than its own restart takes is gone for good.
+ABSENCE_PATIENCE = 60.0
 SWEEP_PATIENCE = 8.0
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -48,102 +74,6 @@ class Phase(enum.Enum):
     FINISHED = "finished"
 
 
-class Received(msgspec.Struct, frozen=True):
-    """The scheduler said something about `generation`."""
-
-    generation: int
-    body: FromScheduler
-
-
-class TreeReady(msgspec.Struct, frozen=True):
-    """The forkserver takes orders; or cannot, when `error` says why."""
-
-    error: str | None = None
-
-
-class WorkerEnded(msgspec.Struct, frozen=True):
-    """A worker of `generation` ended."""
-
-    generation: int
-    exit: RankExit
-
-
-class Swept(msgspec.Struct, frozen=True):
-    """Nothing is left of `generation` but what is `stuck`."""
-
-    generation: int
-    stuck: tuple[str, ...] = ()
-
-
-class TreeLost(msgspec.Struct, frozen=True):
-    """The reaper or the forkserver ended; no more workers can be started or swept."""
-
-    reason: str
-    code: int
-
-
-class SchedulerLost(msgspec.Struct, frozen=True):
-    """The scheduler ended; `verdict` is what it had written down, if it had."""
-
-    reason: str
-    verdict: Verdict | None = None
-
-
-class Signalled(msgspec.Struct, frozen=True):
-    """This process got a signal."""
-
-    signum: int
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
-
-
-Event = Received | TreeReady | WorkerEnded | Swept | TreeLost | SchedulerLost | Signalled | Tick
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send `body` to the scheduler, about `generation`."""
-
-    generation: int
-    body: FromAgent
-
-
-class StartWorkers(msgspec.Struct, frozen=True):
-    """Start this node's workers of `generation`."""
-
-    generation: int
-    start: Start
-
-
-class SignalWorkers(msgspec.Struct, frozen=True):
-    """Send `signum` to the workers of `ranks`."""
-
-    ranks: tuple[int, ...]
-    signum: int
-
-
-class Sweep(msgspec.Struct, frozen=True):
-    """Kill whatever is left of `generation`."""
-
-    generation: int
-
-
-class Announce(msgspec.Struct, frozen=True):
-    """Tell the user that the job goes on after a failure."""
-
-    restarting: Restarting
-
-
-class Conclude(msgspec.Struct, frozen=True):
-    """End everything on this node and exit with the verdict's code."""
-
-    verdict: Verdict
-
-
-Action = Send | StartWorkers | SignalWorkers | Sweep | Announce | Conclude
-
-
 @dataclass(slots=True, kw_only=True)
 class AgentState:
     """One node of a job, from registration to the verdict.
@@ -153,6 +83,9 @@ class AgentState:
         register: What this node registers with.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         form_by: Time by which the first workers must have been started; inf waits.
+        join_timeout: Seconds that the scheduler waits for nodes, from when it is reached.
+        lease: How long the workers may go on without the scheduler.
+        scheduler: Where the scheduler is, in words.
         generation: The last generation that was started here; -1 before the first.
     """
 
@@ -160,6 +93,9 @@ class AgentState:
     register: Register
     grace: float
     form_by: float = math.inf
+    join_timeout: float = 0.0
+    lease: Lease = field(default_factory=Lease)
+    scheduler: str = ""
     generation: int = -1
     phase: Phase = Phase.JOINING
     live: set[int] = field(default_factory=set)
@@ -168,21 +104,28 @@ class AgentState:
     _pending: tuple[int, Start] | None = None
     _swept: Swept | None = None
     _nnodes: int = 1
-    _interrupts: int = 0
+    _interrupts: list[int] = field(default_factory=list)
+    _exits: list[tuple[RankExit, float]] = field(default_factory=list)
+    _stuck: list[str] = field(default_factory=list)
+    _failure: NodeFailed | None = None
+    _was_reached: bool = False
+    _is_cut: bool = False
+    _reach_by: float | None = None
+    _awaited: str = ""
     _own_verdict: Verdict | None = None
     _due: float | None = None
 
     def begin(self) -> list[Action]:
         """Return the first actions."""
-        return [Send(-1, self.register)]
+        return [Join(self.register)]
 
     def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: PLR0911 - one line a case
         """Apply `event` at time `now` and return what the caller must do, in order."""
         if self.phase is Phase.FINISHED:
             return []
         match event:
-            case Received(generation=generation, body=body):
-                return self._received(generation, body, now)
+            case Received() | Reached() | Cut() | Forgotten() | SchedulerLost():
+                return self._of_scheduler(event, now)
             case TreeReady(error=error):
                 return self._tree_is_ready(error)
             case WorkerEnded():
@@ -191,43 +134,114 @@ class AgentState:
                 return self._after_sweep(event, now)
             case TreeLost():
                 return self._tree_was_lost(event, now)
-            case SchedulerLost():
-                return self._scheduler_was_lost(event, now)
             case Signalled(signum=signum):
                 return self._signalled(signum, now)
         return self._check_deadline(now)
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self._due is not None or self.generation >= 0 or self.form_by == math.inf:
-            return self._due
-        return self.form_by
+        has_formed = self.generation >= 0 or self.form_by == math.inf
+        first = None if has_formed or self._due is not None else self.form_by
+        dues = [due for due in (self._due, first, self._reach_by) if due is not None]
+        return min(dues, default=None)
 
-    def _received(self, generation: int, body: FromScheduler, now: float) -> list[Action]:
-        actions: list[Action] = []  # as for a message that only an agent sends
-        match body:
-            case Start():
-                actions = self._start(generation, body)
-            case Stop(signum=signum):
-                actions = self._stop(generation, signum, now)
-            case Restarting():
-                actions = [Announce(body)]
-            case Finish(verdict=verdict):
-                actions = self._conclude(verdict)
-            case Refused(reason=reason):
-                actions = self._conclude(self._internal(reason, ExitCode.USAGE))
+    # The line to the scheduler.
+
+    def _of_scheduler(
+        self, event: Received | Reached | Cut | Forgotten | SchedulerLost, now: float
+    ) -> list[Action]:
+        match event:
+            case Received():
+                return self._received(event, now)
+            case Reached():
+                return self._reached(now)
+            case Cut():
+                return self._cut(now)
+            case Forgotten():
+                return self._join(now)
+            case SchedulerLost():
+                return self._scheduler_was_lost(event, now)
+
+    def _join(self, now: float) -> list[Action]:
+        """Register, with all that a scheduler has to know which knows nothing."""
+        is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
+        exits = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
+        register = msgspec.structs.replace(
+            self.register,
+            running=self.generation if is_living else -1,
+            seen=self.generation,
+            exits=exits,
+            stuck=self._stuck,
+        )
+        actions: list[Action] = [Join(register)]
+        if self._failure:
+            actions.append(self._send(self._failure))
+        if self._interrupts:
+            actions.append(self._send(Interrupted(signum=self._interrupts[0])))
         return actions
 
-    def _start(self, generation: int, start: Start) -> list[Action]:
+    def _reached(self, now: float) -> list[Action]:
+        if not self._was_reached:
+            self._was_reached = True
+            self.form_by = max(self.form_by, now + self.join_timeout + SCHEDULER_PATIENCE)
+            return []
+        self._reach_by = None
+        return [Tell("the scheduler answers again")]
+
+    def _cut(self, now: float) -> list[Action]:
+        """Stop the workers before another node may get their ranks."""
+        self._reach_by = now + ABSENCE_PATIENCE
+        silence = f"the scheduler has been silent for {self.lease.fence:g}s"
+        if self.phase is Phase.JOINING:
+            if not self._pending:
+                return [Tell(silence, warn=True)]
+            self.generation, _ = self._pending
+            self._pending = None
+            return [Tell(silence, warn=True), *self._join(now)]
+        self._is_cut = True
+        told = Tell(f"{silence}: this node's workers are stopped", warn=True)
+        if self.phase is Phase.RUNNING:
+            return [told, *self._begin_stop(now, grace=self.lease.grace)]
+        if self.phase is Phase.STOPPING and self._due is not None:
+            self._due = min(self._due, now + self.lease.grace)
+        return [told]
+
+    def _received(self, event: Received, now: float) -> list[Action]:
+        generation = event.generation
+        actions: list[Action] = []  # as for a message that only an agent sends
+        match event.body:
+            case Start() as start:
+                actions = self._start(generation, start, event.age, now)
+            case Stop(signum=signum):
+                actions = self._stop(generation, signum, now)
+            case Restarting() as restarting:
+                actions = [Announce(restarting)]
+            case Finish(verdict=verdict):
+                actions = self._conclude(verdict)
+            case Refused(reason=reason, code=code):
+                actions = self._conclude(self._internal(reason, code))
+            case Waiting(reason=reason, spare=spare):
+                self._awaited = reason
+                self.form_by = math.inf if spare else self.form_by
+                actions = [Tell(reason)]
+        return actions
+
+    # Generations.
+
+    def _start(self, generation: int, start: Start, age: float, now: float) -> list[Action]:
         if self._own_verdict or generation <= self.generation:
             return []
+        if age >= self.lease.fence:  # by now another node may have these ranks
+            self.generation = generation
+            return self._join(now)
         self._pending = (generation, start)
         self._nnodes = start.nnodes
         return self._start_if_possible()
 
     def _tree_is_ready(self, error: str | None) -> list[Action]:
         if error is not None:
-            return [self._send(NodeFailed(reason=error, code=ExitCode.USAGE))]
+            self._failure = NodeFailed(reason=error, code=ExitCode.USAGE)
+            return [self._send(self._failure)]
         self._ready = True
         return self._start_if_possible()
 
@@ -236,6 +250,7 @@ class AgentState:
             return []
         self.generation, start = self._pending
         self._pending = None
+        self._exits, self._stuck = [], []
         self.phase = Phase.RUNNING
         self.live = set(range(start.first_rank, start.first_rank + start.count))
         return [StartWorkers(self.generation, start)]
@@ -244,8 +259,11 @@ class AgentState:
         if event.generation != self.generation:
             return []
         self.live.discard(event.exit.rank)
-        end = self._without_our_signal(event.exit)
-        actions: list[Action] = [self._send(WorkerExited(exit=end))]
+        actions: list[Action] = []
+        if not self._is_cut:  # else it is the node that was lost, and not its workers that failed
+            end = self._without_our_signal(event.exit)
+            self._exits.append((end, now))
+            actions = [self._send(WorkerExited(exit=end))]
         if not self.live:
             if self.phase is Phase.STOPPING:
                 actions += self._sweep(now)
@@ -271,7 +289,9 @@ class AgentState:
             return []
         return self._begin_stop(now, signum)
 
-    def _begin_stop(self, now: float, signum: int = signal.SIGTERM) -> list[Action]:
+    def _begin_stop(
+        self, now: float, signum: int = signal.SIGTERM, grace: float = math.inf
+    ) -> list[Action]:
         self.phase = Phase.STOPPING
         if self._tree_lost:
             self.live.clear()
@@ -279,7 +299,7 @@ class AgentState:
             return self._drained_if_done(now)
         if not self.live:
             return self._sweep(now)
-        self._due = now + self.grace
+        self._due = now + min(self.grace, grace)
         ranks = tuple(sorted(self.live))
         # A stopped process acts on a signal only once it is continued.
         return [SignalWorkers(ranks, signum), SignalWorkers(ranks, signal.SIGCONT)]
@@ -308,6 +328,10 @@ class AgentState:
     def _drained(self, stuck: list[str], now: float) -> list[Action]:
         self.phase = Phase.JOINING
         self._due = now + self._patience() if self._interrupts else None
+        self._stuck = stuck
+        if self._is_cut:
+            self._is_cut = False
+            return self._join(now)
         return [self._send(Drained(stuck=stuck))]
 
     def _patience(self) -> float:
@@ -322,7 +346,8 @@ class AgentState:
             return []
         self._tree_lost = True
         self._ready = False
-        actions: list[Action] = [self._send(NodeFailed(reason=event.reason, code=event.code))]
+        self._failure = NodeFailed(reason=event.reason, code=event.code)
+        actions: list[Action] = [self._send(self._failure)]
         if self.phase in (Phase.STOPPING, Phase.SWEEPING):
             actions += self._begin_stop(now)
         return actions
@@ -330,13 +355,17 @@ class AgentState:
     def _scheduler_was_lost(self, event: SchedulerLost, now: float) -> list[Action]:
         if event.verdict:
             return self._conclude(event.verdict)
-        return self._stop_alone(self._internal(event.reason, ExitCode.INTERNAL), now)
+        return self._stop_alone(self._internal(event.reason, event.code), now)
 
     def _signalled(self, signum: int, now: float) -> list[Action]:
         if signum in FORWARDED:
             return [SignalWorkers(tuple(sorted(self.live)), signum)] if self.live else []
-        self._interrupts += 1
-        if self._interrupts > 1:
+        self._interrupts.append(signum)
+        if not self._was_reached and not self.register.serves:
+            return self._conclude(
+                verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
+            )
+        if len(self._interrupts) > 1:
             if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
                 return self._sweep(now)
             return []
@@ -356,6 +385,11 @@ class AgentState:
         due = self.deadline()
         if due is None or now < due:
             return []
+        if self._reach_by is not None and now >= self._reach_by:
+            self._reach_by = None
+            away = self.lease.fence + ABSENCE_PATIENCE
+            reason = f"the scheduler has been silent for {away:g}s"
+            return self._stop_alone(self._internal(reason, ExitCode.NODE_LOST), now)
         if self._due is None:
             return self._not_formed(now)
         self._due = None
@@ -374,9 +408,14 @@ class AgentState:
         if self._pending:
             reason = "the forkserver has not finished its imports"
             hint = "something in --preload may wait for ever; --join-timeout sets the limit"
-        else:
+        elif self._awaited:
+            reason, hint = self._awaited, ""
+        elif self.register.serves:
             reason = "the scheduler has not answered"
             hint = "scheduler.log in the log directory says what it did"
+        else:
+            reason = f"no scheduler answered at --master-addr {self.scheduler}"
+            hint = "is msrun running on that node, and the port open?"
         verdict = self._internal(f"the job did not form in time: {reason}", ExitCode.JOIN_TIMEOUT)
         return self._stop_alone(msgspec.structs.replace(verdict, hint=hint), now)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from msrun.cluster.messages import PROTOCOL_VERSION, Envelope
-from msrun.errors import ProtocolError
+from msrun.errors import ProtocolError, VersionError
 
 FRAME_BYTES_MAX = 64 * 1024
 
@@ -18,6 +18,9 @@ class _Version(msgspec.Struct):
 
     version: int = 0
 
+
+# All that a peer of another version can be told.
+VERSION_FRAME = _encoder.encode(_Version(PROTOCOL_VERSION))
 
 _version_decoder = msgspec.msgpack.Decoder(_Version)
 
@@ -40,11 +43,12 @@ def encode(envelope: Envelope) -> bytes:
     return frame
 
 
-def decode(frame: bytes) -> Envelope:
+def decode(frame: bytes | memoryview) -> Envelope:
     """Return what `frame` carries.
 
     Raises:
-        ProtocolError: It is too large, of another version, or no message at all.
+        VersionError: It is of another version.
+        ProtocolError: It is too large, or no message at all.
     """
     if len(frame) > FRAME_BYTES_MAX:
         msg = f"a frame of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}"
@@ -53,7 +57,7 @@ def decode(frame: bytes) -> Envelope:
         version = _version_decoder.decode(frame).version
         if version != PROTOCOL_VERSION:
             msg = f"the peer speaks protocol version {version}, this is {PROTOCOL_VERSION}"
-            raise ProtocolError(msg, hint="install the same msrun on all nodes")
+            raise VersionError(msg, hint="install the same msrun on all nodes")
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         msg = f"a frame is no message: {error}"

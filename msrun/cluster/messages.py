@@ -12,15 +12,38 @@ import msgspec
 
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all message bodies."""
 
 
+class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every node of a job has to be told alike.
+
+    Args:
+        nnodes_min: Fewest nodes the job runs on, at least 1.
+        nnodes_max: Most nodes the job runs on.
+        world_size: Workers that all nodes have together; None leaves it to them.
+        lease: Seconds after which a silent node is lost; 0 on one node, which has no other.
+        release: Version of msrun.
+    """
+
+    nnodes_min: int = 1
+    nnodes_max: int = 1
+    world_size: int | None = None
+    lease: float = 0.0
+    release: str = ""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change while the job runs."""
+        return self.world_size is None and self.nnodes_min < self.nnodes_max
+
+
 class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """A node asks to take part.
+    """A node asks to take part, or says where it stands to a scheduler that has to know.
 
     Args:
         host: Its host name.
@@ -28,6 +51,12 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         store_host: Address of the listening socket for stores, should it get rank 0.
         store_port: Port of that socket.
         node_rank: The rank it was given by hand.
+        serves: The scheduler lives on it, so the job cannot go on without it.
+        formation: What its user asked for.
+        running: Generation whose workers live on it; -1 when none does.
+        seen: Largest generation that was started on it, or that it may not start any more.
+        exits: Workers of `seen` that have ended.
+        stuck: Processes of `seen` that SIGKILL did not end.
     """
 
     host: str
@@ -35,6 +64,12 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     store_host: str
     store_port: int
     node_rank: int | None = None
+    serves: bool = False
+    formation: Formation = Formation()
+    running: int = -1
+    seen: int = -1
+    exits: list[RankExit] = []
+    stuck: list[str] = []
 
 
 class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,13 +143,13 @@ class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The generation failed and another will follow, so that every node can say so.
+    """The generation ended early and another will follow, so that every node can say so.
 
     Args:
-        reason: What failed, as one sentence.
-        log_file: Log of the rank that failed first.
+        reason: What failed or changed, as one sentence.
+        log_file: Log of the rank that failed first; empty when none did.
         delay: Seconds until the next generation may start.
-        restart: Number of the restart, from 1.
+        restart: Number of the restart, from 1; 0 for one that no budget counts.
         max_restarts: Restarts allowed.
     """
 
@@ -132,13 +167,35 @@ class Finish(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Refused(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The node cannot take part, and why."""
+    """The node does not take part, or not any more.
+
+    Args:
+        reason: Why, as one sentence.
+        code: Exit code of its launcher.
+    """
 
     reason: str
+    code: int
+
+
+class Waiting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The node has registered and what it waits for.
+
+    Args:
+        reason: Who is missing, as one sentence.
+        spare: Nobody is missing: the node stands by for one that is lost.
+    """
+
+    reason: str
+    spare: bool = False
+
+
+class Unknown(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The scheduler does not know the sender, which has to register (again)."""
 
 
 FromAgent = Register | WorkerExited | Drained | Interrupted | NodeFailed
-FromScheduler = Start | Stop | Restarting | Finish | Refused
+FromScheduler = Start | Stop | Restarting | Finish | Refused | Waiting | Unknown
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,14 +205,25 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         job_id: The job.
         node_id: The agent's node, whichever way the message goes.
         incarnation: Which life of that node: a new agent on it has a larger one.
+        session: Which registration of that life, from 1; numbers start anew with each.
+        seq: Number of the body, from 1; 0 for what may be lost.
+        ack: Largest number up to which the sender has got everything.
+        stamp: From an agent, its own monotonic clock when it asks for a sign of life, else
+            0; from the scheduler, the latest that it got from that agent.
+        term: Which life of the scheduler speaks, from 1; 0 from an agent.
         generation: The generation that the body speaks of; -1 before the first.
-        body: What is said.
+        body: What is said; None for a sign of life alone.
         version: Version of this protocol.
     """
 
     job_id: str
     node_id: str
     incarnation: int
-    generation: int
-    body: FromAgent | FromScheduler
+    session: int = 1
+    seq: int = 0
+    ack: int = 0
+    stamp: float = 0.0
+    term: int = 0
+    generation: int = -1
+    body: FromAgent | FromScheduler | None = None
     version: int = PROTOCOL_VERSION

@@ -48,6 +48,8 @@ class RestartPolicy:
     job_id: str
     limits: RestartLimits
     _restarts: list[float] = field(default_factory=list)
+    _losses: list[float] = field(default_factory=list)
+    _blamed: dict[str, list[float]] = field(default_factory=dict)
     _early_failures: int = 0
     _last_signature: tuple[object, ...] = ()
     _repeats: int = 0
@@ -55,7 +57,42 @@ class RestartPolicy:
     @property
     def used(self) -> int:
         """Restarts so far."""
+        return self.failures + self.losses
+
+    @property
+    def failures(self) -> int:
+        """Restarts so far after a worker had failed."""
         return len(self._restarts)
+
+    @property
+    def losses(self) -> int:
+        """Restarts so far after a node was lost, which have a budget of their own."""
+        return len(self._losses)
+
+    def restore(self, failures: int, losses: int, *, now: float) -> None:
+        """Go on where another scheduler left off, taking its restarts for recent ones."""
+        self._restarts = [now] * failures
+        self._losses = [now] * losses
+
+    def after_loss(self, *, now: float) -> Again | GiveUp:
+        """Decide what follows the loss of a node."""
+        most = self.limits.max_restarts
+        if most == 0:
+            return GiveUp()
+        if len(self._recent(self._losses, now)) >= most:
+            return GiveUp(f"the budget of {most} restart(s) after lost nodes is spent")
+        self._losses.append(now)
+        return Again(0.0)
+
+    def blame(self, node_id: str, *, now: float) -> int:
+        """Count a failure that began on a node; return how many if they are too many."""
+        blamed = self._blamed.setdefault(node_id, [])
+        blamed.append(now)
+        count = len(self._recent(blamed, now))
+        return count if 0 < self.limits.exclude_after <= count else 0
+
+    def _recent(self, times: list[float], now: float) -> list[float]:
+        return [at for at in times if now - at < self.limits.window]
 
     def after(self, failure: RankExit, *, now: float) -> Again | GiveUp:
         """Decide what follows `failure`, the root cause of a generation."""
@@ -66,8 +103,7 @@ class RestartPolicy:
             return GiveUp()
         if failure.code in _CANNOT_START:
             return GiveUp("it cannot be started, so it is not restarted")
-        recent = [at for at in self._restarts if now - at < self.limits.window]
-        if len(recent) >= self.limits.max_restarts:
+        if len(self._recent(self._restarts, now)) >= self.limits.max_restarts:
             return GiveUp(f"the budget of {self.limits.max_restarts} restart(s) is spent")
         if 0 < self.limits.no_progress_limit <= self._repeats:
             return GiveUp(

@@ -13,83 +13,49 @@ must have it on disk before it goes on to the next action.
 
 from __future__ import annotations
 
-import enum
+import math
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from msrun.cluster import seats, wal
 from msrun.cluster import verdict as verdicts
-from msrun.cluster import wal
+from msrun.cluster.forming import Forming
+from msrun.cluster.generation import Because, Generation, Loss, seat
 from msrun.cluster.messages import (
     Drained,
     Finish,
-    FromAgent,
+    Formation,
     FromScheduler,
     Interrupted,
     NodeFailed,
     Refused,
     Register,
     Restarting,
-    Start,
     Stop,
+    Waiting,
     WorkerExited,
 )
 from msrun.cluster.restart_policy import Again, GiveUp, RestartPolicy
+from msrun.cluster.roster import Node, Roster
+from msrun.cluster.scheduler_events import (
+    Action,
+    Event,
+    Lost,
+    Phase,
+    Received,
+    Send,
+    Tick,
+    Unreachable,
+    Write,
+)
 from msrun.cluster.verdict import RankExit, Verdict
-from msrun.errors import ExitCode
+from msrun.errors import ExitCode, signal_exit_code, signal_name
 
-
-class Phase(enum.Enum):
-    """Where a job is in its life."""
-
-    FORMING = "forming"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    DONE = "done"
-    FAILED = "failed"
-
-
-class Received(msgspec.Struct, frozen=True):
-    """An agent said something; of its node's life and generation as on the envelope."""
-
-    node_id: str
-    incarnation: int
-    generation: int
-    body: FromAgent
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
-
-
-Event = Received | Tick
-
-
-class Write(msgspec.Struct, frozen=True):
-    """Put `record` on disk before the next action."""
-
-    record: wal.Record
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send `body` to a node's agent, about `generation`."""
-
-    node_id: str
-    generation: int
-    body: FromScheduler
-
-
-Action = Write | Send
-
-
-@dataclass(slots=True)
-class _Node:
-    incarnation: int
-    registration: Register
-    node_rank: int = -1
-    drained: bool = True
-    stuck: list[str] = field(default_factory=list)
+# Nodes that come one after the other while a job runs change it once, not each time.
+JOIN_WINDOW = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,27 +64,58 @@ class SchedulerState:
 
     Args:
         job_id: The job.
-        nnodes: Nodes to wait for, at least 1.
-        join_timeout: Seconds from `started_at` in which all nodes must register; inf waits.
+        formation: How many nodes it takes.
+        join_timeout: Seconds in which they must register, each time; inf waits.
         policy: Decides about restarts.
+        last_call: Seconds for which more nodes than the fewest are waited for.
         started_at: Time of the first event, on the caller's monotonic clock.
         generation: The generation that runs or is next; 0 for the first.
     """
 
     job_id: str
-    nnodes: int
+    formation: Formation
     join_timeout: float
     policy: RestartPolicy
+    last_call: float = 0.0
     started_at: float = 0.0
     generation: int = 0
     phase: Phase = Phase.FORMING
     verdict: Verdict | None = None
-    _nodes: dict[str, _Node] = field(default_factory=dict)
-    _world_size: int = 0
-    _exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
+    _roster: Roster = field(init=False)
+    _current: Generation = field(default_factory=Generation)
+    _stopped_with: tuple[str, int] = ("", signal.SIGTERM)
     _obstacle: Verdict | None = None
-    _obstacle_came_first: bool = False
-    _resume_at: float | None = None
+    _was_loss: bool = False
+    _forming: Forming = field(init=False)
+    _grow_at: float | None = None
+    _recover_by: float | None = None
+
+    def __post_init__(self) -> None:
+        """Count the time for the first forming from the start."""
+        self._roster = Roster(self.formation)
+        self._forming = Forming(
+            join_timeout=self.join_timeout,
+            last_call=self.last_call,
+            give_up_at=self.started_at + self.join_timeout,
+        )
+
+    def recover(self, records: Sequence[wal.Record], *, within: float, now: float) -> None:
+        """Go on where the scheduler that wrote `records` left off.
+
+        Its agents register again and say what runs on their nodes; one that has not done
+        so `within` that many seconds is lost.
+        """
+        self.verdict = wal.verdict_of(records)
+        if self.verdict:
+            self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
+        last = wal.last_generation(records)
+        if last is None or self.verdict:
+            return
+        self.policy.restore(last.restarts, last.losses, now=now)
+        self.generation = last.generation
+        self.phase = Phase.RUNNING
+        self._current = Generation.of(last.members, (last.store_host, last.store_port))
+        self._recover_by = now + within
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         """Apply `event` at time `now` and return what the caller must do, in order."""
@@ -126,140 +123,327 @@ class SchedulerState:
             return self._repeat_verdict(event)
         if isinstance(event, Tick):
             return self._check_deadlines(now)
-        if isinstance(event.body, Register):
-            return self._register(event, event.body)
-        node = self._nodes.get(event.node_id)
+        return self._of_node(event, now)
+
+    def _of_node(self, event: Received | Lost | Unreachable, now: float) -> list[Action]:
+        if isinstance(event, Unreachable):
+            return [self._send(event.node_id, Refused(reason=event.problem, code=ExitCode.USAGE))]
+        if isinstance(event, Received) and isinstance(event.body, Register):
+            return self._register(event, event.body, now)
+        node = self._roster.nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
             return []
+        if isinstance(event, Lost):
+            return self._lost(event.node_id, event.reason, event.heard_at, now)
         return self._received(event, node, now)
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self.phase is not Phase.FORMING:
+        if self.phase in (Phase.DONE, Phase.FAILED):
             return None
-        if self._resume_at is not None:
-            return self._resume_at
-        due = self.started_at + self.join_timeout
-        return due if due != float("inf") else None
+        dues: list[float | None] = [self._recover_by]
+        if self.phase is Phase.RUNNING:
+            dues.append(self._grow_at)
+        elif self.phase is Phase.FORMING:
+            dues.append(self._forming.deadline(is_full=self._roster.is_full()))
+        due = min((due for due in dues if due is not None), default=math.inf)
+        return due if due != math.inf else None
 
-    def _received(self, event: Received, node: _Node, now: float) -> list[Action]:
+    # Nodes that come.
+
+    def _register(self, event: Received, body: Register, now: float) -> list[Action]:
+        node_id = event.node_id
+        known = self._roster.nodes.get(node_id)
+        if known and event.incarnation < known.incarnation:
+            return []
+        if problem := self._roster.misfit(node_id, body):
+            code = ExitCode.NODE_LOST if node_id in self._roster.excluded else ExitCode.USAGE
+            return [self._send(node_id, Refused(reason=problem, code=code))]
+        self._roster.nodes[node_id] = Node(event.incarnation, body)
+        if self._current.undrained <= self._roster.nodes.keys():
+            self._recover_by = None
+        self._forming.someone_came(now=now)
+        if node_id in self._current.undrained and self.phase is not Phase.FORMING:
+            return self._member_is_back(node_id, event.incarnation, body, now)
+        return self._newcomer(node_id, body, now)
+
+    def _member_is_back(
+        self, node_id: str, incarnation: int, body: Register, now: float
+    ) -> list[Action]:
+        """Go on with a node of the generation that registers again, or without its workers."""
+        if incarnation != self._current.members[node_id].incarnation:
+            return self._gone(node_id, f"node {body.host} was started anew", now, now)
+        actions = [a for end in body.exits for a in self._count_exit(end, now)]
+        if body.running == self.generation or body.seen < self.generation:
+            if self.phase is Phase.STOPPING:
+                # It may have been told by an earlier scheduler, or not at all.
+                return actions or [self._send(node_id, self._stop_message())]
+            is_started = body.running == self.generation
+            return actions if is_started else [*actions, self._start(node_id)]
+        self._current.stuck[node_id] = body.stuck
+        reason = f"node {body.host} was cut off and had to stop its workers"
+        return actions + self._gone(node_id, reason, now, now)
+
+    def _newcomer(self, node_id: str, body: Register, now: float) -> list[Action]:
+        if body.running >= 0:  # workers of a generation that has gone on without them
+            self._roster.stale.add(node_id)
+            stop = Stop(reason="the job went on without this node")
+            return [Send(node_id, body.running, stop)]
+        self._roster.stale.discard(node_id)
+        if self.phase is Phase.FORMING:
+            return self._form_if_possible(now)
+        if self._roster.can_grow(self._current.members):
+            self._grow_at = self._grow_at or now + JOIN_WINDOW
+            return []
+        return [self._send(node_id, self._stand_by())]
+
+    # What agents say.
+
+    def _received(self, event: Received, node: Node, now: float) -> list[Action]:
+        is_of_now = event.generation == self.generation and event.node_id in self._current.members
         match event.body:
             case WorkerExited(exit=end):
-                return self._worker_exited(event.generation, end, now)
+                return self._count_exit(end, now) if is_of_now else []
             case Drained(stuck=stuck):
-                return self._drained(event.generation, node, stuck, now)
+                return self._drained(event.node_id, stuck, now, is_of_now=is_of_now)
             case Interrupted(signum=signum):
-                return self._interrupted(signum)
+                return self._interrupted(event.node_id, node, signum, now)
             case NodeFailed() as failure:
-                return self._node_failed(failure)
+                return self._node_failed(event.node_id, node, failure, now)
             case _:  # a key holder may send what only a scheduler says
                 return []
 
-    def _register(self, event: Received, body: Register) -> list[Action]:
-        known = self._nodes.get(event.node_id)
-        if known and event.incarnation <= known.incarnation:
+    def _count_exit(self, end: RankExit, now: float) -> list[Action]:
+        if self.phase is Phase.FORMING:
             return []
-        if self.phase is not Phase.FORMING or (not known and len(self._nodes) == self.nnodes):
-            reason = f"job {self.job_id} has its {self.nnodes} node(s) already"
-            return [Send(event.node_id, self.generation, Refused(reason=reason))]
-        self._nodes[event.node_id] = _Node(event.incarnation, body)
-        if len(self._nodes) < self.nnodes or self._resume_at is not None:
-            return []
-        return self._start_generation()
-
-    def _start_generation(self) -> list[Action]:
-        self.phase = Phase.RUNNING
-        self._resume_at = None
-        self._exits.clear()
-        ordered = sorted(self._nodes.items(), key=_node_order)
-        self._world_size = sum(node.registration.slots for _, node in ordered)
-        master = ordered[0][1].registration
-        actions: list[Action] = [Write(wal.GenerationStarted(self.generation))]
-        first_rank = 0
-        for node_rank, (node_id, node) in enumerate(ordered):
-            node.node_rank, node.drained, node.stuck = node_rank, False, []
-            start = Start(
-                node_rank=node_rank,
-                nnodes=len(ordered),
-                first_rank=first_rank,
-                count=node.registration.slots,
-                world_size=self._world_size,
-                store_host=master.store_host,
-                store_port=master.store_port,
-                serve_store=node_rank == 0,
-            )
-            actions.append(Send(node_id, self.generation, start))
-            first_rank += node.registration.slots
-        return actions
-
-    def _worker_exited(self, generation: int, end: RankExit, now: float) -> list[Action]:
-        if generation != self.generation or self.phase is Phase.FORMING:
-            return []
-        self._exits.setdefault(end.rank, (end, now - end.age))
+        self._current.exits.setdefault(end.rank, (end, now - end.age))
         if self.phase is Phase.STOPPING:
             return []
         if not end.succeeded:
-            return self._stop(end.sentence())
-        if len(self._exits) == self._world_size:
-            return self._decide(self._success())
-        return []
+            return self._stop(end.sentence(), Because.FAILURE)
+        return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
 
-    def _stop(self, reason: str, signum: int = signal.SIGTERM) -> list[Action]:
-        self.phase = Phase.STOPPING
-        return self._tell_all(Stop(reason=reason, signum=signum))
-
-    def _drained(self, generation: int, node: _Node, stuck: list[str], now: float) -> list[Action]:
-        if generation != self.generation or self.phase is not Phase.STOPPING:
+    def _drained(
+        self, node_id: str, stuck: list[str], now: float, *, is_of_now: bool
+    ) -> list[Action]:
+        if node_id in self._roster.stale:
+            registration = self._roster.nodes[node_id].registration
+            return self._newcomer(node_id, msgspec.structs.replace(registration, running=-1), now)
+        if not is_of_now or self.phase is not Phase.STOPPING:
             return []
-        node.drained, node.stuck = True, stuck
-        if not all(n.drained for n in self._nodes.values()):
-            return []
-        return self._after_generation(now)
+        self._current.stuck[node_id] = stuck
+        return self._is_drained(node_id, now)
 
-    def _after_generation(self, now: float) -> list[Action]:
-        """Decide what follows a generation of which nothing is left."""
-        if self._obstacle and self._obstacle_came_first:
-            return self._decide(msgspec.structs.replace(self._obstacle, stuck=self._stuck()))
-        root = verdicts.root_cause(self._exits.values())
-        if self._stuck():
-            return self._decide(self._failure(root, GiveUp("processes could not be killed")))
-        step = self.policy.after(root, now=now)
-        if isinstance(step, GiveUp):
-            return self._decide(self._failure(root, step))
-        if self._obstacle:
-            return self._decide(self._obstacle)
-        self.phase = Phase.FORMING
-        self.generation += 1
-        self._resume_at = now + step.delay
-        actions = self._tell_all(self._restarting(root, step))
-        return actions if step.delay else actions + self._start_generation()
-
-    def _interrupted(self, signum: int) -> list[Action]:
+    def _interrupted(self, node_id: str, node: Node, signum: int, now: float) -> list[Action]:
+        if signum != signal.SIGINT and self._roster.can_do_without(node_id):
+            node.leaves_with = signum
+            host = node.registration.host
+            return self._leave(node_id, f"node {host} leaves on {signal_name(signum)}", now)
         verdict = verdicts.interrupted(
             self.job_id, signum, generation=self.generation, restarts=self.policy.used
         )
         # A script may catch Ctrl-C to save its work, as it does without a launcher.
         return self._end(verdict, signum if signum == signal.SIGINT else signal.SIGTERM)
 
-    def _node_failed(self, failure: NodeFailed) -> list[Action]:
-        return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
+    def _node_failed(
+        self, node_id: str, node: Node, failure: NodeFailed, now: float
+    ) -> list[Action]:
+        if failure.code != ExitCode.NODE_LOST or not self._roster.can_do_without(node_id):
+            return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
+        host = node.registration.host
+        sentence = f"node {host} can run no more workers: {failure.reason}"
+        self._roster.excluded[node_id] = sentence
+        if node_id in self._current.undrained:
+            self._current.losses.append(Loss(sentence, now))
+            if self.phase is Phase.RUNNING:
+                return self._stop(sentence, Because.FAILURE)
+        return self._leave(node_id, sentence, now)
+
+    def _leave(self, node_id: str, sentence: str, now: float) -> list[Action]:
+        """Let a node go that its user, or whoever lent it, wants back."""
+        is_idle = self.phase is Phase.FORMING or node_id not in self._current.members
+        if is_idle:
+            return self._dismiss(node_id) + self._form_if_possible(now)
+        if self.phase is not Phase.RUNNING:
+            return []
+        self._current.change = sentence
+        return self._stop(sentence, Because.CHANGE)
+
+    # Nodes that go.
+
+    def _lost(self, node_id: str, reason: str, heard_at: float, now: float) -> list[Action]:
+        host = self._roster.nodes.pop(node_id).registration.host
+        self._roster.stale.discard(node_id)
+        if self.phase is Phase.FORMING:
+            return self._form_if_possible(now)
+        if node_id not in self._current.undrained:
+            return []
+        return self._gone(node_id, f"node {host} was lost: {reason}", heard_at, now)
+
+    def _gone(self, node_id: str, sentence: str, at: float, now: float) -> list[Action]:
+        """Go on without the workers of a member, none of which lives any more."""
+        actions: list[Action] = []
+        if not self._current.has_ended(node_id):
+            self._current.losses.append(Loss(sentence, at))
+            if self.phase is Phase.RUNNING:
+                actions = self._stop(sentence, Because.FAILURE)
+        return actions + self._is_drained(node_id, now)
+
+    def _dismiss(self, node_id: str) -> list[Action]:
+        """Send a node home that leaves, or that is excluded."""
+        reason = self._roster.farewell(node_id)
+        node = self._roster.nodes.pop(node_id)
+        signum = node.leaves_with
+        code = signal_exit_code(signum) if signum else ExitCode.NODE_LOST
+        return [self._send(node_id, Refused(reason=reason, code=code))]
+
+    # Generations.
+
+    def _form_if_possible(self, now: float) -> list[Action]:
+        """Start a generation if there are nodes enough and the time for it has come."""
+        if self.phase is not Phase.FORMING:
+            return []
+        is_enough, is_full = self._roster.is_enough(), self._roster.is_full()
+        is_due = self._forming.is_due(is_enough=is_enough, is_full=is_full, now=now)
+        return self._start_generation() if is_due else []
+
+    def _start_generation(self) -> list[Action]:
+        ready = self._roster.ready()
+        order = seats.choose(ready, self.formation, list(self._current.members))
+        workers = sum(ready[node_id].slots for node_id in order)
+        if self.formation.world_size not in (None, workers):
+            there = ", ".join(f"{body.host} {body.slots}" for body in ready.values())
+            reason = f"the workers of the nodes do not sum to {self.formation.world_size}, "
+            reason += f"which --worker-num asks for: {there}"
+            return self._decide(self._verdict(ExitCode.USAGE, reason))
+        self.phase = Phase.RUNNING
+        self._grow_at = None
+        self._current = seat({n: self._roster.nodes[n] for n in order})
+        record = wal.GenerationStarted(
+            self.generation,
+            list(self._current.members.values()),
+            *self._current.store,
+            self.policy.failures,
+            self.policy.losses,
+        )
+        spares = [self._send(n, self._stand_by()) for n in ready if n not in order]
+        return [Write(record), *map(self._start, order), *spares]
+
+    def _start(self, node_id: str) -> Send:
+        return self._send(node_id, self._current.start(node_id))
+
+    def _stop(self, reason: str, because: Because, signum: int = signal.SIGTERM) -> list[Action]:
+        self.phase = Phase.STOPPING
+        self._grow_at = None
+        self._current.because = because
+        self._stopped_with = (reason, signum)
+        stop = self._stop_message()
+        members = [n for n in sorted(self._current.undrained) if n in self._roster.nodes]
+        return [self._send(node_id, stop) for node_id in members]
+
+    def _is_drained(self, node_id: str, now: float) -> list[Action]:
+        self._current.undrained.discard(node_id)
+        if self.phase is not Phase.STOPPING or self._current.undrained:
+            return []
+        return self._after_generation(now)
+
+    def _after_generation(self, now: float) -> list[Action]:
+        """Decide what follows a generation of which nothing is left."""
+        current = self._current
+        if self._obstacle and current.because is Because.OBSTACLE:
+            return self._decide(msgspec.structs.replace(self._obstacle, stuck=current.all_stuck()))
+        if current.all_succeeded:
+            return self._decide(self._verdict(ExitCode.OK, ""))
+        root = current.root()
+        if current.all_stuck():
+            return self._decide(self._failure(root, GiveUp("processes could not be killed")))
+        step = self._next_step(root, now)
+        if isinstance(step, GiveUp):
+            return self._decide(self._failure(root, step))
+        if self._obstacle:
+            return self._decide(self._obstacle)
+        return self._form_again(root, step, now)
+
+    def _next_step(self, root: RankExit | None, now: float) -> Again | GiveUp:
+        if self._current.because is Because.CHANGE:
+            return Again(0.0)
+        return self.policy.after(root, now=now) if root else self.policy.after_loss(now=now)
+
+    def _form_again(self, root: RankExit | None, step: Again, now: float) -> list[Action]:
+        """Go on to the next generation, with the nodes that can take part."""
+        self._was_loss = root is None
+        reason = self._current.sentence(root)
+        if root and (blamed := self._exclude(root, now)):
+            reason += f"; {blamed}"
+        self.phase = Phase.FORMING
+        self.generation += 1
+        self._forming.again(now + step.delay, now=now)
+        restarting = Restarting(
+            reason=reason,
+            log_file=root.log_file if root else "",
+            delay=step.delay,
+            restart=0 if self._current.because is Because.CHANGE else self.policy.used,
+            max_restarts=self.policy.limits.max_restarts,
+        )
+        goodbye = [action for n in self._roster.leaving() for action in self._dismiss(n)]
+        return [*goodbye, *self._tell_all(restarting), *self._form_if_possible(now)]
+
+    def _exclude(self, root: RankExit, now: float) -> str:
+        """Keep a node out whose workers fail again and again, if it can be done without."""
+        node_id = self._current.node_of(root.rank)
+        failures = self.policy.blame(node_id, now=now)
+        node = self._roster.nodes.get(node_id)
+        if not node or not failures or not self._roster.can_do_without(node_id):
+            return ""
+        sentence = f"node {root.host} is excluded after {failures} failures of its workers"
+        self._roster.excluded[node_id] = sentence
+        return sentence
+
+    # Ends.
 
     def _end(self, verdict: Verdict, signum: int = signal.SIGTERM) -> list[Action]:
         """End the job with `verdict`, unless a worker's failure came first and ends it itself."""
         if self.phase is Phase.FORMING:
             return self._decide(verdict)
-        if self._obstacle is None:
-            self._obstacle = verdict
-            self._obstacle_came_first = self.phase is Phase.RUNNING
-        return self._stop(verdict.reason, signum) if self.phase is Phase.RUNNING else []
+        self._obstacle = self._obstacle or verdict
+        if self.phase is Phase.RUNNING:
+            return self._stop(verdict.reason, Because.OBSTACLE, signum)
+        if self._current.because is Because.CHANGE:
+            self._current.because = Because.OBSTACLE
+        return []
 
     def _check_deadlines(self, now: float) -> list[Action]:
         due = self.deadline()
         if due is None or now < due:
             return []
-        if self._resume_at is not None:
-            return self._start_generation()
-        return self._decide(self._join_timeout())
+        if self._recover_by is not None and now >= self._recover_by:
+            return self._give_up_waiting_for_members(now)
+        if self.phase is Phase.RUNNING:
+            return self._grow()
+        actions: list[Action] = []
+        if self._forming.report_is_due(now=now) and not self._roster.is_enough():
+            actions = self._tell_all(Waiting(reason=self._roster.attendance()))
+        if self._forming.is_over(now=now):
+            return self._decide(self._join_timeout())
+        return actions + self._form_if_possible(now)
+
+    def _give_up_waiting_for_members(self, now: float) -> list[Action]:
+        self._recover_by = None
+        actions: list[Action] = []
+        for node_id in sorted(self._current.undrained - self._roster.nodes.keys()):
+            host = self._current.members[node_id].host
+            sentence = f"node {host} was lost while the scheduler was away"
+            actions += self._gone(node_id, sentence, now, now)
+        return actions
+
+    def _grow(self) -> list[Action]:
+        self._grow_at = None
+        members = self._current.members
+        if not self._roster.can_grow(members):
+            return []
+        hosts = [body.host for n, body in self._roster.ready().items() if n not in members]
+        self._current.change = f"node {', '.join(hosts)} joins"
+        return self._stop(self._current.change, Because.CHANGE)
 
     def _decide(self, verdict: Verdict) -> list[Action]:
         self.verdict = verdict
@@ -268,24 +452,26 @@ class SchedulerState:
 
     def _repeat_verdict(self, event: Event) -> list[Action]:
         """Answer a late node with the verdict, which never changes."""
-        if isinstance(event, Tick) or self.verdict is None:
+        if self.verdict is None or not isinstance(event, Received):
             return []
-        return [Send(event.node_id, self.generation, Finish(verdict=self.verdict))]
+        return [self._send(event.node_id, Finish(verdict=self.verdict))]
+
+    def _send(self, node_id: str, body: FromScheduler) -> Send:
+        return Send(node_id, self.generation, body)
 
     def _tell_all(self, body: FromScheduler) -> list[Action]:
-        return [Send(node_id, self.generation, body) for node_id in sorted(self._nodes)]
+        return [self._send(node_id, body) for node_id in sorted(self._roster.nodes)]
 
-    def _restarting(self, root: RankExit, step: Again) -> Restarting:
-        return Restarting(
-            reason=root.sentence(),
-            log_file=root.log_file,
-            delay=step.delay,
-            restart=self.policy.used,
-            max_restarts=self.policy.limits.max_restarts,
-        )
+    def _stand_by(self) -> Waiting:
+        nodes = len(self._current.members)
+        reason = f"job {self.job_id} has its {nodes} node(s): this one stands by as a spare"
+        return Waiting(reason=reason, spare=True)
 
-    def _success(self) -> Verdict:
-        return self._verdict(ExitCode.OK, "")
+    def _stop_message(self) -> Stop:
+        reason, signum = self._stopped_with
+        return Stop(reason=reason, signum=signum)
+
+    # Verdicts.
 
     def _verdict(self, code: int, reason: str) -> Verdict:
         return Verdict(
@@ -294,34 +480,20 @@ class SchedulerState:
             reason=reason,
             generation=self.generation,
             restarts=self.policy.used,
-            stuck=self._stuck(),
+            stuck=self._current.all_stuck(),
         )
 
-    def _failure(self, root: RankExit, step: GiveUp) -> Verdict:
-        ends = [end for end, _ in self._exits.values() if end.rank != root.rank]
-        before = self._exits[root.rank][1]
-        finished = sorted(e.rank for e in ends if e.succeeded and self._exits[e.rank][1] < before)
-        sentence = root.sentence() + (f"; {step.reason}" if step.reason else "")
-        return msgspec.structs.replace(
-            self._verdict(root.exit_code if step.code is None else step.code, sentence),
-            hint=step.hint,
-            root=root,
-            collateral=verdicts.group_exits(e for e in ends if not e.succeeded),
-            finished=finished,
-        )
+    def _failure(self, root: RankExit | None, step: GiveUp) -> Verdict:
+        own_code = root.exit_code if root else ExitCode.NODE_LOST
+        sentence = self._current.sentence(root) + (f"; {step.reason}" if step.reason else "")
+        verdict = self._verdict(own_code if step.code is None else step.code, sentence)
+        verdict = msgspec.structs.replace(verdict, hint=step.hint)
+        return self._current.with_ends(verdict, root)
 
     def _join_timeout(self) -> Verdict:
-        reason = (
-            f"{len(self._nodes)} of {self.nnodes} node(s) registered within {self.join_timeout:g}s"
-        )
-        return self._verdict(ExitCode.JOIN_TIMEOUT, reason)
-
-    def _stuck(self) -> list[str]:
-        return [process for _, node in sorted(self._nodes.items()) for process in node.stuck]
-
-
-def _node_order(item: tuple[str, _Node]) -> tuple[bool, int, str, str]:
-    """Order nodes by the rank they were given, then by host name."""
-    node_id, node = item
-    given = node.registration.node_rank
-    return given is None, given or 0, node.registration.host, node_id
+        reason = f"{self._roster.attendance()}, after {self.join_timeout:g}s"
+        if self.generation == 0:
+            return self._verdict(ExitCode.JOIN_TIMEOUT, reason)
+        ended = f"the job cannot go on: {self._current.sentence(self._current.root())}; {reason}"
+        code = ExitCode.NODE_LOST if self._was_loss else ExitCode.JOIN_TIMEOUT
+        return self._verdict(code, ended)

@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import msgspec
 
 from msrun.cluster.verdict import Verdict
 
 
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """A scheduler began its life number `term`, from 1."""
+
+    term: int
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of a generation.
+
+    Args:
+        node_id: The node.
+        host: Its host name.
+        incarnation: Which life of it.
+        node_rank: Its place among the nodes.
+        first_rank: Global rank of its local_rank 0.
+        count: Its workers.
+    """
+
+    node_id: str
+    host: str
+    incarnation: int
+    node_rank: int
+    first_rank: int
+    count: int
+
+
 class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
-    """Generation `generation` was announced."""
+    """Generation `generation` was announced.
+
+    Args:
+        generation: The generation.
+        members: Its nodes by node rank.
+        store_host: Address of its TCPStore.
+        store_port: Port of it.
+        restarts: Restarts after failures of workers so far.
+        losses: Restarts after losses of nodes so far.
+    """
 
     generation: int
+    members: list[Member] = []
+    store_host: str = ""
+    store_port: int = 0
+    restarts: int = 0
+    losses: int = 0
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
@@ -21,7 +62,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     verdict: Verdict
 
 
-Record = GenerationStarted | Decided
+Record = Began | GenerationStarted | Decided
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -35,7 +76,17 @@ def encode(record: Record) -> bytes:
 
 def decode(data: bytes) -> list[Record]:
     """Return the records before the first one that is torn or damaged."""
+    return _decode(data)[0]
+
+
+def whole(data: bytes) -> int:
+    """Return the bytes of `data` before the first record that is torn or damaged."""
+    return _decode(data)[1]
+
+
+def _decode(data: bytes) -> tuple[list[Record], int]:
     records: list[Record] = []
+    length = 0
     for line in data.splitlines(keepends=True):
         checksum, _, body = line.partition(b" ")
         if not body.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body[:-1]):
@@ -44,10 +95,27 @@ def decode(data: bytes) -> list[Record]:
             records.append(_decoder.decode(body))
         except msgspec.MsgspecError:
             break
-    return records
+        length += len(line)
+    return records, length
+
+
+def term(records: Iterable[Record]) -> int:
+    """Return the number of the life that `records` end in; 0 without any."""
+    return max((record.term for record in records if isinstance(record, Began)), default=0)
+
+
+def last_generation(records: Iterable[Record]) -> GenerationStarted | None:
+    """Return the last generation that was announced; None before the first."""
+    started = [record for record in records if isinstance(record, GenerationStarted)]
+    return started[-1] if started else None
 
 
 def verdict(data: bytes) -> Verdict | None:
     """Return the verdict in the log `data`, None when there is none yet."""
-    decided = [record for record in decode(data) if isinstance(record, Decided)]
+    return verdict_of(decode(data))
+
+
+def verdict_of(records: Iterable[Record]) -> Verdict | None:
+    """Return the verdict in `records`, None when there is none yet."""
+    decided = [record for record in records if isinstance(record, Decided)]
     return decided[0].verdict if decided else None

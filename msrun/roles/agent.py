@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from msrun.cluster.agent_state import (
+from msrun.cluster.agent_events import (
     Action,
-    AgentState,
     Announce,
     Conclude,
     Event,
-    Phase,
-    Received,
+    Join,
     SchedulerLost,
     Send,
     Signalled,
@@ -30,18 +28,23 @@ from msrun.cluster.agent_state import (
     StartWorkers,
     Sweep,
     Swept,
+    Tell,
     Tick,
     TreeLost,
     TreeReady,
     WorkerEnded,
 )
+from msrun.cluster.agent_state import AgentState, Phase
 from msrun.cluster.messages import Envelope, Register, Restarting
+from msrun.cluster.uplink import Uplink, UplinkEvent
 from msrun.cluster.verdict import Verdict, render_seconds
-from msrun.errors import ExitCode, UsageError
-from msrun.launch import LaunchPlan
+from msrun.errors import ExitCode, UsageError, VersionError
+from msrun.job import JobSpec
+from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import background, ending, worker_end
 from msrun.roles.console import Console, Status, open_console
 from msrun.roles.node_resources import NodeResources
+from msrun.roles.scheduler_watch import SchedulerWatch
 from msrun.roles.worker_end import OomCounter, RunningWorker
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
@@ -52,7 +55,6 @@ REFRESH_SECONDS = 0.1
 # Whoever stopped the job does not want to read all of a long log first.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
-LOG_FILE = "msrun.log"
 _STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -68,7 +70,7 @@ def run(plan: LaunchPlan) -> int:
     body = partial(_run, plan)
     if not plan.job.detach:
         return body(lambda: None)
-    log_file = str(Path(plan.job.log_dir, LOG_FILE))
+    log_file = str(Path(plan.job.log_dir, _journal_name(plan)))
     return background.run(body, name=plan.job.job_id, log_file=log_file)
 
 
@@ -97,18 +99,27 @@ class Agent:
         self._loop = loop
         self._when_running: Callable[[], None] | None = when_running
         self._began_at = loop.now()
-        self._incarnation = int(self._began_at * 1000)
         self._workers: dict[int, RunningWorker] = {}
         self._running = 0
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
-        journal = _open_journal(self._job.log_dir)
-        tails = _tails(plan)
+        journal = _open_journal(plan)
+        # Of several nodes, none knows its ranks yet.
+        tails = _tails(plan.job, plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
         self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
+        self._scheduler = SchedulerWatch(
+            self._node, loop, self._console, tell=self._handle, greet=self._greet
+        )
+        self._uplink = Uplink(
+            job_id=self._job.job_id,
+            node_id=self._node.node_id,
+            incarnation=int(self._began_at * 1000),
+            lease=self._node.lease,
+        )
         self._state = AgentState(
             job_id=self._job.job_id,
             register=Register(
@@ -117,9 +128,14 @@ class Agent:
                 store_host=self._node.store[0],
                 store_port=int(self._node.store[1]),
                 node_rank=self._job.node_rank,
+                serves=self._job.serves,
+                formation=self._node.formation,
             ),
             grace=self._job.grace,
             form_by=self._began_at + self._job.join_timeout,
+            join_timeout=self._job.join_timeout,
+            lease=self._node.lease,
+            scheduler=self._node.scheduler_name,
         )
 
     def run(self) -> Verdict:
@@ -153,22 +169,29 @@ class Agent:
         )
         self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
-        self._loop.watch(self._node.scheduler.pidfd, self._on_scheduler_end)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
+        self._scheduler.start()
         process.raise_priority()
         self._perform(self._state.begin())
 
     # What happens.
 
     def _deadline(self) -> float | None:
-        due = [at for at in (self._state.deadline(), self._refresh_at) if at is not None]
-        return min(due, default=None)
+        dues = (
+            self._state.deadline(),
+            self._uplink.deadline(),
+            self._scheduler.deadline(),
+            self._refresh_at,
+        )
+        return min((due for due in dues if due is not None), default=None)
 
     def _tick(self) -> None:
         if self._refresh_at is not None and self._refresh_at <= self._loop.now():
             self._refresh_at = self._loop.now() + REFRESH_SECONDS
             self._console.pump()
             self._console.show(self._status())
+        self._scheduler.tick()
+        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
         self._handle(Tick())
 
     def _on_signal(self, signum: int) -> None:
@@ -177,14 +200,22 @@ class Agent:
         self._handle(Signalled(signum))
 
     def _on_scheduler(self) -> None:
-        for envelope in self._node.socket.receive():
-            if envelope.job_id == self._job.job_id and envelope.incarnation == self._incarnation:
-                self._handle(Received(envelope.generation, envelope.body))  # type: ignore[arg-type]  # a body of an agent's own is no event: dropped
+        try:
+            envelopes = self._node.socket.receive()
+        except VersionError as error:
+            reason = f"{self._node.scheduler_name}: {error.message}: {error.hint}"
+            self._handle(SchedulerLost(reason, code=error.exit_code))
+            return
+        for envelope in envelopes:
+            self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
 
-    def _on_scheduler_end(self) -> None:
-        scheduler = self._node.scheduler
-        self._loop.forget(scheduler.pidfd)
-        self._handle(SchedulerLost(scheduler.how_it_ended(), scheduler.verdict()))
+    def _greet(self) -> None:
+        self._send(self._uplink.ask(now=self._loop.now()))
+
+    def _after_uplink(self, events: list[UplinkEvent], frames: list[Envelope]) -> None:
+        self._send(frames)
+        for event in events:
+            self._handle(event)
 
     def _on_reaper(self) -> None:
         tree = self._node.tree
@@ -265,8 +296,11 @@ class Agent:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Send():
-                    self._send(action)
+                case Join(register=register):
+                    now, generation = self._loop.now(), self._state.generation
+                    self._send(self._uplink.join(generation, register, now=now))
+                case Send(generation=generation, body=body):
+                    self._send(self._uplink.send(generation, body, now=self._loop.now()))
                 case StartWorkers():
                     self._start_workers(action)
                 case SignalWorkers(ranks=ranks, signum=signum):
@@ -275,19 +309,15 @@ class Agent:
                     self._node.tree.reaper.send(orders.Sweep(generation=generation))
                 case Announce(restarting=restarting):
                     self._announce(restarting)
+                case Tell(sentence=sentence, warn=warn):
+                    self._console.say(f"{'warning' if warn else 'msrun'}: {sentence}")
                 case Conclude(verdict=verdict):
                     self._verdict = verdict
                     self._loop.stop()
 
-    def _send(self, action: Send) -> None:
-        envelope = Envelope(
-            job_id=self._job.job_id,
-            node_id=self._plan.machine.host,
-            incarnation=self._incarnation,
-            generation=action.generation,
-            body=action.body,
-        )
-        self._node.socket.send(envelope)
+    def _send(self, frames: list[Envelope]) -> None:
+        for frame in frames:
+            self._node.socket.send(frame)
 
     def _start_workers(self, action: StartWorkers) -> None:
         process.raise_priority()
@@ -296,11 +326,20 @@ class Agent:
             worker.plan.rank: worker
             for worker in self._node.start_workers(action.generation, action.start)
         }
+        if not self._job.is_alone:
+            plans = tuple(worker.plan for worker in self._workers.values())
+            self._console.follow(_tails(self._job, plans))
+            if self._refresh_at is None:
+                self._refresh_at = self._loop.now()
 
     def _announce(self, restarting: Restarting) -> None:
         when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
+        log = f"; log: {restarting.log_file}" if restarting.log_file else ""
+        if not restarting.restart:
+            self._console.say(f"msrun: {restarting.reason}: starting again {when}")
+            return
         self._console.say(
-            f"warning: {restarting.reason}; log: {restarting.log_file}\n"
+            f"warning: {restarting.reason}{log}\n"
             f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
         )
 
@@ -323,9 +362,19 @@ class Agent:
         return len(self._state.live) < self._job.workers_per_node
 
 
-def _open_journal(log_dir: str) -> int:
+def _journal_name(plan: LaunchPlan) -> str:
+    """Return the name of our own log, which several nodes may write to one directory."""
+    job = plan.job
+    if job.is_alone:
+        return "msrun.log"
+    rank = "" if job.node_rank is None else f"_{job.node_rank}"
+    return f"msrun_{plan.machine.host}{rank}.log"
+
+
+def _open_journal(plan: LaunchPlan) -> int:
+    log_dir = plan.job.log_dir
     try:
-        return logs.claim(str(Path(log_dir, LOG_FILE)))
+        return logs.claim(str(Path(log_dir, _journal_name(plan))))
     except BlockingIOError:
         msg = f"--log-dir {log_dir} is in use by a job that still runs"
         raise UsageError(msg, hint="choose another directory, or leave --log-dir out") from None
@@ -334,15 +383,13 @@ def _open_journal(log_dir: str) -> int:
         raise UsageError(msg) from None
 
 
-def _tails(plan: LaunchPlan) -> list[logs.Tail]:
-    """Return what shows the logs of the chosen ranks: of rank 0 at a terminal, else of none."""
-    chosen = plan.job.tail
-    if chosen is None:
-        chosen = frozenset({0}) if os.isatty(1) else frozenset()
+def _tails(job: JobSpec, workers: Iterable[WorkerPlan]) -> list[logs.Tail]:
+    """Return what shows the logs of the workers that the user chose."""
+    is_terminal = os.isatty(1)
     return [
         logs.Tail(worker.log_file, f"[rank {worker.rank}] ")
-        for worker in plan.workers
-        if worker.rank in chosen
+        for worker in workers
+        if job.is_shown(worker.rank, worker.local_rank, is_terminal=is_terminal)
     ]
 
 

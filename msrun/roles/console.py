@@ -83,6 +83,11 @@ class Console:
     ) -> None:
         """Leave the terminal as it was found."""
 
+    def follow(self, tails: Sequence[Tail]) -> None:
+        """Show these logs from now on, and go on with those that are shown already."""
+        known = {tail.path for tail in self._tails}
+        self._tails = [*self._tails, *(tail for tail in tails if tail.path not in known)]
+
     def say(self, text: str) -> None:
         """Show `text`, in our own words, and write it down."""
         safe = "\n".join(map(printable, text.splitlines()))

@@ -8,8 +8,9 @@ import shutil
 import socket
 from pathlib import Path
 
-from msrun import environ
-from msrun.cluster.messages import Start
+from msrun import __version__, environ
+from msrun.cluster.lease import Lease, lease
+from msrun.cluster.messages import Formation, Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
@@ -20,8 +21,9 @@ from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
 from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.logs import banner
-from msrun.supervise.node_plan import LOOPBACK, Placement
+from msrun.supervise.node_plan import Placement
 from msrun.supervise.orders import Configure, SignalWorkers, SpawnStore, SpawnWorker
+from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
 from msrun.transport.keys import new_secret
 from msrun.transport.loop import new_context
@@ -31,6 +33,8 @@ from msrun.transport.sockets import AgentSocket, endpoint, listen
 # group, which cannot end its threads any more, and the exit may abort.
 BUILT_IN_PRELOAD = ("torch", "torch.distributed.nn")
 SCHEDULER_SECONDS = 2.0
+# With several nodes it first tells all of them how the job ended.
+FAREWELL_SECONDS = 7.0
 TREE_SECONDS = 8.0
 
 
@@ -49,7 +53,7 @@ class NodeResources:
     """
 
     tree: ProcessTree
-    scheduler: SchedulerProcess
+    scheduler: SchedulerProcess | None = None
     socket: AgentSocket
     containment: str
 
@@ -59,11 +63,41 @@ class NodeResources:
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
-        self._scheduler_socket = _listen(plan.job.master_port)
-        self._store_socket = _listen(0)
-        self.store = (LOOPBACK, str(self._store_socket.getsockname()[1]))
-        self._scheduler_address = (LOOPBACK, str(self._scheduler_socket.getsockname()[1]))
-        self._dir, self._lock = run_dir.create(plan.job.job_id)
+        job = plan.job
+        self.formation = formation(job)
+        self._secret = _secret(job)
+        self._scheduler_socket: socket.socket | None = None
+        port = job.master_port
+        if job.serves:
+            self._scheduler_socket = _listen(job.listen_host, port, "--master-port")
+            port = self._scheduler_socket.getsockname()[1]
+        self.scheduler_address = (job.listen_host, str(port))
+        self._store_socket = _listen(job.address, 0, "the address of this node")
+        self.store = (job.address, str(self._store_socket.getsockname()[1]))
+        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, self._rank_in_name()))
+
+    def _rank_in_name(self) -> int | None:
+        """Return the given rank of a node of several, of which one machine may have more."""
+        return None if self._job.is_alone else self._job.node_rank
+
+    @property
+    def scheduler_name(self) -> str:
+        """Where the scheduler listens, in words."""
+        host, port = self.scheduler_address
+        named = self._job.master_addr
+        return f"{named} ({host}), port {port}" if named and named != host else f"{host}:{port}"
+
+    @property
+    def node_id(self) -> str:
+        """Name of this node in the job, the same whenever an agent is started on it again."""
+        words = [self._plan.machine.host, self._job.address]
+        rank = self._rank_in_name()
+        return "/".join([*words, *([] if rank is None else [str(rank)])])
+
+    @property
+    def lease(self) -> Lease:
+        """How long this node may go on without the scheduler."""
+        return lease(self.formation.lease)
 
     def open(self) -> None:
         """Start the processes that are ours.
@@ -82,7 +116,9 @@ class NodeResources:
     def _forget_earlier_job(self) -> None:
         """Remove what must not be shown as this job's."""
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
-        for path in (verdict_file, *(worker.log_file for worker in self._plan.workers)):
+        # Of several nodes, which may share the directory, none knows its ranks yet.
+        workers = self._plan.workers if self._job.is_alone else ()
+        for path in (verdict_file, *(worker.log_file for worker in workers)):
             try:
                 Path(path).unlink(missing_ok=True)
             except OSError as error:
@@ -112,28 +148,31 @@ class NodeResources:
             stderr=self._stderr,
         )
         self._opened.add("tree")
-        secret = None if self._job.insecure else new_secret()
-        self.scheduler = SchedulerProcess(
-            SchedulerConfig(
-                job_id=self._job.job_id,
-                nnodes=self._job.nnodes_min,
-                join_timeout=self._job.join_timeout,
-                restarts=self._job.restarts,
-                secret=secret,
-                wal_file=str(self._dir / run_dir.WAL),
-                log_file=str(Path(self._job.log_dir, "scheduler.log")),
-                parent=os.getpid(),
-            ),
-            self._scheduler_socket,
-            self._base,
+        self.start_scheduler()
+        host, port = self.scheduler_address
+        self.socket = AgentSocket(new_context(), endpoint(host, int(port)), self._secret)
+
+    def start_scheduler(self, *, again: bool = False) -> None:
+        """Start the scheduler, if it belongs here; `again` takes up where another ended."""
+        if self._scheduler_socket is None:
+            return
+        timeout = self._job.join_timeout
+        config = SchedulerConfig(
+            job_id=self._job.job_id,
+            formation=self.formation,
+            join_timeout=timeout,
+            last_call=self._job.last_call,
+            restarts=self._job.restarts,
+            secret=self._secret,
+            wal_file=str(self._dir / run_dir.WAL),
+            log_file=str(Path(self._job.log_dir, "scheduler.log")),
+            parent=os.getpid(),
         )
-        self._opened.add("scheduler")
-        host, port = self._scheduler_address
-        self.socket = AgentSocket(new_context(), endpoint(host, int(port)), secret)
+        self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base, again=again)
 
     def _make_cgroup(self) -> str | None:
         parent = self._plan.machine.cgroup
-        cgroup = containment.create(parent, f"msrun-{self._job.job_id}") if parent else None
+        cgroup = containment.create(parent, f"msrun-{self._dir.name}") if parent else None
         if cgroup:
             run_dir.note_cgroup(self._dir, cgroup)
         return cgroup
@@ -147,7 +186,7 @@ class NodeResources:
             first_rank=start.first_rank,
             world_size=start.world_size,
             store=(start.store_host, str(start.store_port)),
-            scheduler=self._scheduler_address,
+            scheduler=self.scheduler_address,
             run_dir=str(self._dir),
         )
         (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
@@ -197,21 +236,40 @@ class NodeResources:
         stuck: list[str] = []
         if "tree" in self._opened:
             stuck = self.tree.end(TREE_SECONDS)
-        if "scheduler" in self._opened:
-            self.scheduler.end(SCHEDULER_SECONDS)
-        self._scheduler_socket.close()
+        if self.scheduler:
+            self.scheduler.end(SCHEDULER_SECONDS if self._job.is_alone else FAREWELL_SECONDS)
+        if self._scheduler_socket:
+            self._scheduler_socket.close()
         self._store_socket.close()
         shutil.rmtree(self._dir, ignore_errors=True)
         os.close(self._lock)
         return stuck
 
 
-def _listen(port: int) -> socket.socket:
+def formation(job: JobSpec) -> Formation:
+    """Return what all nodes of `job` have to agree on."""
+    return Formation(
+        nnodes_min=job.nnodes_min,
+        nnodes_max=job.nnodes_max,
+        world_size=None if job.is_alone else job.world_size,
+        lease=0.0 if job.is_alone else job.lease,
+        release=__version__,
+    )
+
+
+def _secret(job: JobSpec) -> bytes | None:
+    if job.insecure:
+        return None
+    return new_secret() if job.is_alone and not job.secret_file else read_secret(job.secret_file)
+
+
+def _listen(host: str, port: int, what: str) -> socket.socket:
     try:
-        return listen(LOOPBACK, port)
+        return listen(host, port)
     except OSError as error:
-        msg = f"--master-port {port} cannot be used: {error.strerror}"
-        raise UsageError(msg, hint="leave --master-port out for a free one") from None
+        where = f"{host} port {port}" if port else host
+        msg = f"{what}: {where} cannot be used: {error.strerror}"
+        raise UsageError(msg, hint="choose another --master-port, or end what uses it") from None
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:

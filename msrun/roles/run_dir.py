@@ -23,9 +23,14 @@ _CGROUP = "cgroup"
 WAL = "scheduler.wal"
 
 
-def location(job_id: str) -> Path:
-    """Return where the directory of `job_id` is or would be."""
-    return _parent() / job_id
+def location(name: str) -> Path:
+    """Return where the directory `name` is or would be."""
+    return _parent() / name
+
+
+def name(job_id: str, node_rank: int | None) -> str:
+    """Return the name of the directory of a job on a node, which may have been given a rank."""
+    return job_id if node_rank is None else f"{job_id}.node{node_rank}"
 
 
 def cookie(directory: Path) -> bytes:
@@ -33,8 +38,8 @@ def cookie(directory: Path) -> bytes:
     return f"{environ.RUN_DIR}={directory}".encode()
 
 
-def create(job_id: str) -> tuple[Path, int]:
-    """Make the directory of `job_id`; return it and the descriptor that holds its lock.
+def create(name: str) -> tuple[Path, int]:
+    """Make the directory `name`; return it and the descriptor that holds its lock.
 
     Raises:
         UsageError: The job runs already, or the directory cannot be made.
@@ -47,7 +52,7 @@ def create(job_id: str) -> tuple[Path, int]:
         try:
             fcntl.flock(guard, fcntl.LOCK_EX)
             _remove_stale(parent)
-            return _make(parent / job_id)
+            return _make(parent / name)
         finally:
             os.close(guard)
     except OSError as error:

@@ -1,11 +1,13 @@
-"""The scheduler process: wires sockets, log and clock to `SchedulerState`."""
+"""The scheduler process: wires sockets, log and clock to `Peers` and `SchedulerState`."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
 
@@ -13,17 +15,35 @@ import msgspec
 
 from msrun import environ
 from msrun.cluster import wal
-from msrun.cluster.messages import Envelope, Register
+from msrun.cluster.lease import lease
+from msrun.cluster.messages import Envelope, Formation, Refused, Register
+from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_state import Action, Received, SchedulerState, Send, Tick, Write
+from msrun.cluster.scheduler_events import (
+    Event,
+    Phase,
+    Received,
+    Send,
+    Tick,
+    Unreachable,
+    Write,
+)
+from msrun.cluster.scheduler_state import SchedulerState
+from msrun.errors import ExitCode
 from msrun.job import RestartLimits
 from msrun.supervise import process, title
 from msrun.supervise.channel import load
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
+from msrun.transport.probe import Prober, describe
 from msrun.transport.sockets import SchedulerSocket
 
 log = logging.getLogger(__name__)
+
+# How long the agents of a job may take to register with a scheduler that was started again.
+_RECOVERY_SECONDS = 10.0
+# After its agent has let go, until the last node knows the verdict.
+_FAREWELL_SECONDS = 5.0
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +51,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         job_id: The job.
-        nnodes: Nodes to wait for.
+        formation: How many nodes it takes.
         join_timeout: Seconds in which they must register; None waits for ever.
+        last_call: Seconds for which more nodes than the fewest are waited for.
         restarts: Restart budget and pace.
         secret: The job's secret; None without authentication.
         wal_file: Where the state is written down.
@@ -42,8 +63,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     job_id: str
-    nnodes: int
+    formation: Formation
     join_timeout: float | None
+    last_call: float
     restarts: RestartLimits
     secret: bytes | None
     wal_file: str
@@ -53,77 +75,175 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """The one scheduler of a job."""
+    """One life of the scheduler of a job."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self._loop = Loop()
+        self._prober = Prober(self._loop)
         listening = socket.socket(fileno=config.listen_fd)
         self._socket = SchedulerSocket(new_context(), listening, config.secret)
-        self._incarnations: dict[str, int] = {}
+        self._wal, records = _open_wal(config.wal_file)
+        term = wal.term(records) + 1
+        self._write(wal.Began(term))
+        times = lease(config.formation.lease)
+        self._peers = Peers(job_id=config.job_id, lease=times, term=term)
         self._state = SchedulerState(
             job_id=config.job_id,
-            nnodes=config.nnodes,
+            formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
+            last_call=config.last_call,
             policy=RestartPolicy(config.job_id, config.restarts),
             started_at=self._loop.now(),
         )
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._wal = os.open(config.wal_file, flags, 0o600)
+        within = min(times.lost, _RECOVERY_SECONDS) + times.grace
+        within = _RECOVERY_SECONDS if within == float("inf") else within
+        self._state.recover(records, within=within, now=self._loop.now())
+        self._held: dict[tuple[str, int], list[Received]] = {}
+        self._reachable: set[tuple[str, int]] = set()
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._leave_by: float | None = None
 
     def run(self) -> None:
         """Serve until the agent, whose end of standard input closes, is gone."""
-        self._loop.watch(0, self._loop.stop)
+        self._loop.watch(0, self._on_agent_gone)
         self._loop.watch(self._socket.socket, self._receive)
+        self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
             self._loop.watch(gate.socket, gate.answer)
-        log.info("listening job=%s nodes=%d", self._config.job_id, self._config.nnodes)
-        self._loop.run(self._state.deadline, self._tick)
+        log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
+        self._loop.run(self._deadline, self._tick)
+
+    def _deadline(self) -> float | None:
+        machines = (self._state, self._peers, self._prober)
+        dues = [machine.deadline() for machine in machines] + [self._leave_by]
+        return min((due for due in dues if due is not None), default=None)
 
     def _tick(self) -> None:
-        self._perform(self._state.handle(Tick(), now=self._loop.now()))
+        now = self._loop.now()
+        if self._leave_by is not None and (now >= self._leave_by or self._peers.all_delivered):
+            self._loop.stop()
+            return
+        self._prober.tick()
+        losses, frames = self._peers.tick(now=now)
+        self._send(frames)
+        for loss in losses:
+            log.warning("node=%s lost: %s", loss.node_id, loss.reason)
+            self._handle(loss)
+        self._handle(Tick())
+
+    def _on_agent_gone(self) -> None:
+        """Leave, but not before the other nodes know how the job ended."""
+        self._loop.forget(0)
+        is_over = self._state.phase in (Phase.DONE, Phase.FAILED)
+        if not is_over or self._peers.all_delivered:
+            self._loop.stop()
+        else:
+            self._leave_by = self._loop.now() + _FAREWELL_SECONDS
+
+    # What agents say.
 
     def _receive(self) -> None:
-        for message in self._socket.receive():
-            if message.job_id != self._config.job_id:
-                log.warning("dropped a message of job=%s", message.job_id)
+        for envelope in self._socket.receive():
+            if envelope.job_id != self._config.job_id:
+                self._refuse_stranger(envelope)
                 continue
-            log.info(
-                "node=%s generation=%d received %s",
-                message.node_id,
-                message.generation,
-                type(message.body).__name__,
-            )
-            if isinstance(message.body, Register):
-                known = self._incarnations.get(message.node_id, 0)
-                self._incarnations[message.node_id] = max(known, message.incarnation)
-            event = Received(
-                message.node_id,
-                message.incarnation,
-                message.generation,
-                message.body,  # type: ignore[arg-type]  # a scheduler's body is no event: dropped
-            )
-            self._perform(self._state.handle(event, now=self._loop.now()))
+            events, frames = self._peers.receive(envelope, now=self._loop.now())
+            self._send(frames)
+            for event in events:
+                log.info(
+                    "node=%s generation=%d received %s",
+                    event.node_id,
+                    event.generation,
+                    type(event.body).__name__,
+                )
+                self._admit(event)
+        if self._leave_by is not None and self._peers.all_delivered:
+            self._loop.stop()
 
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
+    def _refuse_stranger(self, envelope: Envelope) -> None:
+        """Tell a node of another job that it is wrong here."""
+        log.warning("node=%s is of job=%s", envelope.node_id, envelope.job_id)
+        reason = f"the scheduler here runs job {self._config.job_id}, not {envelope.job_id}"
+        refused = Refused(reason=f"{reason}: choose another --master-port", code=ExitCode.USAGE)
+        answer = msgspec.structs.replace(envelope, seq=1, ack=0, term=1, body=refused)
+        self._socket.send(answer)
+
+    def _admit(self, event: Received) -> None:
+        """Pass `event` on once it is known that other nodes can reach its node."""
+        life = (event.node_id, event.incarnation)
+        if life in self._held:
+            self._held[life].append(event)
+        elif isinstance(event.body, Register) and self._must_probe(life):
+            self._held[life] = [event]
+            host, port = event.body.store_host, event.body.store_port
+            self._prober.probe(host, port, partial(self._on_probed, life))
+        else:
+            self._handle(event)
+
+    def _must_probe(self, life: tuple[str, int]) -> bool:
+        return self._config.formation.nnodes_max > 1 and life not in self._reachable
+
+    def _on_probed(self, life: tuple[str, int], code: int) -> None:
+        held = self._held.pop(life)
+        register = held[0].body
+        if code and isinstance(register, Register):
+            address = f"{register.store_host}:{register.store_port}"
+            problem = (
+                f"node {register.host} gave its address as {address}, which the scheduler "
+                f"cannot reach: {describe(code)}"
+            )
+            log.warning("node=%s %s", life[0], problem)
+            self._handle(Unreachable(*life, problem))
+            return
+        self._reachable.add(life)
+        if isinstance(register, Register):
+            self._addresses[life[0]] = (register.store_host, register.store_port)
+        for event in held:
+            self._handle(event)
+
+    def _on_broken(self) -> None:
+        """Find out whether a node whose connection ended is still there."""
+        for node_id in self._socket.broken():
+            if node_id in self._peers and (address := self._addresses.get(node_id)):
+                self._prober.probe(*address, partial(self._on_answer, node_id))
+
+    def _on_answer(self, node_id: str, code: int) -> None:
+        if code != errno.ECONNREFUSED:
+            return
+        # The agent and all that it started held that socket, so nothing of them lives.
+        for loss in self._peers.lose(node_id, "its launcher has ended"):
+            log.warning("node=%s lost: %s", node_id, loss.reason)
+            self._handle(loss)
+
+    # What is done about it.
+
+    def _handle(self, event: Event) -> None:
+        for action in self._state.handle(event, now=self._loop.now()):
             match action:
                 case Write(record=record):
-                    os.write(self._wal, wal.encode(record))
-                    os.fdatasync(self._wal)
+                    self._write(record)
                     log.info("phase=%s wrote %s", self._state.phase.value, type(record).__name__)
-                case Send():
-                    self._send(action)
+                case Send(node_id=node_id, generation=generation, body=body):
+                    now = self._loop.now()
+                    self._send(self._peers.send(node_id, generation, body, now=now))
 
-    def _send(self, action: Send) -> None:
-        envelope = Envelope(
-            job_id=self._config.job_id,
-            node_id=action.node_id,
-            incarnation=self._incarnations.get(action.node_id, 0),
-            generation=action.generation,
-            body=action.body,
-        )
-        self._socket.send(envelope)
+    def _write(self, record: wal.Record) -> None:
+        os.write(self._wal, wal.encode(record))
+        os.fdatasync(self._wal)
+
+    def _send(self, frames: list[Envelope]) -> None:
+        for frame in frames:
+            self._socket.send(frame)
+
+
+def _open_wal(path: str) -> tuple[int, list[wal.Record]]:
+    """Open the log, cut off what a torn write left at its end, and return its records."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    data = Path(path).read_bytes()
+    os.ftruncate(descriptor, wal.whole(data))
+    return descriptor, wal.decode(data)
 
 
 def main(arguments: list[str]) -> NoReturn:

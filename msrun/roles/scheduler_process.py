@@ -27,18 +27,22 @@ class SchedulerProcess:
 
     Args:
         config: What it is told; its `listen_fd` is set here.
-        listening: Its listening socket; taken over.
+        listening: Its listening socket, which stays the caller's for another one.
         env: Its environment.
+        again: It follows one that ended.
     """
 
     def __init__(
-        self, config: SchedulerConfig, listening: socket.socket, env: Mapping[str, str]
+        self,
+        config: SchedulerConfig,
+        listening: socket.socket,
+        env: Mapping[str, str],
+        *,
+        again: bool = False,
     ) -> None:
         self._wal_file, self._log_file = config.wal_file, config.log_file
-        with (
-            listening,
-            os.fdopen(logs.create(config.log_file), "wb") as log,
-        ):
+        opener = logs.reopen if again else logs.create
+        with os.fdopen(opener(config.log_file), "ab") as log:
             config = msgspec.structs.replace(config, listen_fd=listening.fileno())
             self._process = subprocess.Popen(
                 python_command("msrun.roles.scheduler:main"),
@@ -48,7 +52,8 @@ class SchedulerProcess:
                 pass_fds=[listening.fileno()],
                 start_new_session=True,
                 env=dict(env),
-                preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
+                # By the second time there are threads, and it asks for this itself.
+                preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
             )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
         # One that ended at once shows by its pidfd.
@@ -77,4 +82,9 @@ class SchedulerProcess:
         if not wait_readable(self.pidfd, timeout):
             self._process.kill()
         self._process.wait()
+        os.close(self.pidfd)
+
+    def close(self) -> None:
+        """Let go of one that has ended."""
+        self._lifeline.close()
         os.close(self.pidfd)

@@ -53,6 +53,11 @@ def create(path: str) -> int:
     return os.open(path, flags, 0o600)
 
 
+def reopen(path: str) -> int:
+    """Open a log of ours to go on with it."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def printable(text: str) -> str:
     """Return `text` with control characters made visible, so that it cannot act on a terminal."""
     if text.isprintable():
@@ -96,7 +101,7 @@ class Tail:
     """
 
     def __init__(self, path: str, prefix: str, start: int = 0) -> None:
-        self._path = path
+        self.path = path
         self._prefix = prefix
         self._offset = start
         self._partial = b""
@@ -108,7 +113,7 @@ class Tail:
             final: Return an unfinished last line too.
         """
         try:
-            with Path(self._path).open("rb") as file:
+            with Path(self.path).open("rb") as file:
                 file.seek(self._offset)
                 data = file.read(_READ_BYTES)
         except OSError:

@@ -41,15 +41,24 @@ def address_to(address: str) -> str | None:
 
 def own_addresses() -> tuple[str, ...]:
     """Return the addresses by which other machines may reach this one, IPv4 first."""
-    import psutil  # Most starts ask for none.
+    return tuple(address for address in ordered(set(_interfaces())) if _is_for_others(address))
 
-    addresses = {
-        entry.address
-        for entries in psutil.net_if_addrs().values()
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has the numeric `address`, empty when none has."""
+    return _interfaces().get(address, "")
+
+
+def _interfaces() -> dict[str, str]:
+    """Return each address of this machine with the name of its interface."""
+    import psutil  # A job of one node asks for none.
+
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family in _FAMILIES
     }
-    return tuple(a for a in ordered(addresses) if _is_for_others(a))
 
 
 def ordered(addresses: set[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import msgspec
 from msrun.environ import WorkerIdentity, worker_env
 from msrun.job import JobSpec
 from msrun.launch import WorkerPlan
-from msrun.supervise import affinity
+from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
 from msrun.topology import Machine
 
@@ -108,6 +108,8 @@ def plan_workers(
         base: The launcher's own environment.
     """
     bound = plan_affinity(job, machine)
+    # Where all peers are on this machine, the data plane has no business on other interfaces.
+    interface = "lo" if placement.nnodes == 1 else network.interface_of(job.address)
     threads = affinity.plan_threads(bound, machine.cpus)
     base = {**base, **job.env}
     return tuple(
@@ -119,13 +121,18 @@ def plan_workers(
             cpus=bound.cpus[i],
             numa_nodes=bound.numa_nodes[i],
             log_file=log_file(job, machine, placement.first_rank + i, i),
-            env={**job.env, **worker_env(_identity(job, placement, i, threads[i]), base)},
+            env={
+                **job.env,
+                **worker_env(_identity(job, placement, i, threads[i], interface), base),
+            },
         )
         for i in range(job.workers_per_node)
     )
 
 
-def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int) -> WorkerIdentity:
+def _identity(
+    job: JobSpec, placement: Placement, local_rank: int, threads: int, interface: str
+) -> WorkerIdentity:
     rank = placement.first_rank + local_rank
     return WorkerIdentity(
         job_id=job.job_id,
@@ -146,6 +153,7 @@ def _identity(job: JobSpec, placement: Placement, local_rank: int, threads: int)
         threads=threads,
         virtual_local_rank=job.virtual_local_rank,
         config=config_file(placement.run_dir) if job.parallel else "",
+        interface=interface,
     )
 
 

@@ -242,7 +242,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         channel.close()
         return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
     forkserver_socket.close()
-    os.close(listen_fd)
+    # The store's socket stays open: as long as it takes connections, somebody lives here.
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())
     process.raise_priority()
     Reaper(channel, configure, pid, wake_on_child()).serve()

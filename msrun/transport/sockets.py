@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import socket
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from msrun.cluster import codec
 from msrun.cluster.messages import Envelope
-from msrun.errors import ProtocolError
+from msrun.errors import ProtocolError, VersionError
 from msrun.transport.keys import KeyPair, key_pair
 
 SCHEDULER = "scheduler"
 AGENT = "agent"
 _DOMAIN = "msrun"
 _HANDSHAKE_MS = 5_000
-_HEARTBEAT_MS = 2_000
-_HEARTBEAT_TIMEOUT_MS = 6_000
-_RECEIVE_QUEUE_MAX = 64
+# A connection that was cut is given up early, so that a new one is there as soon as it heals.
+_HEARTBEAT_MS = 1_000
+_HEARTBEAT_TIMEOUT_MS = 3_000
+_CONNECT_MS = 1_000
+_RECONNECT_MS = (20, 500)
+_QUEUE_MAX = 64
 _CURVE_BYTES = 64
 _BACKLOG = 4096
 
@@ -76,7 +81,7 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     # The limit counts what CURVE puts around a frame; the codec has the exact one.
     sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
-    sock.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE_MAX)
+    sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
     sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
@@ -100,7 +105,9 @@ class SchedulerSocket:
     ) -> None:
         self.gate: Gate | None = None
         self._routes: dict[str, bytes] = {}
+        self._nodes: dict[int, str] = {}
         self.socket = context.socket(zmq.ROUTER)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _bound(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -124,17 +131,31 @@ class SchedulerSocket:
         messages: list[Envelope] = []
         while True:
             try:
-                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return messages
             if len(frames) != 1:
                 continue
             try:
-                envelope = codec.decode(frames[0])
+                envelope = codec.decode(frames[0].buffer)
+            except VersionError:
+                with contextlib.suppress(zmq.ZMQError):
+                    self.socket.send_multipart([route.bytes, codec.VERSION_FRAME], zmq.NOBLOCK)
+                continue
             except ProtocolError:
                 continue
-            self._routes[envelope.node_id] = route
+            self._routes[envelope.node_id] = route.bytes
+            self._nodes[frames[0].get(zmq.SRCFD)] = envelope.node_id
             messages.append(envelope)
+
+    def broken(self) -> list[str]:
+        """Return the nodes of connections that have ended; they may have others by now."""
+        nodes = []
+        while self.monitor.poll(0):
+            descriptor = recv_monitor_message(self.monitor)["value"]
+            if node_id := self._nodes.pop(descriptor, None):
+                nodes.append(node_id)
+        return nodes
 
     def send(self, envelope: Envelope) -> None:
         """Send `envelope` to its node; dropped when that node is not connected."""
@@ -146,6 +167,24 @@ class SchedulerSocket:
         except zmq.ZMQError:
             # The route stays: it is valid again once the agent has reconnected.
             return
+
+
+class Line(enum.Enum):
+    """What became of an agent's connection."""
+
+    UP = "up"
+    DOWN = "down"
+    REJECTED = "rejected"
+    SILENT = "silent"
+
+
+_LINES = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: Line.UP,
+    zmq.EVENT_DISCONNECTED: Line.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Line.REJECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Line.REJECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Line.SILENT,
+}
 
 
 class AgentSocket:
@@ -162,11 +201,14 @@ class AgentSocket:
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
+        self.socket.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        self.monitor = self.socket.get_monitor_socket(sum(_LINES))
         # One identity for all of its connections, so that an agent whose connection broke
         # need not speak first to be reached again.  The first byte must not be zero.
         self.socket.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         if secret is not None:
             own: KeyPair = key_pair(secret, AGENT)
             self.socket.curve_publickey = own.public
@@ -175,16 +217,35 @@ class AgentSocket:
         self.socket.connect(address)
 
     def send(self, envelope: Envelope) -> None:
-        """Queue `envelope`; it leaves as soon as the scheduler answers."""
-        self.socket.send(codec.encode(envelope))
+        """Queue `envelope`; it leaves as soon as there is a connection.
+
+        Dropped when too much waits: what has to arrive is sent again anyway.
+        """
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(codec.encode(envelope), zmq.NOBLOCK)
+
+    def line(self) -> list[Line]:
+        """Return what has happened to the connection since the last call."""
+        events = []
+        while self.monitor.poll(0):
+            events.append(_LINES[zmq.Event(recv_monitor_message(self.monitor)["event"])])
+        return events
 
     def receive(self) -> list[Envelope]:
-        """Return the messages that wait; garbage is dropped."""
+        """Return the messages that wait; garbage is dropped.
+
+        Raises:
+            VersionError: The scheduler speaks another version of the protocol.
+        """
         messages: list[Envelope] = []
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            with contextlib.suppress(ProtocolError):
+            try:
                 messages.append(codec.decode(frame))
+            except VersionError:
+                raise
+            except ProtocolError:
+                continue

@@ -29,6 +29,8 @@ MACHINE = Machine(
 )
 NAMES = {
     "localhost": ("127.0.0.1", "::1"),
+    "localhost.localdomain": ("127.0.0.1",),
+    "ip6-localhost": ("::1",),
     "node0": ("10.0.0.1",),
     "node1": ("10.0.0.9",),
     "node6": ("fd00::9",),

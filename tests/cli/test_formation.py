@@ -87,6 +87,8 @@ def test_as_many_workers_as_this_node_has_devices(msrun, gpus):
         ("node6", {"listen_host": "fd00::9", "address": "fd00::1", "serves": False}),
         ("[fd00::1]", {"listen_host": "fd00::1", "address": "fd00::1", "serves": True}),
         ("localhost", LOCAL),
+        ("localhost.localdomain", LOCAL),
+        ("ip6-localhost", {"listen_host": "::1", "address": "::1", "serves": True}),
         ("localhost --node-rank 0", LOCAL),
         ("localhost --node-rank 1", {**LOCAL, "serves": False}),
         ("127.0.0.1 --node-rank 2", {**LOCAL, "serves": False}),
@@ -151,14 +153,18 @@ def test_a_machine_without_a_way_out_is_reached_by_its_only_address(msrun, world
     [
         (
             (),
-            "error: --master-addr node0 resolves to 127.0.1.1, "
-            "and this machine has no address that others can reach\n",
+            (
+                "error: --master-addr node0 resolves to 127.0.1.1, "
+                "and this machine has no address that others can reach\n"
+            ),
         ),
         (
             ("10.0.0.1", "10.0.0.2"),
-            "error: --master-addr node0 resolves to 127.0.1.1, "
-            "and this machine has several other addresses\n"
-            "  hint: give one as --master-addr (it has 10.0.0.1, 10.0.0.2)\n",
+            (
+                "error: --master-addr node0 resolves to 127.0.1.1, "
+                "and this machine has several other addresses\n"
+                "  hint: give one as --master-addr (it has 10.0.0.1, 10.0.0.2)\n"
+            ),
         ),
     ],
 )
@@ -283,6 +289,26 @@ def test_what_has_no_effect_is_noted(msrun, words, note):
     outcome = msrun(f"{words} train.py")
 
     assert (outcome.code, outcome.err) == (0, f"note: {note}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("w{rank}", "w{rank}"),
+        ("w", "w_{rank}"),
+        ("{host}_{local_rank}", "{host}_{local_rank}_{rank}"),
+    ],
+)
+def test_logs_that_nodes_may_keep_in_one_directory(msrun, name, expected):
+    outcome = msrun(["--nnodes=2", "--master-addr=node0", f"--worker-log-name={name}", "train.py"])
+
+    assert outcome.job.worker_log_name == expected
+    assert outcome.err == (
+        "note: --worker-log-name {host}_{local_rank} is followed by the rank, "
+        "since nodes may share --log-dir\n"
+        if "host" in name
+        else ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,59 @@ notes:
   no cgroup
 """
 
+SEVERAL = """\
+job:
+  setting           value                         source
+  job-id            nightly                       flag --job-id
+  nnodes            2:4                           flag --nnodes
+  workers-per-node  2                             flag --nproc-per-node
+  master-addr       node1                         flag --master-addr
+  start-method      fork                          default
+  log-dir           HERE/msrun_logs/nightly       default
+
+formation:
+  scheduler   10.0.0.9:29500
+  started by  another node
+  this node   10.0.0.1
+  secret      HERE/config/msrun/secret
+  ranks       assigned when the nodes are there
+
+command:
+  python train.py
+
+workers:
+  rank  local_rank  device  cpus  log
+  -     0           -       -     HERE/msrun_logs/nightly/worker_0.log
+  -     1           -       -     HERE/msrun_logs/nightly/worker_1.log
+
+containment:
+  subreaper
+"""
+
+KNOWN = """\
+formation:
+  scheduler   [fd00::1]:8118
+  started by  this node
+  this node   fd00::1
+  secret      HERE/secret
+  ranks       if every node starts 2
+
+command:
+  python train.py
+
+workers:
+  rank  local_rank  device  cpus  log
+  2     0           -       -     HERE/msrun_logs/nightly/worker_2.log
+  3     1           -       -     HERE/msrun_logs/nightly/worker_3.log
+
+containment:
+  subreaper
+
+environment of rank 3:
+  NOTE='two words'
+  RANK=3
+"""
+
 MESH = """\
 mesh of 4 ranks:
   axis  size
@@ -174,6 +227,69 @@ def test_the_json_schema(msrun, gpus):
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}
+
+
+@pytest.fixture
+def config(here, monkeypatch):
+    """A home without a secret."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "config"))
+    return here / "config"
+
+
+def test_nodes_whose_ranks_are_not_known_yet(msrun, config):
+    words = "--nnodes 2:4 --master-addr node1 --job-id nightly --nproc-per-node 2"
+
+    outcome = msrun(f"plan {words} train.py")
+
+    assert (outcome.code, outcome.err) == (0, "")
+    assert squeezed(outcome.out) == squeezed(SEVERAL)
+    assert not config.exists()
+
+
+def test_nodes_whose_ranks_are_known(msrun, here):
+    (here / "secret").touch(mode=0o600)
+    (here / "secret").write_bytes(bytes(32))
+    words = "--nnodes 2 --rdzv-endpoint [fd00::1]:8118 --node-rank 1 --job-id nightly"
+
+    outcome = msrun(f"plan {words} --nproc-per-node 2 --secret-file secret --env-of 3 train.py")
+
+    assert (outcome.code, outcome.err) == (0, "")
+    assert squeezed(outcome.out[outcome.out.index("formation:") :]) == squeezed(KNOWN)
+
+
+def test_nodes_as_json(msrun, config):
+    words = "plan --json --worker-num 6 --nproc-per-node 1 --master-addr node0 train.py"
+
+    document = json.loads(msrun(words).out)
+
+    assert document["formation"] == {
+        "nnodes": [1, 6],
+        "world_size": 6,
+        "scheduler": {"host": "10.0.0.1", "port": 29500},
+        "serves": True,
+        "address": "10.0.0.1",
+        "secret": str(config / "msrun" / "secret").replace(str(config.parent), "HERE"),
+    }
+    assert document["job"]["nnodes"] == {"value": "1:6", "source": "flag --worker-num"}
+    assert document["job"]["worker-num"] == {"value": 6, "source": "flag --worker-num"}
+    assert document["workers"] == [
+        {
+            "rank": None,
+            "local_rank": 0,
+            "node_rank": None,
+            "device": None,
+            "cpus": [],
+            "numa_nodes": [],
+            "log": f"HERE/msrun_logs/{document['job']['job-id']['value']}/worker_0.log",
+            "env": None,
+        }
+    ]
+
+
+def test_nodes_without_a_secret(msrun):
+    words = "plan --json --nnodes 2 --master-addr localhost --insecure train.py"
+
+    assert json.loads(msrun(words).out)["formation"]["secret"] == "none"
 
 
 def test_at_a_terminal(msrun, world, monkeypatch):

@@ -149,6 +149,13 @@ def test_a_standalone_flag_beats_an_endpoint_in_the_environment(msrun):
     assert (outcome.err, outcome.job.master_addr, outcome.job.master_port) == ("", None, 0)
 
 
+def test_a_standalone_flag_beats_nodes_in_the_environment(msrun):
+    outcome = msrun("plan --json --standalone train.py", PET_NNODES="4")
+
+    assert outcome.err == ""
+    assert json.loads(outcome.out)["job"]["nnodes"] == {"value": 1, "source": "flag --standalone"}
+
+
 def test_an_endpoint_flag_beats_an_address_in_the_environment(msrun):
     job = msrun("--rdzv-endpoint localhost train.py", PET_MASTER_ADDR="10.0.0.9").job
 

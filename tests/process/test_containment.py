@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from support import until
 
 from msrun.supervise import containment
 from msrun.supervise.machine import read_machine
@@ -58,8 +59,8 @@ def cgroup():
         pytest.skip("no cgroup v2 that this user may divide")
     yield directory
     containment.kill(directory)
-    containment.remove(directory)
-    assert not Path(directory).exists()
+    # What was killed stays a member until the kernel is done with it.
+    until(lambda: containment.remove(directory) or not Path(directory).exists(), "for its removal")
 
 
 FORKS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab import ssh
+import ssh
 from support import shell, until
 
 import msrun as package

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import slurm
+import slurm
 from support import shell, until
 
 import msrun as package

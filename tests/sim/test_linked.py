@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from msrun.cluster import agent_state, scheduler_state, wal
+from msrun.cluster import agent_events, scheduler_events, wal
 from msrun.cluster.agent_state import AgentState
-from msrun.cluster.messages import Register
+from msrun.cluster.messages import Formation, Register
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_state import SchedulerState
 from msrun.cluster.verdict import RankExit
@@ -35,13 +35,15 @@ class World:
         self.count = 0
         self.arrival = defaultdict(float)
         self.written = []
+        nnodes = self.random.choice([1, 1, 2, 3])
+        self.formation = Formation(nnodes_min=nnodes, nnodes_max=nnodes)
         self.scheduler = SchedulerState(
             job_id="train",
-            nnodes=self.random.choice([1, 1, 2, 3]),
+            formation=self.formation,
             join_timeout=JOIN_TIMEOUT,
             policy=RestartPolicy("train", RestartLimits(max_restarts=self.random.choice([0, 3]))),
         )
-        names = "abc"[: self.scheduler.nnodes]
+        names = "abc"[:nnodes]
         self.agents = {name: self._agent(name) for name in names}
         self.live = {name: {} for name in names}  # rank -> generation
         self.codes = defaultdict(dict)  # generation -> rank -> code
@@ -75,14 +77,21 @@ class World:
     def _tick(self, name):
         machine = self.agents.get(name, self.scheduler)
         if name:
-            self._agent_handles(name, agent_state.Tick())
+            self._agent_handles(name, agent_events.Tick())
         else:
-            self._scheduler_handles(scheduler_state.Tick())
+            self._scheduler_handles(scheduler_events.Tick())
         assert machine.deadline() is None or machine.deadline() > self.now
 
     def _agent(self, name):
         slots = self.random.randint(1, 3)
-        register = Register(host=name, slots=slots, store_host=name, store_port=1)
+        register = Register(
+            host=name,
+            slots=slots,
+            store_host=name,
+            store_port=1,
+            serves=name == "a",
+            formation=self.formation,
+        )
         return AgentState(job_id="train", register=register, grace=GRACE, form_by=JOIN_TIMEOUT + 5)
 
     def _begin(self, name):
@@ -91,12 +100,12 @@ class World:
             return
         self._later(0, 5, lambda: self._perform(name, self.agents[name].begin()))
         error = "No module named nope" if self.random.random() < 0.05 else None
-        self._later(5, 6, lambda: self._agent_handles(name, agent_state.TreeReady(error)))
+        self._later(5, 6, lambda: self._agent_handles(name, agent_events.TreeReady(error)))
 
     def _plan_faults(self, names):
         for _ in range(self.random.choice([0, 0, 1, 2, 3])):
             name, signum = self.random.choice(names), self.random.choice([1, 2, 15])
-            event = agent_state.Signalled(signum)
+            event = agent_events.Signalled(signum)
             first = self.random.choice([5, 50])
             self._later(first, 60, lambda n=name, e=event: self._agent_handles(n, e))
         if self.random.random() < 0.3:
@@ -122,10 +131,10 @@ class World:
             return
         for action in self.scheduler.handle(event, now=self.now):
             match action:
-                case scheduler_state.Write(record=wal.Decided(verdict=verdict)):
+                case scheduler_events.Write(record=wal.Decided(verdict=verdict)):
                     self.written.append(verdict)
-                case scheduler_state.Send(node_id=name, generation=generation, body=body):
-                    received = agent_state.Received(generation, body)
+                case scheduler_events.Send(node_id=name, generation=generation, body=body):
+                    received = agent_events.Received(generation, body)
                     self._deliver(
                         ("down", name), lambda n=name, e=received: self._agent_handles(n, e)
                     )
@@ -137,16 +146,23 @@ class World:
     def _perform(self, name, actions):
         for action in actions:
             match action:
-                case agent_state.Send(generation=generation, body=body):
-                    event = scheduler_state.Received(name, 1, generation, body)
+                case agent_events.Join(register=body):
+                    event = scheduler_events.Received(name, 1, -1, body)
                     self._deliver(("up", name), lambda e=event: self._scheduler_handles(e))
-                case agent_state.StartWorkers(generation=generation, start=start):
+                    reached = agent_events.Reached()
+                    self._deliver(
+                        ("down", name), lambda n=name, e=reached: self._agent_handles(n, e)
+                    )
+                case agent_events.Send(generation=generation, body=body):
+                    event = scheduler_events.Received(name, 1, generation, body)
+                    self._deliver(("up", name), lambda e=event: self._scheduler_handles(e))
+                case agent_events.StartWorkers(generation=generation, start=start):
                     self._start_workers(name, generation, start)
-                case agent_state.SignalWorkers(ranks=ranks, signum=signum):
+                case agent_events.SignalWorkers(ranks=ranks, signum=signum):
                     self._signal_workers(name, ranks, signum)
-                case agent_state.Sweep(generation=generation):
+                case agent_events.Sweep(generation=generation):
                     self._sweep(name, generation)
-                case agent_state.Conclude(verdict=verdict):
+                case agent_events.Conclude(verdict=verdict):
                     assert name not in self.concluded
                     self.concluded[name] = verdict.code
                     self.live[name].clear()
@@ -176,7 +192,7 @@ class World:
             signum=signum,
             ran_for=self.random.uniform(0, 100),
         )
-        event = agent_state.WorkerEnded(generation, end)
+        event = agent_events.WorkerEnded(generation, end)
         self._later(0, 0.1, lambda: self._agent_handles(name, event))
 
     def _signal_workers(self, name, ranks, signum):
@@ -194,18 +210,18 @@ class World:
             self._end(name, generation, rank, None, signal.SIGKILL)
         if self.random.random() < 0.95:
             stuck = ("4711 D python",) if self.random.random() < 0.05 else ()
-            event = agent_state.Swept(generation, stuck)
+            event = agent_events.Swept(generation, stuck)
             self._later(0, 0.2, lambda: self._agent_handles(name, event))
 
     def _lose_tree(self, name):
         self.live[name].clear()
-        self._agent_handles(name, agent_state.TreeLost("the reaper ended", 120))
+        self._agent_handles(name, agent_events.TreeLost("the reaper ended", 120))
 
     def _lose_scheduler(self):
         self.scheduler_lost = True
         verdict = self.written[0] if self.written else None
         for name in self.agents:
-            event = agent_state.SchedulerLost("the scheduler ended", verdict)
+            event = agent_events.SchedulerLost("the scheduler ended", verdict)
             self._deliver(("down", name), lambda n=name, e=event: self._agent_handles(n, e))
 
 

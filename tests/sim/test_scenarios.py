@@ -11,12 +11,16 @@ import shlex
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
+from spoken import show_message, show_verdict, worker_end
 
-from msrun.cluster import agent_state, scheduler_state, wal
+from msrun.cluster import agent_events, agent_state, scheduler_events, scheduler_state, wal
+from msrun.cluster.lease import Lease
 from msrun.cluster.messages import (
     Drained,
     Finish,
+    Formation,
     Interrupted,
     NodeFailed,
     Refused,
@@ -24,82 +28,16 @@ from msrun.cluster.messages import (
     Restarting,
     Start,
     Stop,
+    Waiting,
     WorkerExited,
 )
 from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import Verdict
 from msrun.job import RestartLimits
 
 pytestmark = pytest.mark.sim
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-
-
-def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):
-    """Return an end as `code=3 signal=SIGKILL ran=5 age=0.1 error=... oom=yes swept=yes` say."""
-    signum = signal.Signals[words.pop("signal")] if "signal" in words else None
-    code = words.pop("code", None)
-    ran_for, age = float(words.pop("ran", 5)), float(words.pop("age", 0))
-    flags = {name: words.pop(name, "no") == "yes" for name in ("oom", "core", "swept")}
-    error = words.pop("error", "")
-    assert not words
-    return RankExit(
-        rank=rank,
-        node_rank=node_rank,
-        host=host,
-        local_rank=rank - first_rank,
-        pid=100 + rank,
-        code=None if code is None else int(code),
-        signum=signum,
-        ran_for=ran_for,
-        age=age,
-        error=error,
-        log_file=f"logs/worker_{rank}.log",
-        **flags,
-    )
-
-
-def show_verdict(verdict):
-    said = f"code={verdict.code} generation={verdict.generation} restarts={verdict.restarts}"
-    said += f" reason={verdict.reason!r}"
-    if verdict.root:
-        said += f" root={verdict.root.rank}"
-    for group in verdict.collateral:
-        said += f" collateral={group.ranks} {group.how!r}"
-    if verdict.finished:
-        said += f" finished={verdict.finished}"
-    if verdict.stuck:
-        said += f" stuck={verdict.stuck}"
-    return said + (f" hint={verdict.hint!r}" if verdict.hint else "")
-
-
-def show_message(body):  # noqa: C901, PLR0911 - one line a message
-    match body:
-        case Start():
-            ranks = f"{body.first_rank}..{body.first_rank + body.count - 1} of {body.world_size}"
-            store = f"store={body.store_host}:{body.store_port}"
-            serving = " serve_store" if body.serve_store else ""
-            return f"Start node={body.node_rank} of {body.nnodes} ranks={ranks} {store}{serving}"
-        case Stop():
-            return f"Stop {signal.Signals(body.signum).name} reason={body.reason!r}"
-        case Restarting():
-            count = f"{body.restart} of {body.max_restarts}"
-            return f"Restarting {count} delay={body.delay:g} reason={body.reason!r}"
-        case Finish():
-            return f"Finish code={body.verdict.code}"
-        case Refused():
-            return f"Refused reason={body.reason!r}"
-        case Register():
-            return f"Register slots={body.slots}"
-        case WorkerExited():
-            swept = " (swept)" if body.exit.swept else ""
-            return f"WorkerExited rank={body.exit.rank} {body.exit.how()}{swept}"
-        case Drained():
-            return "Drained" + (f" stuck={body.stuck}" if body.stuck else "")
-        case Interrupted():
-            return f"Interrupted {signal.Signals(body.signum).name}"
-        case NodeFailed():
-            return f"NodeFailed code={body.code} reason={body.reason!r}"
 
 
 class Script:
@@ -133,6 +71,9 @@ class Script:
         return self.state.handle(event, now=self.now)
 
 
+_STARTED = wal.GenerationStarted
+
+
 class SchedulerScript(Script):
     """Commands for the scheduler's machine; nodes are named by single letters."""
 
@@ -142,29 +83,87 @@ class SchedulerScript(Script):
         self.first_ranks = {}
         self.written = []
 
-    def start(self, nnodes="1", join_timeout="60", **limits):
+    def start(self, nnodes="1", join_timeout="60", last_call="5", worker_num=None, **limits):
         known = inspect.signature(RestartLimits).parameters
         numbers = {name: float(value) for name, value in limits.items() if name in known}
         assert numbers.keys() == limits.keys()
-        for name in numbers.keys() & {"max_restarts", "no_progress_limit"}:
+        for name in numbers.keys() & {"max_restarts", "no_progress_limit", "exclude_after"}:
             numbers[name] = int(numbers[name])
-        self.state = scheduler_state.SchedulerState(
-            job_id="train",
-            nnodes=int(nnodes),
-            join_timeout=float(join_timeout),
-            policy=RestartPolicy("train", RestartLimits(**numbers)),
+        least, _, most = nnodes.partition(":")
+        self.formation = Formation(
+            nnodes_min=int(least),
+            nnodes_max=int(most or least),
+            world_size=None if worker_num is None else int(worker_num),
+            lease=10.0,
+            release="1.0",
         )
+        self.settings = {
+            "job_id": "train",
+            "formation": self.formation,
+            "join_timeout": float(join_timeout),
+            "last_call": float(last_call),
+        }
+        self.limits = RestartLimits(**numbers)
+        self.state = self._machine()
 
-    def register(self, node, slots="2", incarnation="1", host=None, node_rank=None):
+    def _machine(self):
+        policy = RestartPolicy("train", self.limits)
+        return scheduler_state.SchedulerState(**self.settings, policy=policy, started_at=self.now)
+
+    def restart(self, within="12"):
+        """Let another scheduler take over with what the first wrote down."""
+        self.state = self._machine()
+        self.state.recover(self.written, within=float(within), now=self.now)
+
+    def register(  # noqa: PLR0917 - all that a node may say
+        self,
+        node,
+        slots="2",
+        incarnation="1",
+        host=None,
+        address=None,
+        node_rank=None,
+        serves="no",
+        running="-1",
+        seen="-1",
+        ended="",
+        stuck=None,
+        **formation,
+    ):
+        """Register a node; `ended=0:3,1:SIGTERM` are the ends of its workers."""
         self.incarnations[node] = int(incarnation)
+        least, _, most = formation.pop("nnodes", "").partition(":")
+        changed = {"nnodes_min": int(least), "nnodes_max": int(most or least)} if least else {}
+        exits = [end.split(":") for end in ended.split(",") if end]
         body = Register(
             host=host or node,
             slots=int(slots),
-            store_host=host or node,
+            store_host=address or host or node,
             store_port=29500,
             node_rank=None if node_rank is None else int(node_rank),
+            serves=serves == "yes",
+            formation=msgspec.structs.replace(self.formation, **changed, **formation),
+            running=int(running),
+            seen=int(seen),
+            exits=[
+                worker_end(int(rank), host=node, **{("signal" if how[0] == "S" else "code"): how})
+                for rank, how in exits
+            ],
+            stuck=[stuck] if stuck else [],
         )
         return self._received(node, body)
+
+    def lost(self, node, silent="10", why=None, incarnation=None):
+        return scheduler_events.Lost(
+            node_id=node,
+            incarnation=int(incarnation or self.incarnations.get(node, 1)),
+            reason=why or f"no sign of life for {silent}s",
+            heard_at=self.now - float(silent),
+        )
+
+    def unreachable(self, node, why="connection timed out"):
+        incarnation = self.incarnations.get(node, 1)
+        return scheduler_events.Unreachable(node, incarnation, why)
 
     def exit(self, node, rank, generation=None, incarnation=None, **words):
         first_rank = self.first_ranks.get(node, 0)
@@ -182,14 +181,14 @@ class SchedulerScript(Script):
 
     def misspeak(self, node):
         """Send what only a scheduler says."""
-        return self._received(node, Refused(reason="no"))
+        return self._received(node, Refused(reason="no", code=2))
 
     def advance(self, seconds):
         self.now += float(seconds)
-        return scheduler_state.Tick()
+        return scheduler_events.Tick()
 
     def _received(self, node, body, generation=None, incarnation=None):
-        return scheduler_state.Received(
+        return scheduler_events.Received(
             node_id=node,
             incarnation=int(incarnation or self.incarnations.get(node, 1)),
             generation=self.state.generation if generation is None else int(generation),
@@ -201,23 +200,27 @@ class SchedulerScript(Script):
         ranks = []
         for action in actions:
             match action:
-                case scheduler_state.Send(node_id=node, body=Start() as start):
+                case scheduler_events.Send(node_id=node, body=Start() as start):
                     self.first_ranks[node] = start.first_rank
                     ranks += range(start.first_rank, start.first_rank + start.count)
                     world_size = start.world_size
-        assert not ranks or ranks == list(range(world_size)), "ranks are not 0, 1, 2, ..."
+        starts = [a for a in actions if isinstance(getattr(a, "body", None), Start)]
+        if any(isinstance(a, scheduler_events.Write) for a in actions):
+            assert not starts or ranks == list(range(world_size)), "ranks are not 0, 1, 2, ..."
         return actions
 
     def _check(self, action):
         match action:
-            case scheduler_state.Write(record=record):
-                is_new = isinstance(record, wal.Decided) or record not in self.written
+            case scheduler_events.Write(record=record):
+                earlier = [r.generation for r in self.written if isinstance(r, _STARTED)]
+                is_new = isinstance(record, wal.Decided) or record.generation not in earlier
                 assert is_new, "a generation was announced twice"
                 assert self.verdict is None, "something was written after the verdict"
                 self.written.append(record)
-            case scheduler_state.Send(body=Start(), generation=generation):
-                assert wal.GenerationStarted(generation) in self.written
-            case scheduler_state.Send(body=Finish(verdict=verdict)):
+            case scheduler_events.Send(body=Start(), generation=generation):
+                started = [r.generation for r in self.written if isinstance(r, _STARTED)]
+                assert generation in started
+            case scheduler_events.Send(body=Finish(verdict=verdict)):
                 assert verdict == self.verdict == self.state.verdict
 
     @property
@@ -227,9 +230,11 @@ class SchedulerScript(Script):
 
     def _show(self, action):
         match action:
-            case scheduler_state.Write(record=wal.GenerationStarted(generation=generation)):
-                return f"write GenerationStarted {generation}"
-            case scheduler_state.Write(record=wal.Decided(verdict=verdict)):
+            case scheduler_events.Write(record=wal.GenerationStarted() as record):
+                nodes = " ".join(f"{m.node_id}:{m.first_rank}+{m.count}" for m in record.members)
+                spent = f"failures={record.restarts} losses={record.losses}"
+                return f"write GenerationStarted {record.generation} {nodes} {spent}"
+            case scheduler_events.Write(record=wal.Decided(verdict=verdict)):
                 return f"write Decided {show_verdict(verdict)}"
         return f"-> {action.node_id} g{action.generation} {show_message(action.body)}"
 
@@ -244,52 +249,73 @@ class AgentScript(Script):
         self.drained = set()
         self.concluded = False
 
-    def start(self, slots="2", grace="10", form_by="inf"):
-        register = Register(host="a", slots=int(slots), store_host="a", store_port=29500)
+    def start(  # noqa: PLR0917 - all that a node is made of
+        self, slots="2", grace="10", form_by="inf", join_timeout="0", lease="inf", serves="yes"
+    ):
+        register = Register(
+            host="a", slots=int(slots), store_host="a", store_port=29500, serves=serves == "yes"
+        )
         self.state = agent_state.AgentState(
-            job_id="train", register=register, grace=float(grace), form_by=float(form_by)
+            job_id="train",
+            register=register,
+            grace=float(grace),
+            form_by=float(form_by),
+            join_timeout=float(join_timeout),
+            lease=Lease(float(lease)),
         )
 
+    def reached(self):
+        return agent_events.Reached()
+
+    def cut(self):
+        return agent_events.Cut()
+
+    def forgotten(self):
+        return agent_events.Forgotten()
+
     def ready(self):
-        return agent_state.TreeReady()
+        return agent_events.TreeReady()
 
     def not_ready(self, why):
-        return agent_state.TreeReady(error=why)
+        return agent_events.TreeReady(error=why)
 
-    def receive(self, message, generation=None, **words):
+    def receive(self, message, generation=None, age="0", **words):
         build = {
             "Start": self._start_message,
             "Stop": self._stop_message,
             "Restarting": self._restarting_message,
             "Finish": lambda code="0": Finish(verdict=self._verdict(int(code))),
-            "Refused": lambda: Refused(reason="job train has its 1 node(s) already"),
+            "Refused": lambda code="2": Refused(reason="install the same", code=int(code)),
+            "Waiting": lambda spare="no": Waiting(
+                reason="1 of 2 nodes registered: a", spare=spare == "yes"
+            ),
             "Drained": Drained,
         }[message]
         current = max(self.state.generation, 0)
-        return agent_state.Received(
-            current if generation is None else int(generation), build(**words)
+        return agent_events.Received(
+            current if generation is None else int(generation), build(**words), float(age)
         )
 
     def ended(self, rank, generation=None, **words):
         end = worker_end(int(rank), **words)
-        return agent_state.WorkerEnded(self._generation(generation), end)
+        return agent_events.WorkerEnded(self._generation(generation), end)
 
     def swept(self, stuck=None, generation=None):
-        return agent_state.Swept(self._generation(generation), (stuck,) if stuck else ())
+        return agent_events.Swept(self._generation(generation), (stuck,) if stuck else ())
 
     def tree_lost(self, why="the reaper was killed by SIGKILL", code="120"):
-        return agent_state.TreeLost(why, int(code))
+        return agent_events.TreeLost(why, int(code))
 
-    def scheduler_lost(self, verdict=None):
+    def scheduler_lost(self, verdict=None, code="70"):
         written = None if verdict is None else self._verdict(int(verdict))
-        return agent_state.SchedulerLost("the scheduler was killed by SIGKILL", written)
+        return agent_events.SchedulerLost("the scheduler was killed by SIGKILL", written, int(code))
 
     def signal(self, name):
-        return agent_state.Signalled(signal.Signals[name])
+        return agent_events.Signalled(signal.Signals[name])
 
     def advance(self, seconds):
         self.now += float(seconds)
-        return agent_state.Tick()
+        return agent_events.Tick()
 
     def _generation(self, given):
         return self.state.generation if given is None else int(given)
@@ -325,29 +351,36 @@ class AgentScript(Script):
 
     def _check(self, action):
         match action:
-            case agent_state.StartWorkers(generation=generation):
+            case agent_events.StartWorkers(generation=generation):
                 assert self.started is None or self.started in self.drained
                 self.started = generation
-            case agent_state.Send(body=Drained(), generation=generation):
+            case agent_events.Send(body=Drained(), generation=generation):
                 assert generation not in self.drained, "drained twice"
                 self.drained.add(generation)
-            case agent_state.Conclude():
+            case agent_events.Conclude():
                 assert not self.concluded
                 self.concluded = True
 
-    def _show(self, action):
+    def _show(self, action):  # noqa: PLR0911 - one line an action
         match action:
-            case agent_state.Send(generation=generation, body=body):
+            case agent_events.Send(generation=generation, body=body):
                 return f"-> scheduler g{generation} {show_message(body)}"
-            case agent_state.StartWorkers(generation=generation, start=start):
+            case agent_events.Join(register=body):
+                exits = " ".join(f"{e.rank}:{e.how()}:{e.age:g}" for e in body.exits)
+                ended = f" ended={exits!r}" if exits else ""
+                stuck = f" stuck={body.stuck}" if body.stuck else ""
+                return f"join running={body.running} seen={body.seen}{ended}{stuck}"
+            case agent_events.Tell(sentence=sentence, warn=warn):
+                return f"{'warn' if warn else 'tell'} {sentence!r}"
+            case agent_events.StartWorkers(generation=generation, start=start):
                 return f"start g{generation} {show_message(start)}"
-            case agent_state.SignalWorkers(ranks=ranks, signum=signum):
+            case agent_events.SignalWorkers(ranks=ranks, signum=signum):
                 return f"signal {signal.Signals(signum).name} ranks={list(ranks)}"
-            case agent_state.Sweep(generation=generation):
+            case agent_events.Sweep(generation=generation):
                 return f"sweep g{generation}"
-            case agent_state.Announce(restarting=restarting):
+            case agent_events.Announce(restarting=restarting):
                 return f"announce {show_message(restarting)}"
-            case agent_state.Conclude(verdict=verdict):
+            case agent_events.Conclude(verdict=verdict):
                 return f"conclude {show_verdict(verdict)}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from ranks import batches, build, run_ranks
+from ranks import batches, build, run_warm
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -186,7 +186,7 @@ def resume_all(name, folder, sources):
 @functools.cache
 def expected_losses():
     """Return the losses of all steps in one process, without a checkpoint."""
-    return run_ranks(_uninterrupted, 1)[0]
+    return run_warm(_uninterrupted, 1)[0]
 
 
 def _uninterrupted():

@@ -13,6 +13,14 @@ from support import Job, environment
 PATIENCE = 60.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm():
+    """End the ranks that the tests of a file shared."""
+    yield
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].end_warm()
+
+
 @pytest.fixture(scope="module")
 def finished():
     """Run `msrun` with the words given to its end and return the job."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import itertools
 import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -26,6 +28,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
 from torch import nn
+from torch.distributed import device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +37,7 @@ import msrun.parallel.data
 import msrun.parallel.runtime
 
 TIMEOUT = 60.0
+WAITING = "warm rank"
 STEPS = 5
 BATCH = 16
 
@@ -43,28 +47,72 @@ def run_ranks(function, world_size, *args, timeout=TIMEOUT):
 
     A rank that fails, or does not return in time, fails the test with the tracebacks of all.
     """
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+    ranks = Ranks(world_size)
+    try:
+        return ranks.call(function, args, timeout)
+    finally:
+        ranks.end()
+
+
+def run_warm(function, world_size, *args, timeout=TIMEOUT):
+    """Return the same from ranks that stay for the next test of the file, and so do torch's caches.
+
+    They are those of a job in which one program runs after the other.  After a failure the next
+    test gets new ones.
+    """
+    ranks = _warm.pop(world_size, None) or Ranks(world_size)
+    try:
+        found = ranks.call(function, args, timeout)
+    except BaseException:
+        ranks.end()
+        raise
+    _warm[world_size] = ranks
+    return found
+
+
+def end_warm():
+    """End the ranks that wait for the next test."""
+    while _warm:
+        _warm.popitem()[1].end()
+
+
+_warm: dict[int, Ranks] = {}
+
+
+class Ranks:
+    """Processes in one gloo group that call one function after the other."""
+
+    def __init__(self, world_size):
+        context = multiprocessing.get_context("fork")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
         for rank in range(world_size):
-            here, there = context.Pipe(duplex=False)
+            here, there = context.Pipe()
+            place = (rank, world_size)
             process = context.Process(
-                target=_rank, args=(function, args, (rank, world_size), f"{folder}/store", there)
+                target=_rank, args=(place, f"{self._folder.name}/store", there)
             )
             process.start()
             there.close()
-            pipes.append(here)
-            processes.append(process)
-        try:
-            answers = _collect(pipes, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    failed = [f"rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
-    if failed:
-        pytest.fail("\n".join(failed))
-    return [value for _, value in answers]
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def call(self, function, args, timeout):
+        """Return what each rank returned; when one did not, the test fails."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = _collect(self._pipes, time.monotonic() + timeout)
+        failed = [f"rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
+        if failed:
+            pytest.fail("\n".join(failed))
+        return [value for _, value in answers]
+
+    def end(self):
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
 
 
 def _collect(pipes, deadline):
@@ -83,8 +131,11 @@ def _collect(pipes, deadline):
     return [answer or (False, "did not return in time") for answer in answers]
 
 
-def _rank(function, args, place, store, pipe):
+def _rank(place, store, pipe):
     rank, world_size = place
+    # By this name the check for processes that a test left behind knows it.
+    Path("/proc/self/comm").write_text(WAITING)
+    gc.freeze()  # a look at all objects of the parent would copy them
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -92,19 +143,45 @@ def _rank(function, args, place, store, pipe):
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
     )
-    try:
-        # As in a job, no two ranks draw the same numbers unless something sees to it.
-        torch.manual_seed(1000 + rank)
-        random.seed(1000 + rank)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
-        )
-        answer = (True, function(*args))
-    except BaseException:  # noqa: BLE001 - the test prints it
-        answer = (False, traceback.format_exc())
-    pipe.send(answer)
-    # Peers may still talk to this one; the parent kills all when it has all answers.
-    signal.pause()
+    environ = dict(os.environ)
+    _share_groups()
+    for number in itertools.count():
+        function, args = pipe.recv()
+        try:
+            # As in a job, no two ranks draw the same numbers unless something sees to it.
+            torch.manual_seed(1000 + rank)
+            random.seed(1000 + rank)
+            if number == 0:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world_size),
+                    rank=rank,
+                    world_size=world_size,
+                )
+            answer = (True, function(*args))
+        except BaseException:  # noqa: BLE001 - the test prints it
+            answer = (False, traceback.format_exc())
+        # Peers may still talk to this one: the parent ends all when it has all answers.
+        pipe.send(answer)
+        if msrun.parallel.runtime._current is not None:
+            msrun.init().close()
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+def _share_groups():
+    """Let meshes that have a group in common share it: gloo's idle threads wake 100 times a second.
+
+    Also names of groups that caches of torch remember then stay true.
+    """
+    make, made = device_mesh.new_group, {}
+
+    def new_group(ranks, **options):
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = make(ranks, **options)
+        return made[tuple(ranks)]
+
+    device_mesh.new_group = new_group
 
 
 class Counted(TorchDispatchMode):
@@ -301,7 +378,7 @@ class Curves:
             cases = {n: case[1:] for n, case in self._cases.items() if case[0] == world_size}
             self._found[world_size] = [dict.fromkeys(cases, "failed with its group")]
             limit = TIMEOUT + 10 * len(cases)
-            self._found[world_size] = run_ranks(_train_each, world_size, cases, timeout=limit)
+            self._found[world_size] = run_warm(_train_each, world_size, cases, timeout=limit)
         answers = [of_rank.get(name, "not reached") for of_rank in self._found[world_size]]
         for rank, losses in enumerate(answers):
             if isinstance(losses, str):
@@ -327,7 +404,7 @@ def _plain(model, optimizer, max_norm, size):
 @functools.cache
 def oracle(model="mlp", optimizer="sgd", max_norm=None, size=BATCH):
     """Return the losses of plain torch in one process on the global batches."""
-    return run_ranks(_plain, 1, model, optimizer, max_norm, size)[0]
+    return run_warm(_plain, 1, model, optimizer, max_norm, size)[0]
 
 
 def assert_equal_curves(found, expected, tolerance=1e-6):

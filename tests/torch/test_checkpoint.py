@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_calls import in_one, leaves, make, refusal, start, train
-from ranks import MODELS, build, run_ranks
+from ranks import MODELS, build, run_warm
 from torch import nn
 
 import msrun.parallel.checkpoint
@@ -46,27 +46,27 @@ def _random_numbers(folder, path, seed):
 
 
 def test_random_generators_go_on(tmp_path):
-    before = run_ranks(_random_numbers, 2, tmp_path, None, 100)
+    before = run_warm(_random_numbers, 2, tmp_path, None, 100)
 
-    assert run_ranks(_random_numbers, 2, tmp_path, "c", 200) == before
+    assert run_warm(_random_numbers, 2, tmp_path, "c", 200) == before
     assert before[0] != before[1]
 
 
 def test_random_generators_in_another_layout(tmp_path):
-    before = run_ranks(_random_numbers, 2, tmp_path, None, 100)
+    before = run_warm(_random_numbers, 2, tmp_path, None, 100)
 
-    found = run_ranks(_random_numbers, 4, tmp_path, "c", 200)
+    found = run_warm(_random_numbers, 4, tmp_path, "c", 200)
 
     assert found[0] == before[0]
     streams = [stream for rank in found for stream in rank]
     assert all(streams.count(stream) == 1 for stream in streams)
-    assert run_ranks(_random_numbers, 4, tmp_path, "c", 300) == found
+    assert run_warm(_random_numbers, 4, tmp_path, "c", 300) == found
 
 
 def test_a_common_stream_stays_common(tmp_path):
-    before = run_ranks(_random_numbers, 2, tmp_path, None, 0)
+    before = run_warm(_random_numbers, 2, tmp_path, None, 0)
 
-    assert run_ranks(_random_numbers, 3, tmp_path, "c", 200) == [before[0]] * 3
+    assert run_warm(_random_numbers, 3, tmp_path, "c", 200) == [before[0]] * 3
 
 
 def _dropout(folder, *, is_resumed):
@@ -83,9 +83,9 @@ def _dropout(folder, *, is_resumed):
 
 
 def test_dropout_goes_on_exactly(tmp_path):
-    expected = run_ranks(_dropout_first, 1, tmp_path)
+    expected = run_warm(_dropout_first, 1, tmp_path)
 
-    assert run_ranks(_dropout_resumed, 1, tmp_path) == expected
+    assert run_warm(_dropout_resumed, 1, tmp_path) == expected
 
 
 def _dropout_first(folder):
@@ -116,7 +116,7 @@ def _indices(folder, steps):
 def test_the_loader_goes_on_with_more_and_fewer_ranks(tmp_path):
     seen, before = [], 0
     for world_size, steps in ((4, 1), (3, 2), (1, 1)):
-        found = run_ranks(_indices, world_size, tmp_path, steps)
+        found = run_warm(_indices, world_size, tmp_path, steps)
         assert {first for first, _ in found} == {before}
         seen += [index for _, parts in found for part in parts for index in part]
         before += steps
@@ -232,12 +232,12 @@ def _scheduled(folder, steps):
 
 
 def test_goes_on_from_what_it_saved_by_itself(tmp_path):
-    [(_, expected)] = run_ranks(_scheduled, 1, tmp_path / "whole", 8)
+    [(_, expected)] = run_warm(_scheduled, 1, tmp_path / "whole", 8)
 
     # The first ends well, and saves its last step; the second does not.
-    [(first, seen)] = run_ranks(_scheduled, 1, tmp_path / "parts", 4)
-    [(second, more)] = run_ranks(_scheduled, 1, tmp_path / "parts", 7)
-    [(third, last)] = run_ranks(_scheduled, 1, tmp_path / "parts", 8)
+    [(first, seen)] = run_warm(_scheduled, 1, tmp_path / "parts", 4)
+    [(second, more)] = run_warm(_scheduled, 1, tmp_path / "parts", 7)
+    [(third, last)] = run_warm(_scheduled, 1, tmp_path / "parts", 8)
 
     assert (first, second, third) == (0, 4, 6)
     assert {**seen, **more} == {step: expected[step] for step in range(7)}
@@ -328,7 +328,7 @@ def _full_disk_behind(folder):
 @pytest.mark.parametrize("function", [_full_disk_now, _full_disk_behind])
 def test_a_failure_of_one_rank_is_told_on_all(tmp_path, function):
     there = ["step_00000001", "step_00000004"]
-    assert run_ranks(function, 3, tmp_path) == [
+    assert run_warm(function, 3, tmp_path) == [
         ("rank 1: DISK: No space left on device", there),
         ("DISK: No space left on device", there),
         ("rank 1: DISK: No space left on device", there),

@@ -8,7 +8,7 @@ from checkpoint_layouts import (
     resume_all,
     save_half,
 )
-from ranks import assert_equal_curves, run_ranks
+from ranks import assert_equal_curves, run_warm
 
 pytestmark = [
     pytest.mark.torch,
@@ -21,7 +21,7 @@ def saved(tmp_path_factory):
     """A folder with one checkpoint of each layout."""
     folder = tmp_path_factory.mktemp("saved")
     for name, layout in LAYOUTS.items():
-        found = run_ranks(save_half, layout.world_size, name, folder)
+        found = run_warm(save_half, layout.world_size, name, folder)
         assert_equal_curves(found, expected_losses()[:HALF])
     return folder
 
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 def test_goes_on_from_any_layout(saved, name):
     expected = expected_losses()[HALF:]
 
-    found = run_ranks(resume_all, LAYOUTS[name].world_size, name, saved, ["", *LAYOUTS])
+    found = run_warm(resume_all, LAYOUTS[name].world_size, name, saved, ["", *LAYOUTS])
 
     for source in LAYOUTS:
         assert_equal_curves([losses[source] for losses in found], expected)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checkpoint_calls import in_one, make, refusal, start, train
-from ranks import OPTIMIZERS, batches, build, run_ranks
+from ranks import OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
 
@@ -52,7 +52,7 @@ def _tied(folder):
 
 
 def test_tied_weights(tmp_path):
-    run_ranks(_tied, 1, tmp_path)
+    run_warm(_tied, 1, tmp_path)
 
 
 def _statistics(folder):
@@ -68,7 +68,7 @@ def _statistics(folder):
 
 
 def test_statistics_of_one_rank_belong_together(tmp_path):
-    assert run_ranks(_statistics, 3, tmp_path) == [(1, {0.0})] * 3
+    assert run_warm(_statistics, 3, tmp_path) == [(1, {0.0})] * 3
 
 
 def _own(folder, *, is_resumed):
@@ -96,9 +96,9 @@ def _own_resumed(folder):
 
 
 def test_parameters_of_single_ranks(tmp_path):
-    assert run_ranks(_own_first, 3, tmp_path) == [(0.0, 0.1), (1.0, 0.2), (2.0, 0.3)]
+    assert run_warm(_own_first, 3, tmp_path) == [(0.0, 0.1), (1.0, 0.2), (2.0, 0.3)]
 
-    assert run_ranks(_own_resumed, 4, tmp_path) == [(0.0, 0.1), (1.0, 0.2), (2.0, 0.3), (0.0, 0.1)]
+    assert run_warm(_own_resumed, 4, tmp_path) == [(0.0, 0.1), (1.0, 0.2), (2.0, 0.3), (0.0, 0.1)]
 
 
 @in_one
@@ -153,7 +153,7 @@ def _divided_by_hand(folder, tensor):
 def test_what_a_script_divides_itself(tmp_path):
     for tensor in ("weight", "bias"):
         sentence = f"model.{tensor} is not the same on rank 0 and rank 1"
-        found = run_ranks(_divided_by_hand, 2, tmp_path, tensor)
+        found = run_warm(_divided_by_hand, 2, tmp_path, tensor)
         assert found == [sentence, f"rank 0: {sentence}"]
 
 

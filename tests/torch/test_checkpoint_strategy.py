@@ -5,7 +5,7 @@ import json
 import pytest
 from checkpoint_calls import refusal
 from checkpoint_layouts import prepare
-from ranks import build, run_ranks
+from ranks import build, run_warm
 
 import msrun
 from msrun.parallel import strategy_file
@@ -38,7 +38,7 @@ def entry(name, dims, mesh=None, **changes):
 
 
 def test_what_is_written(tmp_path):
-    run_ranks(_write, 4, "zero3 x tp", tmp_path / "s.json")
+    run_warm(_write, 4, "zero3 x tp", tmp_path / "s.json")
 
     assert json.loads((tmp_path / "s.json").read_text()) == {
         "fc1.weight": entry("fc1.weight", [["tp", "dp"], None]),
@@ -56,7 +56,7 @@ def _write_stages(path):
 
 
 def test_stages(tmp_path):
-    run_ranks(_write_stages, 2, tmp_path / "s.json")
+    run_warm(_write_stages, 2, tmp_path / "s.json")
 
     found = json.loads((tmp_path / "s.json").read_text())
     stages = [("fc1.weight", 0), ("fc1.bias", 0), ("fc3.weight", 1), ("fc3.bias", 1)]
@@ -98,9 +98,9 @@ def _divided(path):
 
 
 def test_the_plan_divides_alike(tmp_path):
-    run_ranks(_write, 4, "zero3 x tp", tmp_path / "s.json")
+    run_warm(_write, 4, "zero3 x tp", tmp_path / "s.json")
 
-    assert run_ranks(_divided, 2, tmp_path / "s.json") == 2 * [
+    assert run_warm(_divided, 2, tmp_path / "s.json") == 2 * [
         {
             "fc1.weight": [16, 16],
             "fc1.bias": [16],

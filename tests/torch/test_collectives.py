@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Counted, run_ranks
+from ranks import Counted, run_warm
 from torch.autograd import Function, gradcheck, gradgradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -136,7 +136,7 @@ def _check_all():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_values_and_derivatives(world_size):
-    assert run_ranks(_check_all, world_size) == [[]] * world_size
+    assert run_warm(_check_all, world_size) == [[]] * world_size
 
 
 def _refusal(call):
@@ -161,7 +161,7 @@ def _named():
 
 
 def test_an_axis_is_named():
-    assert run_ranks(_named, 4) == [
+    assert run_warm(_named, 4) == [
         {"a": ([0, 2], 2, -1), "b": ([0, 1], 1, -1)},
         {"a": ([1, 3], 3, -1), "b": ([0, 1], 1, 0)},
         {"a": ([0, 2], 2, 0), "b": ([2, 3], 3, -1)},
@@ -185,7 +185,7 @@ def _alone():
 
 
 def test_one_rank_is_the_identity():
-    run_ranks(_alone, 1)
+    run_warm(_alone, 1)
 
 
 def _refusals():
@@ -224,7 +224,7 @@ def test_refusals():
         "all_reduce over axis tp: a DTensor already knows its mesh",
     ]
 
-    assert run_ranks(_refusals, 2) == [expected, expected]
+    assert run_warm(_refusals, 2) == [expected, expected]
 
 
 def _types():
@@ -258,7 +258,7 @@ def test_types_and_strides():
         [[1.0, 5.0], [3.0, 7.0]],
     )
 
-    assert run_ranks(_types, 2) == [expected, expected]
+    assert run_warm(_types, 2) == [expected, expected]
 
 
 def _every_case(x):
@@ -295,9 +295,9 @@ def _recomputed(name):
 
 def test_recomputation():
     """Kept results are those of the forward pass, not what an in-place collective left over."""
-    plain = run_ranks(_recomputed, 2, "none")
-    repeated = run_ranks(_recomputed, 2, "all")
-    kept = run_ranks(_recomputed, 2, "all but communication")
+    plain = run_warm(_recomputed, 2, "none")
+    repeated = run_warm(_recomputed, 2, "all")
+    kept = run_warm(_recomputed, 2, "all but communication")
 
     assert kept == plain
     assert repeated == [(gradient, calls + len(CASES)) for gradient, calls in plain]
@@ -337,7 +337,7 @@ def _ring():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ring_attention(world_size):
-    run_ranks(_ring, world_size)
+    run_warm(_ring, world_size)
 
 
 def _image(kernel, grid):
@@ -370,4 +370,4 @@ def _image(kernel, grid):
 @pytest.mark.parametrize("grid", [(4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("kernel", [3, 5])
 def test_image_blocks(kernel, grid):
-    run_ranks(_image, grid[0] * grid[1], kernel, grid)
+    run_warm(_image, grid[0] * grid[1], kernel, grid)

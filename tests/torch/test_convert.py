@@ -14,7 +14,7 @@ from checkpoint_layouts import (
     resume_all,
     save_half,
 )
-from ranks import assert_equal_curves, build, run_ranks
+from ranks import assert_equal_curves, build, run_warm
 
 from msrun.cli.main import main
 from msrun.parallel import checkpoint_store as store
@@ -32,7 +32,7 @@ SOURCE, TARGET = "zero3 x tp", "zero3 on 3"
 def saved(tmp_path_factory):
     """A folder with the checkpoint of a layout that divides most tensors in two ways."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(save_half, LAYOUTS[SOURCE].world_size, SOURCE, folder)
+    run_warm(save_half, LAYOUTS[SOURCE].world_size, SOURCE, folder)
     return folder
 
 
@@ -45,7 +45,7 @@ def test_merged_and_split_again(saved):
     convert(saved / "all.pt", saved / "split", optimizer=True)
 
     assert line == f"{saved}/all.pt: 6 tensors of the model after {HALF} steps"
-    found = run_ranks(resume_all, LAYOUTS[TARGET].world_size, TARGET, saved, ["split"])
+    found = run_warm(resume_all, LAYOUTS[TARGET].world_size, TARGET, saved, ["split"])
     assert_equal_curves([losses["split"] for losses in found], expected_losses()[HALF:])
 
 

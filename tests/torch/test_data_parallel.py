@@ -12,7 +12,7 @@ from ranks import (
     batches,
     build,
     oracle,
-    run_ranks,
+    run_warm,
 )
 from torch import nn
 from torch.nn import functional
@@ -51,7 +51,7 @@ def reduced(fuse, accumulate):
     ],
 )
 def test_fusion_is_as_configured(fuse, buckets, accumulate):
-    calls, sent = run_ranks(reduced, 2, fuse, accumulate)[0]
+    calls, sent = run_warm(reduced, 2, fuse, accumulate)[0]
 
     # One more of four bytes is the loss.
     assert calls == {"allreduce_": buckets + 1}
@@ -68,8 +68,8 @@ def gradients_of(config):
 
 
 def test_sum_is_the_mean_times_the_ranks():
-    mean = run_ranks(gradients_of, 4, DP)[0]
-    total = run_ranks(gradients_of, 4, DP | {"reduce": {"op": "sum"}})[0]
+    mean = run_warm(gradients_of, 4, DP)[0]
+    total = run_warm(gradients_of, 4, DP | {"reduce": {"op": "sum"}})[0]
 
     for one, other in zip(mean, total, strict=True):
         torch.testing.assert_close(4 * torch.tensor(one), torch.tensor(other))
@@ -77,8 +77,8 @@ def test_sum_is_the_mean_times_the_ranks():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_short_type_on_the_wire_is_near(dtype):
-    exact = run_ranks(gradients_of, 2, DP)
-    near = run_ranks(gradients_of, 2, DP | {"reduce": {"dtype": dtype}})
+    exact = run_warm(gradients_of, 2, DP)
+    near = run_warm(gradients_of, 2, DP | {"reduce": {"dtype": dtype}})
 
     assert near[0] == near[1]
     for one, other in zip(exact[0], near[0], strict=True):
@@ -100,7 +100,7 @@ def excluded():
 
 
 def test_excluded_parameters_go_their_own_way():
-    first, second = run_ranks(excluded, 2)
+    first, second = run_warm(excluded, 2)
 
     differing = {name for name in first if first[name] != second[name]}
     assert differing == {"fc2.weight", "fc2.bias"}
@@ -135,7 +135,7 @@ def forked(accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_one_rank_uses_has_a_gradient_on_all_and_what_none_uses_on_none(accumulate):
-    first, second = run_ranks(forked, 2, accumulate)
+    first, second = run_warm(forked, 2, accumulate)
 
     assert first == second
     assert first["never.weight"] is None
@@ -156,7 +156,7 @@ def unequal():
 
 
 def test_ranks_begin_and_stay_equal_to_the_bit():
-    first, second = run_ranks(unequal, 2)
+    first, second = run_warm(unequal, 2)
 
     assert first == second
 
@@ -185,7 +185,7 @@ def plain_loop(accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_plain_loop_is_right_too(accumulate):
-    assert_equal_curves(run_ranks(plain_loop, 2, accumulate), oracle("mlp"))
+    assert_equal_curves(run_warm(plain_loop, 2, accumulate), oracle("mlp"))
 
 
 def started_before_the_end():
@@ -210,7 +210,7 @@ def started_before_the_end():
 
 
 def test_reduction_begins_while_backward_runs():
-    for events in run_ranks(started_before_the_end, 2):
+    for events in run_warm(started_before_the_end, 2):
         assert events.index("sent") < events.index("fc1.weight")
         assert events.count("sent") == 3
 
@@ -223,11 +223,11 @@ def dropping(seed):
 
 
 def test_data_parallel_ranks_drop_other_samples_and_repeat_themselves():
-    first = run_ranks(dropping, 2, 3)
+    first = run_warm(dropping, 2, 3)
 
     assert first[0] != first[1]
-    assert first == run_ranks(dropping, 2, 3)
-    assert first != run_ranks(dropping, 2, 4)
+    assert first == run_warm(dropping, 2, 3)
+    assert first != run_warm(dropping, 2, 4)
 
 
 def refused(config, model):
@@ -261,7 +261,7 @@ def refused(config, model):
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_changes(config, model, sentence):
-    for found in run_ranks(refused, 2, config, model):
+    for found in run_warm(refused, 2, config, model):
         assert found.startswith(sentence)
 
 
@@ -275,7 +275,7 @@ def local_statistics():
 
 
 def test_local_batch_norms_are_a_choice():
-    assert math.isfinite(run_ranks(local_statistics, 2)[0])
+    assert math.isfinite(run_warm(local_statistics, 2)[0])
 
 
 def wrong_order():
@@ -291,7 +291,7 @@ def wrong_order():
 
 
 def test_an_optimizer_of_replaced_parameters_is_refused():
-    assert run_ranks(wrong_order, 2)[0] == (
+    assert run_warm(wrong_order, 2)[0] == (
         "SGD holds parameters from before rt.shard",
         "Linear is not a model of rt.shard",
     )

@@ -1,7 +1,7 @@
 """The grid: under every configuration a model learns what it learns in one process."""
 
 import pytest
-from ranks import Curves, assert_equal_curves, oracle, run_ranks, train_built_on_meta
+from ranks import Curves, assert_equal_curves, oracle, run_warm, train_built_on_meta
 
 pytestmark = pytest.mark.torch
 
@@ -148,7 +148,7 @@ META = (
 @pytest.mark.parametrize("name", META)
 def test_a_model_built_without_memory_equals_it_too(name):
     ranks, *arguments = CASES[name]
-    found = run_ranks(train_built_on_meta, ranks, *arguments)
+    found = run_warm(train_built_on_meta, ranks, *arguments)
 
     assert_equal_curves(found, oracle(*arguments[1:]))
 

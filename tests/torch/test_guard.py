@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_warm
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -164,7 +164,7 @@ def test_every_function_on_the_list_has_a_call():
 
 
 def test_functions_on_parts_are_right_and_others_run_whole():
-    for wrong, told in run_ranks(sweep, 2):
+    for wrong, told in run_warm(sweep, 2):
         assert wrong == []
         assert told >= {"cumsum", "unfold", "roll", "conv1d"}
         assert not told & VERIFIED
@@ -172,7 +172,7 @@ def test_functions_on_parts_are_right_and_others_run_whole():
 
 def test_uneven_parts_are_right_or_refused():
     # A plan makes no such parts, but a view may: 4 and 8 in three.
-    for wrong, _ in run_ranks(sweep, 3):
+    for wrong, _ in run_warm(sweep, 3):
         assert [entry for entry in wrong if "uneven" not in entry] == []
 
 
@@ -198,7 +198,7 @@ def embedded():
 
 
 def test_embedding():
-    assert run_ranks(embedded, 2) == [[], []]
+    assert run_warm(embedded, 2) == [[], []]
 
 
 def attended():
@@ -234,7 +234,7 @@ def attended():
 
 
 def test_attention():
-    assert run_ranks(attended, 2) == [[], []]
+    assert run_warm(attended, 2) == [[], []]
 
 
 def mixed():
@@ -261,4 +261,4 @@ def mixed():
 
 
 def test_a_module_without_a_rule_may_stand_between_two_with_one():
-    assert run_ranks(mixed, 2) == [True, True]
+    assert run_warm(mixed, 2) == [True, True]

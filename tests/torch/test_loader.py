@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import assert_equal_curves, build, run_ranks
+from ranks import assert_equal_curves, build, run_warm
 from torch.nn import functional
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -46,8 +46,8 @@ def read(config, options, epochs):
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "num_workers": 2}])
 def test_ranks_share_each_global_batch(options):
-    alone, _ = run_ranks(read, 1, {}, options, 2)[0]
-    found = run_ranks(read, 2, {}, options, 2)
+    alone, _ = run_warm(read, 1, {}, options, 2)[0]
+    found = run_warm(read, 2, {}, options, 2)
 
     for epoch in range(2):
         for batch, (first, second) in enumerate(
@@ -61,7 +61,7 @@ def test_ranks_share_each_global_batch(options):
 
 def test_tensor_parallel_ranks_read_the_same():
     config = {"mesh": {"dp": 2, "tp": 2}, "mode": "manual"}
-    found = run_ranks(read, 4, config, {"shuffle": True, "seed": 3}, 1)
+    found = run_warm(read, 4, config, {"shuffle": True, "seed": 3}, 1)
 
     assert found[0] == found[1]
     assert found[2] == found[3]
@@ -92,11 +92,11 @@ def go_on(state, batch_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_goes_on_after_any_batch_on_any_number_of_ranks(world_size):
-    (first, states), (second, _) = run_ranks(stopped, 2, 4)
+    (first, states), (second, _) = run_warm(stopped, 2, 4)
     whole = [sorted(a + b) for a, b in zip(first, second, strict=True)]
 
     for index in (0, 1, 3, 4):
-        found = run_ranks(go_on, world_size, states[index], 8 // world_size)
+        found = run_warm(go_on, world_size, states[index], 8 // world_size)
         parts = [sorted(n for part in parts for n in part) for parts in zip(*found, strict=True)]
         assert parts == whole[index + 1 :]
 
@@ -135,7 +135,7 @@ class Endless(IterableDataset):
     ],
 )
 def test_what_cannot_be_divided_is_refused(options, sentence):
-    assert all(found.startswith(sentence) for found in run_ranks(refused, 2, options))
+    assert all(found.startswith(sentence) for found in run_warm(refused, 2, options))
 
 
 def other_batch(state):
@@ -146,7 +146,7 @@ def other_batch(state):
 
 
 def test_a_place_within_a_batch_is_refused():
-    assert run_ranks(other_batch, 2, {"epoch": 0, "samples": 8, "seed": 0})[0] == (
+    assert run_warm(other_batch, 2, {"epoch": 0, "samples": 8, "seed": 0})[0] == (
         "the loader stopped after 8 samples, which is no multiple of the global batch of 6"
     )
 
@@ -172,7 +172,7 @@ def learned(config):
     "config", [{}, {"accumulate": 2}, {"optimizer": {"zero": 1}, "accumulate": 2}]
 )
 def test_an_uneven_last_batch_counts_each_sample_once(config):
-    alone = run_ranks(learned, 1, {})[0]
+    alone = run_warm(learned, 1, {})[0]
     # Its 6 samples are 2, 2, 1 and 1 on four ranks, and 3 and 3 on two.
     for world_size in (2, 4) if config == {} else (2,):
-        assert_equal_curves(run_ranks(learned, world_size, config), alone)
+        assert_equal_curves(run_warm(learned, world_size, config), alone)

@@ -1,7 +1,6 @@
 """Pipeline parallel: the losses of one process, and exactly the messages and memory of formulas."""
 
 import contextlib
-import gc
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from pipelines import (
     train_stages,
     train_whole,
 )
-from ranks import Counted, assert_equal_curves, batches, build, run_ranks, token_loss
+from ranks import Counted, assert_equal_curves, batches, build, run_warm, token_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -29,14 +28,6 @@ from msrun.parallel.torch_compat import reduce_sharded
 pytestmark = pytest.mark.torch
 
 RUNS = (("deep", "sgd"), ("deep", "adamw"), ("transformer", "sgd"), ("transformer", "adamw"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _frozen():
-    """Spare ranks a look at all objects of their parent, which would copy them."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _plan(schedule, degree):
@@ -66,13 +57,13 @@ def _whole_curves():
 
 @pytest.fixture(scope="module")
 def expected():
-    return run_ranks(_whole_curves, 1)[0]
+    return run_warm(_whole_curves, 1)[0]
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_one_process(schedule, degree, expected):
-    found = run_ranks(_curves, degree, schedule)
+    found = run_warm(_curves, degree, schedule)
 
     for index, (model, optimizer, _) in enumerate(_plan(schedule, degree)):
         assert_equal_curves([curves[index] for curves in found], expected[model, optimizer])
@@ -98,7 +89,7 @@ def _messages(schedule, count):
     ],
 )
 def test_messages_are_those_of_the_formula(schedule, sent):
-    assert run_ranks(_messages, 4, schedule, 8) == [(count, count) for count in sent]
+    assert run_warm(_messages, 4, schedule, 8) == [(count, count) for count in sent]
 
 
 def _live(schedule):
@@ -122,7 +113,7 @@ def _live(schedule):
 
 @pytest.mark.parametrize(("schedule", "live"), [("gpipe", [8] * 4), ("1f1b", [4, 3, 2, 1])])
 def test_no_more_micro_batches_live_than_the_formula_says(schedule, live):
-    assert run_ranks(_live, 4, schedule) == live
+    assert run_warm(_live, 4, schedule) == live
 
 
 def _holdings():
@@ -134,7 +125,7 @@ def test_each_rank_holds_its_share_under_the_names_it_had():
     def names(layers):
         return [f"layers.{layer}.{param}" for layer in layers for param in ("weight", "bias")]
 
-    assert run_ranks(_holdings, 2) == [
+    assert run_warm(_holdings, 2) == [
         (names([0, 1, 6, 7]), 4 * (16 * 16 + 16)),
         (names([2, 3, 4, 5]), 4 * (16 * 16 + 16)),
     ]
@@ -170,7 +161,7 @@ TIED = ("embed.weight", "head.weight")
 
 
 def test_tied_weights_stay_equal_to_the_last_bit(expected):
-    found = run_ranks(_tied, 4)
+    found = run_warm(_tied, 4)
 
     assert_equal_curves([losses for losses, _, _ in found], expected["transformer", "sgd"])
     assert [(list(weights), borrowed) for _, weights, borrowed in found] == [
@@ -205,7 +196,7 @@ def test_a_weight_of_many_stages():
         "and are divided in different ways ((16, 16) whole and (8, 16) whole)"
     )
 
-    (first, *answer), *others = run_ranks(_alike, 3)
+    (first, *answer), *others = run_warm(_alike, 3)
 
     assert answer == [True, sentence]
     assert all(torch.equal(first, other) for other, *_ in others)
@@ -240,7 +231,7 @@ SKIPS_LOOPED = {"a": (0, 0), "b": (1, 0), "c": (0, 1), "d": (1, 1), "head": (1, 
 def test_values_skip_stages_and_batches_have_any_size(schedule, where, degree):
     sizes = (16, 16, 13, 3, 1, 17, 16)
 
-    assert max(run_ranks(_sizes, degree, "skips", where, schedule, sizes)) < 1e-6
+    assert max(run_warm(_sizes, degree, "skips", where, schedule, sizes)) < 1e-6
 
 
 TRAPS_V = {"a": (0, 0), "total": (1, 0), "own": (1, 0), "e": (1, 1), "head": (0, 1)}
@@ -253,7 +244,7 @@ TRAPS_LOOPED = {"a": (0, 0), "total": (1, 0), "own": (1, 0), "e": (0, 1), "head"
     [("zbv", TRAPS_V), ("dualpipev", TRAPS_V), ("interleaved_zb", TRAPS_LOOPED)],
 )
 def test_separate_gradients_of_weights_are_complete(schedule, where, frozen):
-    assert max(run_ranks(_sizes, 2, "traps", where, schedule, (16, 16), frozen)) < 1e-6
+    assert max(run_warm(_sizes, 2, "traps", where, schedule, (16, 16), frozen)) < 1e-6
 
 
 def _recomputed(schedule):
@@ -268,7 +259,7 @@ def _recomputed(schedule):
 
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", [3, 3]), ("zbv", [2, 4])])
 def test_hooks_and_recomputation_work_inside_stages(schedule, layers, expected):
-    found = run_ranks(_recomputed, 2, schedule)
+    found = run_warm(_recomputed, 2, schedule)
 
     assert_equal_curves([losses for losses, _ in found], expected["transformer", "sgd"])
     # Four micro-batches in each of five steps; the recomputation is inside the hooks.
@@ -300,7 +291,7 @@ def _sharded(schedule, is_resharded):
 
 @pytest.mark.parametrize(("schedule", "is_resharded"), [("1f1b", False), ("zbv", True)])
 def test_parameters_of_a_stage_can_be_divided(schedule, is_resharded, expected):
-    found = run_ranks(_sharded, 4, schedule, is_resharded)
+    found = run_warm(_sharded, 4, schedule, is_resharded)
 
     assert_equal_curves(found, expected["transformer", "sgd"])
 
@@ -330,4 +321,4 @@ def test_a_model_that_needs_values_is_measured_once():
         "(Tensor.item() cannot be called on meta tensors)"
     )
 
-    assert run_ranks(_routed, 2) == [(True, True, 16.0, sentence)] * 2
+    assert run_warm(_routed, 2) == [(True, True, 16.0, sentence)] * 2

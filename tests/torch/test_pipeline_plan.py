@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipelines import CPU, pipeline, split
-from ranks import Transformer, batches, build, run_ranks
+from ranks import Transformer, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
 
@@ -306,7 +306,7 @@ def test_refusals_while_it_runs():
         repeated,
     ]
 
-    assert run_ranks(_refused, 2) == [sentences] * 2
+    assert run_warm(_refused, 2) == [sentences] * 2
 
 
 def _crossing():
@@ -318,7 +318,7 @@ def _crossing():
 def test_only_tensors_go_from_stage_to_stage():
     sentence = STAGES + "a yields tuple, which another stage uses"
 
-    assert run_ranks(_crossing, 2) == [sentence] * 2
+    assert run_warm(_crossing, 2) == [sentence] * 2
 
 
 def _taken():
@@ -330,7 +330,7 @@ def _taken():
 def test_names_of_the_pipeline_are_taken():
     sentence = "parallel.pipeline: Sequential.describe has a name that the pipeline needs"
 
-    assert run_ranks(_taken, 1) == [sentence]
+    assert run_warm(_taken, 1) == [sentence]
 
 
 def _modes():
@@ -343,7 +343,7 @@ def _modes():
 
 
 def test_modules_keep_their_modes():
-    assert run_ranks(_modes, 1) == [([True, True, False, True], True)]
+    assert run_warm(_modes, 1) == [([True, True, False, True], True)]
 
 
 def _vector_loss():
@@ -359,7 +359,7 @@ def _vector_loss():
 def test_the_loss_is_one_number():
     sentence = "the loss has shape (2,), and must be one number"
 
-    assert run_ranks(_vector_loss, 1) == [sentence]
+    assert run_warm(_vector_loss, 1) == [sentence]
 
 
 def _inference():
@@ -381,7 +381,7 @@ def _inference():
 def test_inference_yields_the_whole_output_everywhere():
     answer = (True, ["logits", "size", "both"], 4, tuple, False)
 
-    assert run_ranks(_inference, 2) == [answer] * 2
+    assert run_warm(_inference, 2) == [answer] * 2
 
 
 def _described(model, where, schedule, sample):
@@ -399,13 +399,13 @@ def test_a_person_is_told_what_is_where():
         "at most 1 micro-batch(es) live"
     )
 
-    assert run_ranks(_described, 2, "deep", layers, "1f1b", None) == [text] * 2
+    assert run_warm(_described, 2, "deep", layers, "1f1b", None) == [text] * 2
 
 
 def test_a_person_is_told_how_auto_decided():
     x = torch.zeros(2, 16)
 
-    assert run_ranks(_described, 2, "deep", "auto", "zbv", (x,))[0] == (
+    assert run_warm(_described, 2, "deep", "auto", "zbv", (x,))[0] == (
         "pipeline zbv: S = 2 stages of V = 2 segments, M = 8 micro-batches, "
         "ranks wait 2% of the time; cut by flops\n"
         "  stage 0: layers.0, layers.1 | layers.6, layers.7; 4.2 KiB of parameters; "
@@ -424,7 +424,7 @@ def _released():
 
 
 def test_what_other_stages_hold_is_freed():
-    first, second = run_ranks(_released, 2)
+    first, second = run_warm(_released, 2)
 
     assert first == second[::-1]
     assert len(first[0]) == 8
@@ -458,7 +458,7 @@ def _phased():
 
 
 def test_what_two_stages_call_stays_with_both():
-    assert run_ranks(_phased, 2) == [
+    assert run_warm(_phased, 2) == [
         ((2, 4), ["a.0.weight", "a.0.bias", "a.1.angle"]),
         ((2, 4), ["b.weight", "b.bias", "a.1.angle"]),
     ]

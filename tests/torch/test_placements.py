@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_warm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -60,7 +60,7 @@ def _compare(axes, shape):
 def test_every_order_of_axes_over_two_dims(axes, shape):
     world_size = MeshLayout(axes).world_size
 
-    assert run_ranks(_compare, world_size, axes, shape) == [[]] * world_size
+    assert run_warm(_compare, world_size, axes, shape) == [[]] * world_size
 
 
 def _refusal(call, *args):
@@ -85,7 +85,7 @@ def _one_rank():
 
 
 def test_one_entry_per_dim():
-    assert run_ranks(_one_rank, 1) == [
+    assert run_warm(_one_rank, 1) == [
         [
             "[tp] does not fit a 2-dim tensor",
             "[mp, null]: axis 'mp' is not in mesh (dp, tp)",

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from ranks import MODELS, OPTIMIZERS, assert_equal_curves, batches, build, oracle, run_ranks
+from ranks import MODELS, OPTIMIZERS, assert_equal_curves, batches, build, oracle, run_warm
 from support import script
 
 import msrun
@@ -56,7 +56,7 @@ def saved(tmp_path_factory):
     folders = {}
     for name, (ranks, config) in LAYOUTS.items():
         folders[name] = str(tmp_path_factory.mktemp("checkpoints") / "one")
-        run_ranks(new, ranks, config, folders[name])
+        run_warm(new, ranks, config, folders[name])
     return folders
 
 
@@ -75,7 +75,7 @@ def from_each(config, folders):
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_any_layout_goes_on_from_any_other(saved, target):
     ranks, config = LAYOUTS[target]
-    of_ranks = run_ranks(from_each, ranks, config, saved)
+    of_ranks = run_warm(from_each, ranks, config, saved)
 
     expected = oracle("transformer", "adamw", None, BATCH)
     for source in LAYOUTS:
@@ -153,7 +153,7 @@ def unlike(folder):
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved):
-    for message in run_ranks(unlike, 2, saved["dp"]):
+    for message in run_warm(unlike, 2, saved["dp"]):
         assert "fc1.weight" in message
 
 
@@ -171,7 +171,7 @@ def ended_early(folder):
 
 
 def test_the_end_does_not_wait_for_ever_for_a_rank_that_ended_early(tmp_path):
-    message = run_ranks(ended_early, 2, str(tmp_path / "ckpt"))[0]
+    message = run_warm(ended_early, 2, str(tmp_path / "ckpt"))[0]
 
     assert message.startswith("not all ranks came within 0:00:01: ")
     assert "1" in message.partition(": ")[2]

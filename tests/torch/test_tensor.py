@@ -9,7 +9,7 @@ from ranks import (
     batches,
     build,
     oracle,
-    run_ranks,
+    run_warm,
     token_loss,
     train,
 )
@@ -48,7 +48,7 @@ def measured(plan, options):
 
 
 def test_heads_are_not_gathered():
-    for forward, backward, shapes in run_ranks(measured, 2, LAYERS, {}):
+    for forward, backward, shapes in run_warm(measured, 2, LAYERS, {}):
         # Two row-wise layers in each of two blocks; backward of the column-wise ones.
         assert forward == {"all_reduce": 4}
         assert set(backward) == {"all_reduce"}
@@ -59,7 +59,7 @@ def test_heads_are_not_gathered():
 
 
 def test_the_vocabulary_is_not_gathered():
-    for forward, _, shapes in run_ranks(measured, 2, VOCABULARY, {}):
+    for forward, _, shapes in run_warm(measured, 2, VOCABULARY, {}):
         # One for the embedding; maximum, sum and the target's logit for the loss.
         assert forward == {"all_reduce": 4}
         assert shapes["embed.weight"] == [16, 16]
@@ -75,8 +75,8 @@ def test_the_vocabulary_is_not_gathered():
     ],
 )
 def test_recomputation_repeats_communication_unless_it_is_saved(recompute, extra):
-    plain = run_ranks(measured, 2, LAYERS, {})[0]
-    found = run_ranks(measured, 2, LAYERS, recompute)[0]
+    plain = run_warm(measured, 2, LAYERS, {})[0]
+    found = run_warm(measured, 2, LAYERS, recompute)[0]
 
     assert found[0] == plain[0]
     assert found[1]["all_reduce"] == plain[1]["all_reduce"] + extra
@@ -100,8 +100,8 @@ def dropping(config):
     ],
 )
 def test_dropout_is_that_of_one_process(config):
-    alone = run_ranks(dropping, 1, {"seed": 5})[0]
-    found = run_ranks(dropping, 2, {"seed": 5, "mesh": {"tp": 2}, **config})
+    alone = run_warm(dropping, 1, {"seed": 5})[0]
+    found = run_warm(dropping, 2, {"seed": 5, "mesh": {"tp": 2}, **config})
 
     assert_equal_curves(found, alone)
 
@@ -135,10 +135,10 @@ def dropping_hidden(config):
 @pytest.mark.parametrize("recompute", [{}, {"recompute": {"modules": ["drop"]}}])
 def test_dropout_of_divided_activations_is_that_of_one_process(recompute):
     plan = [{"match": "up", "style": "colwise"}, {"match": "down", "style": "rowwise"}]
-    alone = run_ranks(dropping_hidden, 1, {"seed": 5})[0]
+    alone = run_warm(dropping_hidden, 1, {"seed": 5})[0]
     config = {"seed": 5, "mesh": {"tp": 4}, "plan": plan, **recompute}
 
-    assert_equal_curves(run_ranks(dropping_hidden, 4, config), alone)
+    assert_equal_curves(run_warm(dropping_hidden, 4, config), alone)
 
 
 class Stack(nn.Module):
@@ -180,8 +180,8 @@ def test_sequence_parallel():
          "out": [None, "tp", None]},
         {"match": "last", "style": "sequence"},
     ]  # fmt: skip
-    alone = run_ranks(sequence, 1, {})[0][0]
-    found = run_ranks(sequence, 2, {"mesh": {"tp": 2}, "plan": plan})
+    alone = run_warm(sequence, 1, {})[0][0]
+    found = run_warm(sequence, 2, {"mesh": {"tp": 2}, "plan": plan})
 
     assert_equal_curves([losses for losses, _ in found], alone)
     for _, calls in found:
@@ -232,14 +232,14 @@ def refused(config):
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(plan, sentence):
-    for found in run_ranks(refused, 2, {"mesh": {"tp": 2}, "plan": plan}):
+    for found in run_warm(refused, 2, {"mesh": {"tp": 2}, "plan": plan}):
         assert found.startswith(sentence)
 
 
 def test_what_does_not_divide_is_refused():
     plan = [{"match": "layers.*.q", "style": "colwise"}]
 
-    assert run_ranks(refused, 3, {"mesh": {"tp": 3}, "plan": plan})[0] == (
+    assert run_warm(refused, 3, {"mesh": {"tp": 3}, "plan": plan})[0] == (
         "parallel.plan[0]: layers.0.q.weight [16, 16] can not be split by strategy: "
         "dim 0 of 16 in 3 parts (tp)"
     )
@@ -272,7 +272,7 @@ def test_what_does_not_divide_is_refused():
 def test_mindspores_notations(plan):
     config = {"mesh": {"x": 2, "y": 2}, "plan": plan}
 
-    assert_equal_curves(run_ranks(train, 4, config, "mlp"), oracle("mlp"))
+    assert_equal_curves(run_warm(train, 4, config, "mlp"), oracle("mlp"))
 
 
 def at_once(accumulate):
@@ -297,7 +297,7 @@ def at_once(accumulate):
 
 
 def test_an_optimizer_may_update_lists_of_parameters():
-    found = run_ranks(at_once, 4, 2)
+    found = run_warm(at_once, 4, 2)
 
     assert_equal_curves([losses for losses, _ in found], oracle("transformer"))
     assert found[0][1] > 1

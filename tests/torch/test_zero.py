@@ -8,7 +8,7 @@ from ranks import (
     batches,
     build,
     oracle,
-    run_ranks,
+    run_warm,
 )
 from torch.nn import functional
 
@@ -53,7 +53,7 @@ GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_collectives_and_memory_are_those_of_the_level(zero, accumulate):
     groups = 3  # one for each layer; the whole model has no parameter of its own
-    for calls, parameters, state, whole in run_ranks(measured, 4, {"zero": zero}, accumulate):
+    for calls, parameters, state, whole in run_warm(measured, 4, {"zero": zero}, accumulate):
         # Level 3 gathers for each forward and each backward, the others once a step.
         assert calls[GATHER] == groups * (2 * accumulate if zero == 3 else 1)
         assert calls[SCATTER] == groups * (1 if zero == 1 else accumulate)
@@ -65,13 +65,13 @@ def test_collectives_and_memory_are_those_of_the_level(zero, accumulate):
 
 def test_small_parameters_stay_whole_and_are_reduced_by_us():
     biases = ["fc1.bias", "fc2.bias", "fc3.bias"]
-    for calls, _, _, whole in run_ranks(measured, 2, {"zero": 3, "threshold": 256}, 1):
+    for calls, _, _, whole in run_warm(measured, 2, {"zero": 3, "threshold": 256}, 1):
         assert whole == biases
         assert calls["allreduce_"] == 2
 
 
 def test_copies_share_by_an_all_reduce():
-    for calls, parameters, _, _ in run_ranks(measured, 4, {"zero": 3, "shard_size": 2}, 1):
+    for calls, parameters, _, _ in run_warm(measured, 4, {"zero": 3, "shard_size": 2}, 1):
         assert calls[SCATTER] == 3
         assert calls["allreduce_"] == 3 + 1
         assert ELEMENTS / 2 - ROWS <= parameters <= ELEMENTS / 2 + ROWS
@@ -86,8 +86,8 @@ def gradients_of(config):
 
 
 def test_sum_is_the_mean_times_the_ranks():
-    mean = run_ranks(gradients_of, 2, {"optimizer": {"zero": 2}})[0]
-    total = run_ranks(gradients_of, 2, {"optimizer": {"zero": 2}, "reduce": {"op": "sum"}})[0]
+    mean = run_warm(gradients_of, 2, {"optimizer": {"zero": 2}})[0]
+    total = run_warm(gradients_of, 2, {"optimizer": {"zero": 2}, "reduce": {"op": "sum"}})[0]
 
     for one, other in zip(mean, total, strict=True):
         torch.testing.assert_close(2 * torch.tensor(one), torch.tensor(other))
@@ -105,6 +105,6 @@ def computed_in():
 
 
 def test_mixed_precision_computes_short_and_keeps_long():
-    for seen, kept, loss in run_ranks(computed_in, 2):
+    for seen, kept, loss in run_warm(computed_in, 2):
         assert (seen, kept) == (["torch.bfloat16"], {"torch.float32"})
         assert abs(loss - oracle("mlp", "adamw")[0]) < 0.02

@@ -83,12 +83,9 @@ def test_defaults_give_way_to_the_launchers_environment():
     assert changes(base) == {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": None}
 
 
-def test_gloo_of_a_single_node_stays_on_loopback():
-    single = {"nnodes": 1, "node_rank": 0}
-    expected = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MSRUN_NODE_RANK": "0"}
-
-    assert changes({}, **single) == {**expected, "GLOO_SOCKET_IFNAME": "lo"}
-    assert changes({"GLOO_SOCKET_IFNAME": "eth0"}, **single) == expected
+def test_gloo_uses_the_interface_to_the_other_workers():
+    assert changes({}, interface="eth1") == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert changes({"GLOO_SOCKET_IFNAME": "eth0"}, interface="eth1") == {}
 
 
 @pytest.mark.parametrize(

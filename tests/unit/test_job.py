@@ -35,6 +35,28 @@ def test_nodes_of_a_job(changes, is_alone, is_elastic):
     assert (job(**changes).is_alone, job(**changes).is_elastic) == (is_alone, is_elastic)
 
 
+@pytest.mark.parametrize(
+    ("tail", "tail_local", "at_terminal", "in_a_pipe"),
+    [
+        (None, None, [0], []),
+        ({1, 2}, None, [1, 2], [1, 2]),
+        (set(), None, [], []),
+        (None, {0, 1}, [0, 1, 2, 3], [0, 1, 2, 3]),
+        (None, {1}, [1, 3], [1, 3]),
+        ({1, 2}, {1}, [1], [1]),
+    ],
+)
+def test_ranks_on_the_console_of_nodes_with_two_workers(tail, tail_local, at_terminal, in_a_pipe):
+    asked = job(
+        tail=None if tail is None else frozenset(tail),
+        tail_local=None if tail_local is None else frozenset(tail_local),
+    )
+
+    for is_terminal, expected in ((True, at_terminal), (False, in_a_pipe)):
+        shown = [r for r in range(4) if asked.is_shown(r, r % 2, is_terminal=is_terminal)]
+        assert shown == expected
+
+
 @pytest.mark.parametrize("job_id", ["a", "0-_.x", "a" * 64])
 def test_job_ids(job_id):
     assert job(job_id=job_id).job_id == job_id
@@ -55,13 +77,13 @@ def test_join_timeouts(timeout):
         ({"nnodes_min": 0}, "--nnodes 0:1 must be MIN:MAX with 1 <= MIN <= MAX"),
         ({"nnodes_min": 2}, "--nnodes 2:1 must be MIN:MAX with 1 <= MIN <= MAX"),
         ({"world_size": 1}, "--worker-num 1 is fewer than --workers-per-node 2"),
-        ({"last_call": -1.0}, "--last-call -1s must not be negative"),
-        ({"last_call": math.nan}, "--last-call nans must not be negative"),
+        ({"last_call": -1.0}, "--last-call -1s must be at least 0s"),
+        ({"last_call": math.nan}, "--last-call nans must be at least 0s"),
         ({"master_port": 65536}, "--master-port 65536 is outside 0 to 65535"),
         ({"master_port": -1}, "--master-port -1 is outside 0 to 65535"),
         ({"join_timeout": 0.0}, "--join-timeout 0s must be above zero"),
         ({"join_timeout": math.nan}, "--join-timeout nans must be above zero"),
-        ({"grace": -1.0}, "--grace -1s must not be negative"),
+        ({"grace": -1.0}, "--grace -1s must be at least 0s"),
     ],
 )
 def test_what_no_later_stage_could_do(changes, message):

@@ -150,9 +150,9 @@ def test_deep_nesting_is_refused():
 
 
 def test_the_largest_message_is_sent_and_the_next_larger_is_not():
-    overhead = len(codec.encode(envelope(body=Refused(reason="x" * 60_000)))) - 60_000
-    fits = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead)))
-    too_large = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead + 1)))
+    overhead = len(codec.encode(envelope(body=Refused(reason="x" * 60_000, code=2)))) - 60_000
+    fits = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead), code=2))
+    too_large = envelope(body=Refused(reason="x" * (codec.FRAME_BYTES_MAX - overhead + 1), code=2))
 
     frame = codec.encode(fits)
 
@@ -177,13 +177,13 @@ def test_what_no_peer_could_read_is_not_sent(message):
 
 
 def test_another_version_is_named_whatever_else_it_says():
-    frame = msgspec.msgpack.encode({"version": 2, "body": {"type": "Novelty"}, "news": [1]})
+    frame = msgspec.msgpack.encode({"version": 3, "body": {"type": "Novelty"}, "news": [1]})
 
     with pytest.raises(ProtocolError) as caught:
         codec.decode(frame)
 
     assert (caught.value.message, caught.value.hint) == (
-        f"the peer speaks protocol version 2, this is {PROTOCOL_VERSION}",
+        f"the peer speaks protocol version 3, this is {PROTOCOL_VERSION}",
         "install the same msrun on all nodes",
     )
 

@@ -4,7 +4,7 @@ import pytest
 
 from msrun.cluster import wal
 from msrun.cluster.verdict import Group, RankExit, Verdict
-from msrun.cluster.wal import Decided, GenerationStarted
+from msrun.cluster.wal import Began, Decided, GenerationStarted, Member
 
 ROOT = RankExit(
     rank=1,
@@ -26,7 +26,14 @@ VERDICT = Verdict(
     root=ROOT,
     collateral=[Group("was killed by SIGTERM", [0, 2])],
 )
-RECORDS = [GenerationStarted(0), GenerationStarted(1), Decided(VERDICT)]
+MEMBER = Member(node_id="a/x", host="a", incarnation=7, node_rank=0, first_rank=0, count=2)
+RECORDS = [
+    Began(1),
+    GenerationStarted(0, [MEMBER], "10.0.0.1", 29500),
+    Began(2),
+    GenerationStarted(1, [MEMBER], "10.0.0.1", 29500, restarts=1),
+    Decided(VERDICT),
+]
 LINES = [wal.encode(record) for record in RECORDS]
 LOG = b"".join(LINES)
 
@@ -36,13 +43,15 @@ def line(body):
 
 
 def test_a_record_is_a_checked_line():
-    assert wal.encode(GenerationStarted(0)) == (
-        b'025b089a {"type":"GenerationStarted","generation":0}\n'
+    assert wal.encode(Began(1)) == b'%08x {"type":"Began","term":1}\n' % zlib.crc32(
+        b'{"type":"Began","term":1}'
     )
 
 
 def test_records_come_back_in_order():
     assert wal.decode(LOG) == RECORDS
+    assert wal.term(RECORDS) == 2
+    assert wal.term([]) == 0
 
 
 def test_a_torn_end_hides_only_the_record_it_tore():

@@ -1,0 +1,153 @@
+"""What is known about the workers of one generation, and what ended it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster import verdict as verdicts
+from msrun.cluster.messages import Start
+from msrun.cluster.roster import Node
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.wal import Member
+
+
+class Because(enum.Enum):
+    """Why a generation ends before its workers do."""
+
+    FAILURE = "failure"
+    CHANGE = "change"
+    OBSTACLE = "obstacle"
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A node went with its workers; `at` is when it was last known to be well."""
+
+    sentence: str
+    at: float
+
+
+@dataclass(slots=True)
+class Generation:
+    """One generation.
+
+    Args:
+        members: Node id -> its place, by node rank.
+        world_size: Workers of all nodes.
+        store: Host and port of the TCPStore.
+        undrained: Members on which workers may still live.
+        exits: Rank -> how it ended and when it failed.
+        losses: Nodes that went with their workers, in the order in which that was seen.
+        stuck: Node id -> processes that could not be killed.
+        because: What ended it; None while it goes on.
+        change: Which nodes come or go, where that is what ended it.
+    """
+
+    members: dict[str, Member] = field(default_factory=dict)
+    world_size: int = 0
+    store: tuple[str, int] = ("", 0)
+    undrained: set[str] = field(default_factory=set)
+    exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+    stuck: dict[str, list[str]] = field(default_factory=dict)
+    because: Because | None = None
+    change: str = ""
+
+    @classmethod
+    def of(cls, members: Sequence[Member], store: tuple[str, int]) -> Generation:
+        """Return the generation of `members`, which come by node rank."""
+        return cls(
+            members={member.node_id: member for member in members},
+            world_size=sum(member.count for member in members),
+            store=store,
+            undrained={member.node_id for member in members},
+        )
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every rank exited with code 0."""
+        ends = [end for end, _ in self.exits.values()]
+        return len(ends) == self.world_size and all(end.succeeded for end in ends)
+
+    def has_ended(self, node_id: str) -> bool:
+        """Whether the end of every worker of a node is known."""
+        member = self.members[node_id]
+        ranks = range(member.first_rank, member.first_rank + member.count)
+        return all(rank in self.exits for rank in ranks)
+
+    def all_stuck(self) -> list[str]:
+        """Return what could not be killed, by node."""
+        return [process for _, found in sorted(self.stuck.items()) for process in found]
+
+    def root(self) -> RankExit | None:
+        """Return the worker whose failure came first; None when a loss did, or none failed."""
+        if all(end.succeeded for end, _ in self.exits.values()):
+            return None
+        root = verdicts.root_cause(self.exits.values())
+        first_loss = min((loss.at for loss in self.losses), default=None)
+        # A node that dies takes its peers' workers down with it, and is noticed after them.
+        return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
+
+    def node_of(self, rank: int) -> str:
+        """Return the node of a rank."""
+        return next(
+            node_id
+            for node_id, member in self.members.items()
+            if member.first_rank <= rank < member.first_rank + member.count
+        )
+
+    def start(self, node_id: str) -> Start:
+        """Return what starts the workers of a node."""
+        member = self.members[node_id]
+        return Start(
+            node_rank=member.node_rank,
+            nnodes=len(self.members),
+            first_rank=member.first_rank,
+            count=member.count,
+            world_size=self.world_size,
+            store_host=self.store[0],
+            store_port=self.store[1],
+            serve_store=member.node_rank == 0,
+        )
+
+    def sentence(self, root: RankExit | None) -> str:
+        """Return what ended the generation, of whose failures `root` came first."""
+        if self.because is Because.CHANGE:
+            return self.change
+        return root.sentence() if root else "; ".join(loss.sentence for loss in self.losses)
+
+    def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
+        """Return `verdict` with the ends of all workers beside that of `root`."""
+        before = self.exits[root.rank][1] if root else math.inf
+        ends = [(e, at) for e, at in self.exits.values() if root is None or e.rank != root.rank]
+        return msgspec.structs.replace(
+            verdict,
+            root=root,
+            collateral=verdicts.group_exits(end for end, _ in ends if not end.succeeded),
+            finished=sorted(end.rank for end, at in ends if end.succeeded and at < before),
+        )
+
+
+def seat(nodes: Mapping[str, Node]) -> Generation:
+    """Return the generation of `nodes`, which come by node rank."""
+    members = []
+    first_rank = 0
+    for node_rank, (node_id, node) in enumerate(nodes.items()):
+        body = node.registration
+        members.append(
+            Member(
+                node_id=node_id,
+                host=body.host,
+                incarnation=node.incarnation,
+                node_rank=node_rank,
+                first_rank=first_rank,
+                count=body.slots,
+            )
+        )
+        first_rank += body.slots
+    master = next(iter(nodes.values())).registration
+    return Generation.of(members, (master.store_host, master.store_port))

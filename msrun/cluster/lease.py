@@ -1,0 +1,47 @@
+"""How long each side goes on without a sign of life of the other.
+
+An agent stops its workers when the scheduler has not answered for `fence` seconds, and
+is done with it `grace` seconds later.  The scheduler takes a silent node for lost only
+after `lost` seconds, so that by then no worker of it lives: fence + grace < lost.  Both
+count from the moment at which the *agent* spoke, each on its own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+_FENCE = 0.6
+_GRACE = 0.1
+_HEARTBEAT = 0.1
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The times that follow from one.
+
+    Args:
+        lost: Seconds of silence after which a node is lost; inf where there is one node.
+    """
+
+    lost: float = math.inf
+
+    @property
+    def fence(self) -> float:
+        """Seconds without an answer after which an agent stops its workers."""
+        return self.lost * _FENCE
+
+    @property
+    def grace(self) -> float:
+        """Seconds that its workers then have between SIGTERM and SIGKILL."""
+        return self.lost * _GRACE
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two signs of life of an agent."""
+        return self.lost * _HEARTBEAT
+
+
+def lease(seconds: float) -> Lease:
+    """Return the times for a lease of `seconds`; 0 for one node, which none can lose."""
+    return Lease(seconds or math.inf)

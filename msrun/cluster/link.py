@@ -1,0 +1,77 @@
+"""An ordered line over frames that may be lost, doubled or late.
+
+Both ends number what must arrive, keep it until it is acknowledged and send it again
+after a while; a receiver takes the next number and drops every other (go-back-N).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster.messages import FromAgent, FromScheduler
+
+RESEND_SECONDS = 1.0
+# Of what is sent again at once; the rest follows when these have arrived.
+RESEND_MAX = 64
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """One numbered body, about `generation`."""
+
+    seq: int
+    generation: int
+    body: FromAgent | FromScheduler
+
+
+@dataclass(slots=True)
+class Link:
+    """One end of one line.
+
+    Args:
+        received: Number of the last body that was taken.
+    """
+
+    received: int = 0
+    _sent: int = 0
+    _unacknowledged: deque[Parcel] = field(default_factory=deque)
+    _resend_at: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `overdue` has something to send; None when all has arrived."""
+        return self._resend_at
+
+    def put(self, generation: int, body: FromAgent | FromScheduler, *, now: float) -> Parcel:
+        """Number `body` and keep it; return what to send."""
+        self._sent += 1
+        parcel = Parcel(self._sent, generation, body)
+        self._unacknowledged.append(parcel)
+        if self._resend_at is None:
+            self._resend_at = now + RESEND_SECONDS
+        return parcel
+
+    def take(self, seq: int) -> bool:
+        """Return whether the body with number `seq` is the next one, and count it if so."""
+        is_next = seq == self.received + 1
+        self.received += is_next
+        return is_next
+
+    def acknowledge(self, ack: int, *, now: float) -> None:
+        """Forget what the other end has got: everything up to number `ack`."""
+        arrived = 0
+        while self._unacknowledged and self._unacknowledged[0].seq <= ack:
+            self._unacknowledged.popleft()
+            arrived += 1
+        if arrived:
+            self._resend_at = now + RESEND_SECONDS if self._unacknowledged else None
+
+    def overdue(self, *, now: float) -> list[Parcel]:
+        """Return what must be sent again now."""
+        if self._resend_at is None or now < self._resend_at:
+            return []
+        self._resend_at = now + RESEND_SECONDS
+        return list(itertools.islice(self._unacknowledged, RESEND_MAX))

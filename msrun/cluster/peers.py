@@ -1,0 +1,160 @@
+"""The scheduler's ends of the lines to all agents, and when one of them is lost.
+
+It turns frames into the events of `SchedulerState` and its bodies into frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msrun.cluster.lease import Lease
+from msrun.cluster.link import Link
+from msrun.cluster.messages import (
+    Drained,
+    Envelope,
+    FromAgent,
+    FromScheduler,
+    Interrupted,
+    NodeFailed,
+    Register,
+    Unknown,
+    WorkerExited,
+)
+from msrun.cluster.scheduler_events import Lost, Received
+
+_OF_AGENT = (Register, WorkerExited, Drained, Interrupted, NodeFailed)
+# All peers are looked at this often, since each has two deadlines that move all the time.
+_CHECK_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class _Peer:
+    incarnation: int
+    session: int
+    heard_at: float
+    stamp: float = 0.0
+    link: Link = field(default_factory=Link)
+
+
+@dataclass(slots=True, kw_only=True)
+class Peers:
+    """Every agent that has registered and is not lost.
+
+    Args:
+        job_id: The job.
+        lease: How long one may be silent.
+        term: Which life of the scheduler this is, from 1.
+    """
+
+    job_id: str
+    lease: Lease
+    term: int
+    _peers: dict[str, _Peer] = field(default_factory=dict)
+    _lost: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _check_at: float | None = None
+
+    def __contains__(self, node_id: str) -> bool:
+        """Whether the node has registered and is not lost."""
+        return node_id in self._peers
+
+    @property
+    def all_delivered(self) -> bool:
+        """Whether every body has reached its agent."""
+        return all(peer.link.deadline is None for peer in self._peers.values())
+
+    def send(
+        self, node_id: str, generation: int, body: FromScheduler, *, now: float
+    ) -> list[Envelope]:
+        """Return the frame that carries `body`; none for a node that is not there."""
+        peer = self._peers.get(node_id)
+        if peer is None:
+            return []
+        parcel = peer.link.put(generation, body, now=now)
+        self._check_by(now)
+        return [self._frame(node_id, peer, parcel.seq, generation, body)]
+
+    def receive(self, envelope: Envelope, *, now: float) -> tuple[list[Received], list[Envelope]]:
+        """Return what a frame of an agent means, and the frames that answer it."""
+        node_id = envelope.node_id
+        peer = self._peers.get(node_id)
+        life = (envelope.incarnation, envelope.session)
+        if peer and life < (peer.incarnation, peer.session):
+            return [], []
+        if peer is None or life > (peer.incarnation, peer.session):
+            is_late = life <= self._lost.get(node_id, (-1, -1))
+            if envelope.seq != 1 or is_late or not isinstance(envelope.body, Register):
+                return [], [self._unknown(envelope)] if envelope.stamp else []
+            peer = self._peers[node_id] = _Peer(*life, heard_at=now)
+        peer.heard_at = now
+        peer.stamp = max(peer.stamp, envelope.stamp)
+        peer.link.acknowledge(envelope.ack, now=now)
+        self._check_by(now)
+        events = []
+        body = envelope.body
+        if envelope.seq and peer.link.take(envelope.seq) and isinstance(body, _OF_AGENT):
+            events.append(Received(node_id, envelope.incarnation, envelope.generation, body))
+        asks = envelope.seq or envelope.stamp
+        return events, [self._frame(node_id, peer)] if asks else []
+
+    def lose(self, node_id: str, reason: str) -> list[Lost]:
+        """Forget a node of which it is known that nothing lives on it any more."""
+        peer = self._peers.pop(node_id, None)
+        if peer is None:
+            return []
+        self._lost[node_id] = (peer.incarnation, peer.session)
+        return [Lost(node_id, peer.incarnation, reason, peer.heard_at)]
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        return self._check_at
+
+    def tick(self, *, now: float) -> tuple[list[Lost], list[Envelope]]:
+        """Return the nodes that are lost by now, and the frames that are due."""
+        if self._check_at is None or now < self._check_at:
+            return [], []
+        silent = [n for n, peer in self._peers.items() if now - peer.heard_at >= self.lease.lost]
+        reason = f"no sign of life for {self.lease.lost:g}s"
+        losses = [loss for node_id in silent for loss in self.lose(node_id, reason)]
+        frames = [
+            self._frame(node_id, peer, parcel.seq, parcel.generation, parcel.body)
+            for node_id, peer in self._peers.items()
+            for parcel in peer.link.overdue(now=now)
+        ]
+        has_lease = self.lease.lost != float("inf") and self._peers
+        self._check_at = None if not has_lease and self.all_delivered else now + _CHECK_SECONDS
+        return losses, frames
+
+    def _check_by(self, now: float) -> None:
+        if self._check_at is None:
+            self._check_at = now + _CHECK_SECONDS
+
+    def _frame(
+        self,
+        node_id: str,
+        peer: _Peer,
+        seq: int = 0,
+        generation: int = -1,
+        body: FromAgent | FromScheduler | None = None,
+    ) -> Envelope:
+        return Envelope(
+            job_id=self.job_id,
+            node_id=node_id,
+            incarnation=peer.incarnation,
+            session=peer.session,
+            seq=seq,
+            ack=peer.link.received,
+            stamp=peer.stamp,
+            term=self.term,
+            generation=generation,
+            body=body,
+        )
+
+    def _unknown(self, envelope: Envelope) -> Envelope:
+        return Envelope(
+            job_id=self.job_id,
+            node_id=envelope.node_id,
+            incarnation=envelope.incarnation,
+            session=envelope.session,
+            term=self.term,
+            body=Unknown(),
+        )

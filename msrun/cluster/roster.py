@@ -1,0 +1,142 @@
+"""Which nodes have registered with the scheduler, and which of them can run workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from msrun.cluster import seats
+from msrun.cluster.messages import Formation, Register
+from msrun.cluster.seats import node_order
+from msrun.cluster.verdict import render_ranges
+from msrun.errors import signal_name
+
+_NAMES_MAX = 8
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that has registered and is not lost.
+
+    Args:
+        incarnation: Which life of it.
+        registration: What it said.
+        leaves_with: The signal on which it leaves the job; 0 while it stays.
+    """
+
+    incarnation: int
+    registration: Register
+    leaves_with: int = 0
+
+
+@dataclass(slots=True)
+class Roster:
+    """All nodes of a job, in the order in which they came.
+
+    Args:
+        formation: What the job was asked to be.
+        nodes: Node id -> node.
+        excluded: Node id -> why it may run no more workers.
+        stale: Nodes on which workers of an earlier generation may still live.
+    """
+
+    formation: Formation
+    nodes: dict[str, Node] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+
+    def misfit(self, node_id: str, body: Register) -> str:
+        """Return why a node cannot take part, empty when it can."""
+        mine, theirs = self.formation, body.formation
+        who = f"node {body.host}"
+        if node_id in self.excluded:
+            return self.excluded[node_id]
+        if mine.release != theirs.release:
+            both = f"runs msrun {theirs.release}, the scheduler {mine.release}"
+            return f"{who} {both}: install the same on all nodes"
+        if mine != theirs:
+            both = f"was started for {render(theirs)}, the scheduler for {render(mine)}"
+            return f"{who} {both}: give all nodes the same options"
+        return self._rank_problem(node_id, body)
+
+    def _rank_problem(self, node_id: str, body: Register) -> str:
+        """Return why a node cannot have the rank that it was given, empty when it can."""
+        rank, most = body.node_rank, self.formation.nnodes_max
+        if rank is None:
+            return ""
+        if rank >= most:
+            return f"--node-rank {rank} of node {body.host} is outside 0 to {most - 1}"
+        for other_id, other in self.nodes.items():
+            if other_id != node_id and other.registration.node_rank == rank:
+                taken = f"is that of node {other.registration.host} already"
+                return f"--node-rank {rank} of node {body.host} {taken}"
+        return ""
+
+    def ready(self) -> dict[str, Register]:
+        """Return the nodes on which a generation could start, in the order they came."""
+        return {
+            node_id: node.registration
+            for node_id, node in self.nodes.items()
+            if node_id not in self.stale and node_id not in self.excluded and not node.leaves_with
+        }
+
+    def is_enough(self) -> bool:
+        """Whether the job could run on the nodes that are ready."""
+        return seats.is_enough(self.ready(), self.formation)
+
+    def is_full(self) -> bool:
+        """Whether the job could use no further node."""
+        return seats.is_full(self.ready(), self.formation)
+
+    def can_grow(self, members: Collection[str]) -> bool:
+        """Whether there is a newcomer to a generation of `members`, and room for it."""
+        has_room = self.formation.is_elastic and len(members) < self.formation.nnodes_max
+        return has_room and any(node_id not in members for node_id in self.ready())
+
+    def can_do_without(self, node_id: str) -> bool:
+        """Whether the job could go on without a node."""
+        if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
+            return False
+        rest = self.ready()
+        rest.pop(node_id, None)
+        return seats.is_enough(rest, self.formation)
+
+    def leaving(self) -> list[str]:
+        """Return the nodes that are to be sent home."""
+        return [n for n, node in self.nodes.items() if node.leaves_with or n in self.excluded]
+
+    def farewell(self, node_id: str) -> str:
+        """Return what a node that is sent home is told."""
+        node = self.nodes[node_id]
+        if node.leaves_with:
+            name = signal_name(node.leaves_with)
+            return f"node {node.registration.host} left the job, which goes on, on {name}"
+        return self.excluded[node_id]
+
+    def attendance(self) -> str:
+        """Return who is there and who is missing, in words that a person can act on."""
+        ready = self.ready()
+        names = [ready[n].host for n in sorted(ready, key=lambda n: node_order(n, ready[n]))]
+        there = ", ".join(names[:_NAMES_MAX]) or "none"
+        if len(names) > _NAMES_MAX:
+            there += f" and {len(names) - _NAMES_MAX} more"
+        if self.formation.world_size is not None:
+            workers = sum(register.slots for register in ready.values())
+            return f"{workers} of {self.formation.world_size} workers registered, on: {there}"
+        text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
+        ranks = {register.node_rank for register in ready.values()}
+        if ready and None not in ranks:
+            absent = sorted(set(range(self.formation.nnodes_min)) - ranks)
+            text += f"; missing: node rank {render_ranges(absent)}" if absent else ""
+        return text
+
+
+def render(formation: Formation) -> str:
+    """Return the options that lead to `formation`."""
+    least, most = formation.nnodes_min, formation.nnodes_max
+    words = []
+    if most != formation.world_size:
+        words.append(f"--nnodes {least if least == most else f'{least}:{most}'}")
+    if formation.world_size is not None:
+        words.append(f"--worker-num {formation.world_size}")
+    return " ".join([*words, f"--lease {formation.lease:g}"])

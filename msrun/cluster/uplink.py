@@ -1,0 +1,145 @@
+"""An agent's end of the line to the scheduler: registration, signs of life, the lease.
+
+It turns frames into the events of `AgentState` and its bodies into frames.  All times
+are of the agent's own monotonic clock, which the scheduler only echoes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
+from msrun.cluster.lease import Lease
+from msrun.cluster.link import Link
+from msrun.cluster.messages import (
+    Envelope,
+    Finish,
+    FromAgent,
+    FromScheduler,
+    Refused,
+    Register,
+    Restarting,
+    Start,
+    Stop,
+    Unknown,
+    Waiting,
+)
+
+UplinkEvent = Received | Cut | Forgotten | Reached
+
+_OF_SCHEDULER = (Start, Stop, Restarting, Finish, Refused, Waiting, Unknown)
+
+
+@dataclass(slots=True, kw_only=True)
+class Uplink:
+    """The line of one life of one node.
+
+    Args:
+        job_id: The job.
+        node_id: The node.
+        incarnation: Which life of it.
+        lease: How long it may go on alone.
+    """
+
+    job_id: str
+    node_id: str
+    incarnation: int
+    lease: Lease
+    _session: int = 0
+    _link: Link = field(default_factory=Link)
+    _term: int = 0
+    _echo: float | None = None
+    _beat_at: float | None = None
+    _is_cut: bool = False
+
+    def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
+        """Begin a new session, of which `register` is the first body."""
+        self._session += 1
+        self._term = 0
+        self._link = Link()
+        return self.send(generation, register, now=now)
+
+    def send(self, generation: int, body: FromAgent, *, now: float) -> list[Envelope]:
+        """Return the frame that carries `body`, which also asks for a sign of life."""
+        parcel = self._link.put(generation, body, now=now)
+        return [self._frame(now, parcel.seq, generation, body)]
+
+    def ask(self, *, now: float) -> list[Envelope]:
+        """Return the frame that asks whoever is at the other end for a sign of life."""
+        return [self._frame(now)]
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        due = [at for at in (self._link.deadline, self._beat_at, self._cut_at()) if at is not None]
+        return min(due, default=None)
+
+    def tick(self, *, now: float) -> tuple[list[UplinkEvent], list[Envelope]]:
+        """Return the events and frames that are due."""
+        frames = [
+            self._frame(now, parcel.seq, parcel.generation, parcel.body)
+            for parcel in self._link.overdue(now=now)
+        ]
+        if not frames and self._beat_at is not None and now >= self._beat_at:
+            frames.append(self._frame(now))
+        cut_at = self._cut_at()
+        if cut_at is None or now < cut_at:
+            return [], frames
+        self._is_cut = True
+        return [Cut()], frames
+
+    def receive(
+        self, envelope: Envelope, *, now: float
+    ) -> tuple[list[UplinkEvent], list[Envelope]]:
+        """Return what a frame of the scheduler means, and the frames that answer it."""
+        mine = (self.job_id, self.incarnation, self._session)
+        if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
+            return [], []
+        body = envelope.body
+        self._term = self._term or envelope.term
+        if envelope.term < self._term:
+            return [], []
+        if envelope.term > self._term or isinstance(body, Unknown):
+            return [Forgotten()], []
+        events: list[UplinkEvent] = self._echoed(envelope.stamp)
+        self._link.acknowledge(envelope.ack, now=now)
+        if not envelope.seq:
+            return events, []
+        if self._link.take(envelope.seq) and isinstance(body, _OF_SCHEDULER):
+            age = 0.0 if self._echo is None else now - envelope.stamp
+            events.append(Received(envelope.generation, body, age))
+        return events, [self._frame(0.0)]
+
+    def _echoed(self, stamp: float) -> list[UplinkEvent]:
+        """Count the lease from `stamp`, when the latest frame that was answered left here."""
+        if not stamp or (self._echo is not None and stamp <= self._echo):
+            return []
+        is_news = self._echo is None or self._is_cut
+        self._echo = stamp
+        self._is_cut = False
+        return [Reached()] if is_news else []
+
+    def _cut_at(self) -> float | None:
+        if self._echo is None or self._is_cut or self.lease.fence == float("inf"):
+            return None
+        return self._echo + self.lease.fence
+
+    def _frame(
+        self,
+        stamp: float,
+        seq: int = 0,
+        generation: int = -1,
+        body: FromAgent | FromScheduler | None = None,
+    ) -> Envelope:
+        if stamp and self.lease.heartbeat != float("inf"):
+            self._beat_at = stamp + self.lease.heartbeat
+        return Envelope(
+            job_id=self.job_id,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            session=self._session,
+            seq=seq,
+            ack=self._link.received,
+            stamp=stamp,
+            generation=generation,
+            body=body,
+        )

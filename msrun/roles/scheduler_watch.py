@@ -1,0 +1,130 @@
+"""What an agent does about its scheduler: starts it again, or finds out that it is gone."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from msrun.cluster.agent_events import SchedulerLost
+from msrun.errors import ExitCode
+from msrun.roles.console import Console
+from msrun.roles.node_resources import NodeResources
+from msrun.transport.loop import Loop
+from msrun.transport.probe import Prober
+from msrun.transport.sockets import Line
+
+# A scheduler that ends more often than this in a minute will not do better the next time.
+RESTARTS_MAX = 5
+_MINUTE = 60.0
+# One connection may be refused for another reason than its key.
+_REJECTIONS_MAX = 3
+# Whoever starts before the scheduler's node does is told what it waits for.
+_WAITING_SECONDS = 3.0
+
+
+class SchedulerWatch:
+    """Watches the scheduler, a child of this process or of another node's agent.
+
+    Args:
+        node: This node's resources.
+        loop: This process's loop.
+        console: Where to say what happens.
+        tell: Takes the event that there is no scheduler any more.
+        greet: Called when a new connection has taken the place of a broken one.
+    """
+
+    def __init__(
+        self,
+        node: NodeResources,
+        loop: Loop,
+        console: Console,
+        tell: Callable[[SchedulerLost], None],
+        greet: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._loop = loop
+        self._console = console
+        self._tell = tell
+        self._greet = greet
+        self._prober = Prober(loop)
+        self._restarts: list[float] = []
+        self._was_up = False
+        self._rejections = 0
+        self._waiting_at: float | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._loop.watch(self._node.socket.monitor, self._on_line)
+        self._watch_process()
+        if self._node.scheduler is None:
+            self._waiting_at = self._loop.now() + _WAITING_SECONDS
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        dues = (self._prober.deadline(), self._waiting_at)
+        return min((due for due in dues if due is not None), default=None)
+
+    def tick(self) -> None:
+        """Give up what takes too long, and say what is waited for."""
+        self._prober.tick()
+        if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
+            self._waiting_at = None
+            self._console.say(f"msrun: waiting for the scheduler at {self._node.scheduler_name}")
+
+    def _watch_process(self) -> None:
+        if self._node.scheduler:
+            self._loop.watch(self._node.scheduler.pidfd, self._on_end)
+
+    def _on_end(self) -> None:
+        """Start the scheduler again, which goes on with what its log says."""
+        scheduler = self._node.scheduler
+        if scheduler is None:
+            return
+        self._loop.forget(scheduler.pidfd)
+        how, verdict = scheduler.how_it_ended(), scheduler.verdict()
+        now = self._loop.now()
+        self._restarts = [at for at in self._restarts if now - at < _MINUTE]
+        if verdict or len(self._restarts) >= RESTARTS_MAX:
+            self._tell(SchedulerLost(how, verdict))
+            return
+        scheduler.close()
+        self._restarts.append(now)
+        self._console.say(f"warning: {how}; it is started again")
+        self._node.start_scheduler(again=True)
+        self._watch_process()
+
+    def _on_line(self) -> None:
+        for line in self._node.socket.line():
+            if line is Line.UP:
+                if self._was_up:
+                    self._greet()
+                self._was_up, self._rejections, self._waiting_at = True, 0, None
+            elif self._was_up:
+                self._ask_whether_it_lives()
+            elif line is Line.SILENT:
+                self._console.say(
+                    f"warning: what listens at {self._node.scheduler_name} does not answer as a "
+                    "scheduler does; is that the port of another program?"
+                )
+            else:
+                self._reject()
+
+    def _reject(self) -> None:
+        self._rejections += 1
+        if self._rejections == _REJECTIONS_MAX:
+            reason = (
+                f"{self._node.scheduler_name} refuses this node: it has another secret, or is "
+                "no scheduler of msrun"
+            )
+            self._tell(SchedulerLost(reason, code=ExitCode.AUTHENTICATION))
+
+    def _ask_whether_it_lives(self) -> None:
+        """Find out whether its node's agent, which holds its socket, is still there."""
+        host, port = self._node.scheduler_address
+        if self._node.scheduler is None:
+            self._prober.probe(host, int(port), self._on_answer)
+
+    def _on_answer(self, code: int) -> None:
+        if code == errno.ECONNREFUSED:
+            reason = f"the launcher on the scheduler's node, {self._node.scheduler_name}, has ended"
+            self._tell(SchedulerLost(reason, code=ExitCode.NODE_LOST))

@@ -1,0 +1,84 @@
+"""Whether anything listens at an address, found out without waiting for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from msrun.transport.loop import Loop
+
+PROBE_SECONDS = 4.0
+# Of connections under way at a time, so that no limit of open files is met.
+_PROBES_MAX = 256
+
+Answer = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class _Probe:
+    host: str
+    port: int
+    answer: Answer
+
+
+class Prober:
+    """Connects to addresses, at most 256 at a time.
+
+    Args:
+        loop: This process's loop.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._waiting: list[_Probe] = []
+        self._open: dict[socket.socket, tuple[_Probe, float]] = {}
+
+    def probe(self, host: str, port: int, answer: Answer) -> None:
+        """Call `answer` with 0 when `host` takes a connection to `port`, else with an errno.
+
+        ECONNREFUSED says that the machine lives and nobody listens there; ETIMEDOUT that
+        there was no answer within `PROBE_SECONDS`.
+        """
+        self._waiting.append(_Probe(host, port, answer))
+        self._start()
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        return min((due for _, due in self._open.values()), default=None)
+
+    def tick(self) -> None:
+        """Give up the connections whose time is over."""
+        now = self._loop.now()
+        for sock in [sock for sock, (_, due) in self._open.items() if due <= now]:
+            self._end(sock, errno.ETIMEDOUT)
+
+    def _start(self) -> None:
+        while self._waiting and len(self._open) < _PROBES_MAX:
+            probe = self._waiting.pop(0)
+            family = socket.AF_INET6 if ":" in probe.host else socket.AF_INET
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._open[sock] = (probe, self._loop.now() + PROBE_SECONDS)
+            code = sock.connect_ex((probe.host, probe.port))
+            if code == errno.EINPROGRESS:
+                self._loop.watch_writable(sock.fileno(), partial(self._connected, sock))
+            else:
+                self._end(sock, code)
+
+    def _connected(self, sock: socket.socket) -> None:
+        self._end(sock, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+
+    def _end(self, sock: socket.socket, code: int) -> None:
+        probe, _ = self._open.pop(sock)
+        self._loop.forget(sock.fileno())
+        sock.close()
+        probe.answer(code)
+        self._start()
+
+
+def describe(code: int) -> str:
+    """Return the words for the errno `code` of a connection."""
+    return os.strerror(code).lower()

@@ -1,0 +1,87 @@
+"""Ends of workers from words, and messages and verdicts as words."""
+
+import signal
+
+from msrun.cluster.messages import (
+    Drained,
+    Finish,
+    Interrupted,
+    NodeFailed,
+    Refused,
+    Register,
+    Restarting,
+    Start,
+    Stop,
+    Waiting,
+    WorkerExited,
+)
+from msrun.cluster.verdict import RankExit
+
+
+def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):
+    """Return an end as `code=3 signal=SIGKILL ran=5 age=0.1 error=... oom=yes swept=yes` say."""
+    signum = signal.Signals[words.pop("signal")] if "signal" in words else None
+    code = words.pop("code", None)
+    ran_for, age = float(words.pop("ran", 5)), float(words.pop("age", 0))
+    flags = {name: words.pop(name, "no") == "yes" for name in ("oom", "core", "swept")}
+    error = words.pop("error", "")
+    assert not words
+    return RankExit(
+        rank=rank,
+        node_rank=node_rank,
+        host=host,
+        local_rank=rank - first_rank,
+        pid=100 + rank,
+        code=None if code is None else int(code),
+        signum=signum,
+        ran_for=ran_for,
+        age=age,
+        error=error,
+        log_file=f"logs/worker_{rank}.log",
+        **flags,
+    )
+
+
+def show_verdict(verdict):
+    said = f"code={verdict.code} generation={verdict.generation} restarts={verdict.restarts}"
+    said += f" reason={verdict.reason!r}"
+    if verdict.root:
+        said += f" root={verdict.root.rank}"
+    for group in verdict.collateral:
+        said += f" collateral={group.ranks} {group.how!r}"
+    if verdict.finished:
+        said += f" finished={verdict.finished}"
+    if verdict.stuck:
+        said += f" stuck={verdict.stuck}"
+    return said + (f" hint={verdict.hint!r}" if verdict.hint else "")
+
+
+def show_message(body):  # noqa: C901, PLR0911 - one line a message
+    match body:
+        case Start():
+            ranks = f"{body.first_rank}..{body.first_rank + body.count - 1} of {body.world_size}"
+            store = f"store={body.store_host}:{body.store_port}"
+            serving = " serve_store" if body.serve_store else ""
+            return f"Start node={body.node_rank} of {body.nnodes} ranks={ranks} {store}{serving}"
+        case Stop():
+            return f"Stop {signal.Signals(body.signum).name} reason={body.reason!r}"
+        case Restarting():
+            count = f"{body.restart} of {body.max_restarts}"
+            return f"Restarting {count} delay={body.delay:g} reason={body.reason!r}"
+        case Finish():
+            return f"Finish code={body.verdict.code}"
+        case Refused():
+            return f"Refused code={body.code} reason={body.reason!r}"
+        case Waiting():
+            return f"Waiting{' as a spare' * body.spare} reason={body.reason!r}"
+        case Register():
+            return f"Register slots={body.slots}"
+        case WorkerExited():
+            swept = " (swept)" if body.exit.swept else ""
+            return f"WorkerExited rank={body.exit.rank} {body.exit.how()}{swept}"
+        case Drained():
+            return "Drained" + (f" stuck={body.stuck}" if body.stuck else "")
+        case Interrupted():
+            return f"Interrupted {signal.Signals(body.signum).name}"
+        case NodeFailed():
+            return f"NodeFailed code={body.code} reason={body.reason!r}"

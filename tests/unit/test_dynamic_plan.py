@@ -1,0 +1,123 @@
+"""What a node of several would do, as far as that is known before the job forms."""
+
+import pytest
+
+from launchers.dynamic import DynamicLauncher
+from msrun.job import JobSpec, Program, ProgramKind
+from msrun.topology import CpuTopology, Machine
+
+MACHINE = Machine(
+    host="node1",
+    cpus=CpuTopology(numa={0: (0, 1)}, siblings={0: (0,), 1: (1,)}),
+    devices=(),
+    memory_available=8 << 30,
+    processes_available=4096,
+    files_available=1024,
+    cgroup=None,
+)
+
+
+def plan(**changes):
+    job = JobSpec(
+        job_id="train-1",
+        program=Program(kind=ProgramKind.SCRIPT, target="train.py"),
+        workers_per_node=2,
+        cwd="/home/u",
+        log_dir="/logs",
+        **changes,
+    )
+    return DynamicLauncher().plan(job, MACHINE)
+
+
+def several(**changes):
+    return plan(
+        **{
+            "nnodes_min": 3,
+            "nnodes_max": 3,
+            "master_addr": "node0",
+            "master_port": 29500,
+            "serves": False,
+            "listen_host": "10.0.0.1",
+            "address": "10.0.0.2",
+            **changes,
+        }
+    )
+
+
+def variables(found, *names):
+    return [tuple(worker.env[name] for name in names) for worker in found.workers]
+
+
+def test_one_node_knows_everything_but_ports():
+    found = plan()
+
+    assert found.has_ranks
+    assert [worker.log_file for worker in found.workers] == [
+        "/logs/worker_0.log",
+        "/logs/worker_1.log",
+    ]
+    assert (
+        variables(found, "MASTER_ADDR", "MASTER_PORT", "MS_SCHED_HOST", "MS_SCHED_PORT")
+        == [("127.0.0.1", "<port>", "127.0.0.1", "<port>")] * 2
+    )
+
+
+def test_a_node_with_a_rank_among_equals_knows_its_ranks():
+    found = several(node_rank=1)
+
+    assert found.has_ranks
+    assert [(w.rank, w.local_rank, w.node_rank) for w in found.workers] == [(2, 0, 1), (3, 1, 1)]
+    assert [worker.log_file for worker in found.workers] == [
+        "/logs/worker_2.log",
+        "/logs/worker_3.log",
+    ]
+    assert variables(found, "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE") == [
+        ("2", "6", "1", "3"),
+        ("3", "6", "1", "3"),
+    ]
+    assert (
+        variables(found, "MASTER_ADDR", "MS_SCHED_HOST", "MS_SCHED_PORT")
+        == [("<address>", "10.0.0.1", "29500")] * 2
+    )
+
+
+@pytest.fixture
+def outside(monkeypatch):
+    """An environment that says nothing of interfaces."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+@pytest.mark.usefixtures("outside")
+def test_workers_talk_over_the_interface_of_this_nodes_address():
+    here = several(node_rank=1, listen_host="127.0.0.1", address="127.0.0.1")
+
+    assert variables(plan(), "GLOO_SOCKET_IFNAME") == [("lo",)] * 2
+    assert variables(here, "GLOO_SOCKET_IFNAME") == [("lo",)] * 2
+    assert "GLOO_SOCKET_IFNAME" not in several(node_rank=1).workers[0].env
+
+
+def test_the_first_node_has_the_store():
+    assert variables(several(node_rank=0, address="10.0.0.1"), "MASTER_ADDR") == [("10.0.0.1",)] * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"node_rank": 1, "nnodes_min": 2},
+        {"node_rank": 1, "world_size": 7},
+        {"node_rank": 1, "nnodes_min": 1, "nnodes_max": 6, "world_size": 6},
+    ],
+)
+def test_a_node_that_must_wait_for_its_ranks(changes):
+    found = several(**changes)
+
+    assert not found.has_ranks
+    assert [worker.local_rank for worker in found.workers] == [0, 1]
+    assert [worker.log_file for worker in found.workers] == ["/logs/worker_<rank>.log"] * 2
+
+
+def test_a_total_tells_how_many_equal_nodes_there_are():
+    found = several(nnodes_min=1, nnodes_max=8, world_size=8, node_rank=0)
+
+    assert variables(found, "WORLD_SIZE", "GROUP_WORLD_SIZE") == [("8", "4")] * 2
