@@ -5,8 +5,10 @@ The client starts it for each connection, as inetd would, and both talk through 
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
@@ -24,7 +26,7 @@ _CLIENT = """\
 Host nowhere
   ProxyCommand false
 Host *
-  ProxyCommand {sshd} -i -f {folder}/sshd_config -E {folder}/sshd.log
+  ProxyCommand {start}
   IdentityFile {folder}/key
   IdentitiesOnly yes
   StrictHostKeyChecking no
@@ -33,10 +35,14 @@ Host *
 """
 
 
-def write_config(folder: Path) -> Path:
-    """Make keys and configurations in `folder` and return the client's."""
+def write_config(folder: Path, into: Mapping[str, Sequence[str]] | None = None) -> Path:
+    """Make keys and configurations in `folder` and return the client's.
+
+    Args:
+        folder: Where; it is made.
+        into: Host of a lab -> the words that run a command there.
+    """
     folder.mkdir()
-    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd locks itself in until somebody logs in
     for name in ("host_key", "key"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
@@ -44,6 +50,13 @@ def write_config(folder: Path) -> Path:
             timeout=30,
         )
     (folder / "sshd_config").write_text(_SERVER.format(folder=folder))
+    # Where sshd locks itself in until somebody logs in.
+    start = f"mkdir -p /run/sshd && exec {SSHD} -i -f {folder}/sshd_config -E {folder}/sshd.log"
+    lab = [
+        f"Host {name}\n  ProxyCommand {shlex.join([*words, 'sh', '-c', start])}\n"
+        for name, words in (into or {}).items()
+    ]
+    here = shlex.join(["sh", "-c", start])
     client = folder / "config"
-    client.write_text(_CLIENT.format(folder=folder, sshd=SSHD))
+    client.write_text("".join(lab) + _CLIENT.format(folder=folder, start=here))
     return client
