@@ -23,6 +23,7 @@ _TABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
 # With one of these a process sees its devices under other numbers than the table's.
 _RENUMBERED = ("ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
+_AGENT_STARTERS = ("Slurm", "Open MPI", "MPI")
 _LOOPBACK = "127.0.0.1"
 # Below the ports that Linux hands out by itself, so that few programs are there by chance.
 _PORT_FIRST = 20_000
@@ -78,6 +79,30 @@ def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, in
         hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
         raise UsageError(f"{ranks}, and MASTER_ADDR and MASTER_PORT are not set", hint=hint)
     return host, _PORT_FIRST + zlib.crc32(key.encode()) % _PORTS
+
+
+def step_options(env: Mapping[str, str]) -> dict[str, str]:
+    """Return msrun's options as variables where srun or mpirun started one msrun on each node.
+
+    So `srun msrun train.py` is one job without any option.  Empty elsewhere, and where the
+    starter does not tell where to meet.
+    """
+    try:
+        who = environ.rank_identity(env)
+        if who.source not in _AGENT_STARTERS or who.world_size < 2 or who.local_world_size > 1:  # noqa: PLR2004 - one is alone
+            return {}
+        host, port = find_master(env, who)
+        _, key = _FINDERS[who.source](env)
+    except UsageError:
+        return {}
+    name = f"slurm-{key}" if who.source == "Slurm" else f"mpi-{zlib.crc32(key.encode()):08x}"
+    return {
+        "MSRUN_NNODES": str(who.world_size),
+        "MSRUN_NODE_RANK": str(who.rank),
+        "MSRUN_MASTER_ADDR": host,
+        "MSRUN_MASTER_PORT": str(port),
+        "MSRUN_JOB_ID": name,
+    }
 
 
 def torchrun_env(env: Mapping[str, str]) -> dict[str, str]:

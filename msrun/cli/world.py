@@ -60,8 +60,10 @@ class RealWorld:
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options."""
         from msrun import environ
+        from msrun.identity import step_options
 
-        return environ.options_environment()
+        env = environ.options_environment()
+        return {**step_options(env), **env}
 
     def read_machine(self, env: Mapping[str, str]) -> Machine:
         """Return what this node offers to workers with `env` on top of our environment."""

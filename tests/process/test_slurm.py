@@ -3,13 +3,14 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import slurm
-from support import shell, until
+from support import environment, shell, until
 
 import msrun as package
 
@@ -121,3 +122,34 @@ def test_ranks_that_srun_starts_know_where_to_meet(cluster, words, ranks):
     assert [line[0] for line in lines] == ranks, done.stderr
     assert len(places) == 1
     assert places.pop()[0] == ("127.0.0.1" if words == ["-N1"] else "n0")
+
+
+def test_one_msrun_a_node_is_one_job_without_options(cluster, runtime, tmp_path):
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(os.urandom(32))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # The nodes are one machine here, whose name is neither's.
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    msrun = [sys.executable, "-m", "msrun", "--secret-file", secret, "--log-dir", tmp_path / "logs"]
+    done = subprocess.run(
+        [
+            "srun",
+            "-N2",
+            "-n2",
+            *msrun,
+            "--workers-per-node",
+            "2",
+            *shell("echo $RANK > rank.$RANK"),
+        ],
+        cwd=tmp_path,
+        env={**environment(runtime), **cluster, **meeting, "PYTHONPATH": str(HOME)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("rank.*")) == [f"rank.{r}" for r in range(4)]

@@ -7,7 +7,7 @@ import pytest
 
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
-from msrun.identity import find_master, read_identity
+from msrun.identity import find_master, read_identity, step_options
 from ranktable import Inventory, InventoryDevice, build_table, render_table
 
 
@@ -278,3 +278,46 @@ def test_a_node_list_that_is_none_is_refused():
     assert refusal.value.message == (
         "environment SLURM_STEP_NODELIST: host list 'gpu[3' has a bracket that is not closed"
     )
+
+
+# -- one msrun a node ------------------------------------------------------------------
+
+ONE_EACH = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+
+def test_one_msrun_a_node_of_a_step_needs_no_options():
+    assert step_options({**ONE_EACH, "SLURM_LOCALID": "0"}) == {
+        "MSRUN_NNODES": "2",
+        "MSRUN_NODE_RANK": "1",
+        "MSRUN_MASTER_ADDR": "gpu03",
+        "MSRUN_MASTER_PORT": "21556",
+        "MSRUN_JOB_ID": "slurm-42.0",
+    }
+
+
+def test_one_msrun_a_node_of_open_mpi_needs_no_options():
+    env = {**OPEN_MPI_4, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+    assert step_options(env) == {
+        "MSRUN_NNODES": "3",
+        "MSRUN_NODE_RANK": "1",
+        "MSRUN_MASTER_ADDR": "192.0.2.1",
+        "MSRUN_MASTER_PORT": "29152",
+        "MSRUN_JOB_ID": "mpi-86c6b400",
+    }
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        SLURM,  # two tasks on each node
+        {**ONE_EACH, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        {**ONE_EACH, "SLURM_STEP_NODELIST": ""},
+        {**ONE_EACH, "SLURM_STEP_NODELIST": "["},
+        {**HYDRA, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    ],
+)
+def test_others_get_no_options(env):
+    assert step_options(env) == {}
