@@ -16,6 +16,9 @@ from msrun.units import shown
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
 OMP_THREADS = "OMP_NUM_THREADS"
+# From a launcher to its agents, never further.
+SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
+ORDER = "MSRUN_ORDER"
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
@@ -41,6 +44,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
         local_world_size: Ranks on its node.
         node_rank: Its node; None where the starter does not say.
         generation: How many times the job re-formed before.
+        device: Number of its device among those it sees; None for that of its local rank.
     """
 
     source: str
@@ -50,6 +54,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     local_world_size: int = 1
     node_rank: int | None = 0
     generation: int = 0
+    device: int | None = None
 
 
 class _Starter(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,6 +399,16 @@ def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()
     os.environ.update(env)
+
+
+def take_order() -> tuple[str, str]:
+    """Return secret and order that a launcher left for this node, and forget them."""
+    return os.environ.pop(SECRET, ""), os.environ.pop(ORDER, "")
+
+
+def without_options() -> dict[str, str]:
+    """Return this process's environment without options of msrun, which an order has as words."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("MSRUN_", "PET_"))}
 
 
 def hold_back_threads() -> dict[str, str | None]:

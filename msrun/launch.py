@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.fleet import FleetLauncher
 from msrun.job import JobSpec
 from msrun.topology import Machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "msrun.launchers"
 
 BUILT_IN = {
     "dynamic": "launchers.dynamic:DynamicLauncher",
+}
+# These start the agents themselves; each function takes the options of its backend.
+FLEETS = {
+    "ssh": "launchers.ssh:open_launcher",
+    "mpirun": "launchers.mpirun:open_launcher",
+    "slurm": "launchers.slurm:open_launcher",
 }
 
 
@@ -90,9 +98,23 @@ class Launcher(Protocol):
         """Carry `plan` out and return the job's exit code."""
 
 
+def open_fleet(name: str, options: Mapping[str, str]) -> FleetLauncher:
+    """Return the backend `name` that starts agents on other nodes.
+
+    Args:
+        name: One of `FLEETS`.
+        options: What its user asks of it, by the names of the options.
+
+    Raises:
+        UsageError: The backend has no such option, or what it needs is not there.
+    """
+    function: Callable[[Mapping[str, str]], FleetLauncher] = _attribute(FLEETS[name])
+    return function(options)
+
+
 def names() -> list[str]:
     """Return the names of all backends that are installed."""
-    return sorted({*BUILT_IN, *(e.name for e in _entry_points())})
+    return sorted({*BUILT_IN, *FLEETS, *(e.name for e in _entry_points())})
 
 
 def load(name: str) -> Launcher:
@@ -102,16 +124,19 @@ def load(name: str) -> Launcher:
         UsageError: There is no such backend, or a folder of the user's hides ours.
     """
     if name in BUILT_IN:
-        module_name, _, attribute = BUILT_IN[name].partition(":")
-        package = module_name.partition(".")[0]
-        _check_ours(package, importlib.import_module(package).__file__)
-        module = importlib.import_module(module_name)
-        return cast("Launcher", getattr(module, attribute)())
+        return cast("Launcher", _attribute(BUILT_IN[name])())
     for entry_point in _entry_points():
         if entry_point.name == name:
             return _load_foreign(entry_point)
     msg = f"--launcher {name!r} is not installed (choose {', '.join(names())})"
     raise UsageError(msg)
+
+
+def _attribute(dotted: str) -> Any:
+    module_name, _, attribute = dotted.partition(":")
+    package = module_name.partition(".")[0]
+    _check_ours(package, importlib.import_module(package).__file__)
+    return getattr(importlib.import_module(module_name), attribute)
 
 
 def _load_foreign(entry_point: EntryPoint) -> Launcher:

@@ -1,4 +1,4 @@
-"""HCCL rank tables, versions 1.0 and 1.2: read, check, build, merge and write them.
+"""HCCL rank tables, versions 1.0 and 1.2: read, check, build, merge, convert and write them.
 
 A rank table is the JSON file (often `hccl.json`) that tells Ascend's collective
 library which device has which rank.  This package is pure: text in, values out;
@@ -9,7 +9,7 @@ it touches no file, socket or environment.
         print(rank, server.server_id, device.device_id)
 """
 
-from ranktable.build import Inventory, InventoryDevice, build_table, merge_tables
+from ranktable.build import Inventory, InventoryDevice, build_table, convert_table, merge_tables
 from ranktable.check import check_hccl, check_table
 from ranktable.model import (
     Device,
@@ -40,6 +40,7 @@ __all__ = [
     "build_table",
     "check_hccl",
     "check_table",
+    "convert_table",
     "merge_tables",
     "parse_table",
     "render_table",

@@ -1,10 +1,10 @@
-"""Rank tables made from what each server has, or from smaller tables."""
+"""Rank tables made from what each server has, from smaller tables, or from another version."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from ranktable.check import check_table, quote
+from ranktable.check import check_hccl, check_table, quote
 from ranktable.model import (
     Device,
     Extra,
@@ -96,6 +96,49 @@ def merge_tables(parts: Sequence[RankTable]) -> RankTable:
             super_pod_list=_join_pods([pod for part in parts for pod in part.super_pod_list]),
         )
     )
+
+
+def convert_table(
+    table: RankTable, version: Version, *, super_pod_id: str | None = None
+) -> RankTable:
+    """Return `table` as a file of `version`, its ranks as they were.
+
+    Version 1.0 has no super pods: what only they need is left out.
+
+    Args:
+        table: A sound table.
+        version: Version to write.
+        super_pod_id: With version 1.2, the super pod that all servers are in; None keeps those
+            of the table.
+
+    Raises:
+        RankTableError: HCCL could not use the result, or super pods are asked of version 1.0;
+            paths are those of the table.
+    """
+    if version is Version.V1_0:
+        if super_pod_id is not None:
+            text = f'{quote(super_pod_id)} is asked for, and version "1.0" has no super pods'
+            raise RankTableError((Problem("super_pod_list", text),))
+        servers = tuple(_without_fabric(server) for server in table.server_list)
+        table = replace(table, version=version, server_list=servers, super_pod_list=())
+    else:
+        table = replace(table, version=version)
+    if super_pod_id is not None:
+        members = tuple(server.server_id for server in table.server_list)
+        pods = (SuperPod(super_pod_id=super_pod_id, server_list=members),)
+        table = replace(table, super_pod_list=pods)
+    problems = check_table(table) or check_hccl(table)
+    if problems:
+        raise RankTableError(problems)
+    return table
+
+
+def _without_fabric(server: Server) -> Server:
+    devices = tuple(
+        replace(device, super_device_id=None, backup_device_ip=None, backup_device_port=None)
+        for device in server.device
+    )
+    return replace(server, device=devices)
 
 
 def _checked(table: RankTable) -> RankTable:

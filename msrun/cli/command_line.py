@@ -26,6 +26,7 @@ VERBS = (
     ("run", "Start the job; this is what a first word means that is no verb."),
     ("plan", "Show what run would do."),
     ("convert", "Turn a checkpoint into one file, or back."),
+    ("ranktable", "Build, check, show, merge or convert rank tables."),
 )
 
 _OWN = ("--help", "-h", "--version")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from msrun.cli.output import say
-from msrun.errors import UsageError
+from msrun.cli.verb import read_words
 
 if TYPE_CHECKING:
     from msrun.cli.world import World
@@ -24,25 +24,14 @@ SUMMARY = (
 def convert(args: Sequence[str], world: World) -> int:
     """Convert what `args` name."""
     del world
-    command = click.Command(
-        "convert",
-        params=[
-            click.Argument(["source"], metavar="SRC"),
-            click.Argument(["target"], metavar="DST"),
-            click.Option(
-                ["--optimizer"], is_flag=True, help="State of the optimizer too; not .safetensors."
-            ),
-        ],
-        help=SUMMARY,
-        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+    params = (
+        click.Argument(["source"], metavar="SRC"),
+        click.Argument(["target"], metavar="DST"),
+        click.Option(
+            ["--optimizer"], is_flag=True, help="State of the optimizer too; not .safetensors."
+        ),
     )
-    try:
-        given = command.make_context("msrun convert", list(args)).params
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
+    given = read_words("msrun convert", SUMMARY, params, args)
     # By name, since nothing outside `msrun.parallel` may need torch.
     module = importlib.import_module("msrun.parallel.convert")
     say(module.convert(given["source"], given["target"], optimizer=given["optimizer"]))

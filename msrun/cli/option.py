@@ -14,6 +14,7 @@ class Group(enum.Enum):
     """Heading of `--help` under which an option stands."""
 
     CLUSTER = "Cluster"
+    FLEET = "Starting other nodes"
     PROGRAM = "Program"
     WORKERS = "Workers"
     STOPPING = "Restarts and stopping"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msrun.cli import parsers
+from msrun.cli.fleet_options import FLEET_TABLE
 from msrun.cli.option import Arity, FileForm, Group, Option
 from msrun.cli.options import WORKING
 
@@ -60,24 +61,6 @@ EVENT_LOG_HANDLER = Option(
 _FILTERS = "is refused: every worker's output is in its own log, which grep can search"
 _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
 
-HOSTFILE = Option(
-    name="hostfile",
-    group=Group.REFUSED,
-    metavar="FILE",
-    help="Nodes of the job.",
-    parse=str,
-    unset=frozenset({""}),
-    refusal="needs a backend that starts other nodes, and only dynamic is installed",
-)
-RANK_TABLE_FILE = Option(
-    name="rank-table-file",
-    group=Group.REFUSED,
-    metavar="FILE",
-    help="Ranks given by an HCCL rank table.",
-    parse=str,
-    unset=frozenset({""}),
-    refusal="is refused: this version reads no rank tables",
-)
 SIM_LEVEL = Option(
     name="sim-level",
     group=Group.REFUSED,
@@ -126,14 +109,13 @@ NOTED: dict[Option[object], str] = {
 
 TABLE: tuple[Option[object], ...] = (
     *WORKING,
+    *FLEET_TABLE,
     REDIRECTS,
     MONITOR_INTERVAL,
     SIGNALS_TO_HANDLE,
     RDZV_BACKEND,
     LOGS_SPECS,
     EVENT_LOG_HANDLER,
-    HOSTFILE,
-    RANK_TABLE_FILE,
     SIM_LEVEL,
     SIM_RANK_ID,
     DUPLICATE_STDOUT_FILTERS,

@@ -27,9 +27,13 @@ RANKS_MAX = 1 << 20
 def plan(args: Sequence[str], world: World) -> int:
     """Print the plan of the job that `args` describe."""
     line = read_command_line("msrun plan", SUMMARY, PLAN_TABLE, args)
-    from msrun.cli.prepare import read_request  # Help needs none of it.
+    from msrun.cli.fleet import is_fleet, plan_fleet  # Help needs none of it.
+    from msrun.cli.prepare import read_request
 
     request = read_request(line, PLAN_TABLE, world)
+    if is_fleet(request.settings):
+        plan_fleet(request, world)
+        return 0
     is_mesh = not request.has_program and request.settings.get(PARALLEL)
     _plan_mesh(request, world) if is_mesh else _plan_job(request, world)
     return 0

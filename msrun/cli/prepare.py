@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from msrun import launch
 from msrun.cli import options
 from msrun.cli.command_line import CommandLine, Table
+from msrun.cli.fleet_options import FLEET_TABLE
 from msrun.cli.job_draft import JobDraft, draft_job, merge_env
 from msrun.cli.job_file import JobFile, read_job_file
 from msrun.cli.parsers import SIGNALS, guess
@@ -87,6 +89,7 @@ def prepare(request: Request, world: World) -> Prepared:
         UsageError: It cannot be done; the message says why.
     """
     settings = request.settings
+    _check_fleet(settings)
     chosen = find_program(request.words, request.file, settings)
     launcher = world.load_launcher(settings.value(options.LAUNCHER))
     machine = world.read_machine(merge_env(settings).value)
@@ -121,6 +124,14 @@ def _check_refused(settings: Settings, table: Table) -> None:
         if given and option.refusal:
             msg = f"{given.cite()} {option.refusal}"
             raise UsageError(msg)
+
+
+def _check_fleet(settings: Settings) -> None:
+    """Refuse what only backends that start other nodes understand."""
+    for option in FLEET_TABLE:
+        if given := settings.get(option):
+            msg = f"{given.cite()} needs a backend that starts other nodes"
+            raise UsageError(msg, hint=f"choose --launcher {', '.join(launch.FLEETS)}")
 
 
 def _check_env(settings: Settings, plan: LaunchPlan) -> None:

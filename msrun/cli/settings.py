@@ -94,6 +94,7 @@ class Settings:
     def __init__(
         self, line: CommandLine, environment: Mapping[str, str], file: FileTexts, *, table: Table
     ) -> None:
+        self.table = table
         self._values: dict[Option[object], tuple[Given[object], ...]] = {}
         for option in table:
             candidates = list(_candidates(option, line, environment, file))

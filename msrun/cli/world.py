@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from msrun.fleet import FleetLauncher
     from msrun.launch import Launcher
     from msrun.topology import Machine
 
@@ -24,6 +25,9 @@ class World(Protocol):
 
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`; raises UsageError when there is none."""
+
+    def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
+        """Return the backend `name` that starts agents on other nodes, with its options."""
 
     def token(self) -> str:
         """Return six hex digits that make a job id unique."""
@@ -43,6 +47,9 @@ class World(Protocol):
     def port_problem(self, host: str, port: int) -> str | None:
         """Return why nobody can listen on `port` of this machine, None when one can."""
 
+    def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Return the addresses that Ascend devices of these physical numbers have of their own."""
+
     def is_terminal(self) -> bool:
         """Tell whether a person reads stdout."""
 
@@ -53,8 +60,10 @@ class RealWorld:
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options."""
         from msrun import environ
+        from msrun.identity import step_options
 
-        return environ.options_environment()
+        env = environ.options_environment()
+        return {**step_options(env), **env}
 
     def read_machine(self, env: Mapping[str, str]) -> Machine:
         """Return what this node offers to workers with `env` on top of our environment."""
@@ -68,6 +77,12 @@ class RealWorld:
         from msrun import launch
 
         return launch.load(name)
+
+    def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
+        """Return the backend `name` that starts agents on other nodes, with its options."""
+        from msrun import launch
+
+        return launch.open_fleet(name, texts)
 
     def token(self) -> str:
         """Return six hex digits."""
@@ -109,6 +124,14 @@ class RealWorld:
         if all(codes):
             return f"of {name} cannot be used: {os.strerror(codes[0])}"
         return None
+
+    def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Return what /etc/hccn.conf or hccn_tool tells."""
+        from pathlib import Path
+
+        from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
+
+        return read_device_ips(Path("/"), numbers, ask_hccn_tool)
 
     def is_terminal(self) -> bool:
         """Tell whether a person reads stdout."""

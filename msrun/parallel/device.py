@@ -116,7 +116,11 @@ def _own_accelerator(identity: RankIdentity) -> torch.device | None:
 
 def _own_index(count: int, identity: RankIdentity) -> int:
     """Return this rank's number among the `count` devices that it sees."""
-    return 0 if _is_shown_one(count, identity) else identity.local_rank
+    if _is_shown_one(count, identity):
+        return 0
+    if identity.device is not None and identity.device < count:
+        return identity.device
+    return identity.local_rank
 
 
 def _is_shown_one(count: int, identity: RankIdentity) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from msrun import beat, environ
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
+from msrun.identity import find_master, read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
@@ -407,7 +408,7 @@ def init(
             raise UsageError("msrun.init was called before with another configuration")
         return _current
     env = environ.current()
-    identity = environ.rank_identity(env)
+    identity = read_identity(env)
     settings = read_config(environ.config_file(env) if config is None else config)
     is_adopted = dist.is_initialized()
     resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
@@ -435,22 +436,14 @@ def _join(
         store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
         dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
         return
-    master = environ.master(env)
-    if master and identity.source in ("msrun", "torchrun"):
+    host, port = find_master(env, identity)
+    if identity.source in ("msrun", "torchrun"):
         dist.init_process_group(backend, timeout=limit)
-    elif master:
-        host = f"[{master[0]}]" if ":" in master[0] else master[0]
-        address = f"tcp://{host}:{master[1]}"
-        dist.init_process_group(
-            backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
-        )
-    else:
-        message = (
-            f"{identity.source} started {world_size} ranks, "
-            "and MASTER_ADDR and MASTER_PORT are not set"
-        )
-        hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
-        raise UsageError(message, hint=hint)
+        return
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    dist.init_process_group(
+        backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
+    )
 
 
 def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:

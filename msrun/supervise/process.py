@@ -24,12 +24,12 @@ def _prctl(option: int, argument: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when `parent`'s forking thread ends.
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `signum` when `parent`'s forking thread ends.
 
     Exits at once when `parent` is gone already, which the kernel would not notice.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 

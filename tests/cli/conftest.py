@@ -8,8 +8,10 @@ from ipaddress import ip_address
 import pytest
 from msgspec.structs import replace
 
+from msrun import launch
 from msrun.cli.main import main
 from msrun.errors import UsageError
+from msrun.fleet import FleetLauncher, FleetPlan
 from msrun.job import JobSpec, ProgramKind
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.topology import CpuTopology, Device, DeviceKind, Machine
@@ -96,6 +98,22 @@ class FakeLauncher:
 
 
 @dataclass
+class FakeFleet:
+    """Plans as the real backend does and only remembers what it was to submit."""
+
+    real: FleetLauncher
+    plans: list[FleetPlan]
+
+    def plan(self, fleet):
+        return self.real.plan(fleet)
+
+    def submit(self, plan, secret):
+        assert len(secret) == 32
+        self.plans.append(plan)
+        return 7
+
+
+@dataclass
 class FakeWorld:
     """Answers of a world in which nothing is real but files."""
 
@@ -103,6 +121,8 @@ class FakeWorld:
     variables: dict[str, str] = field(default_factory=dict)
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     busy: dict[int, str] = field(default_factory=dict)
+    addresses: dict[int, str] = field(default_factory=dict)
+    plans: list[FleetPlan] = field(default_factory=list)
     names: dict[str, tuple[str, ...]] = field(default_factory=NAMES.copy)
     own: tuple[str, ...] = ("10.0.0.1", "fd00::1")
     terminal: bool = False
@@ -122,6 +142,9 @@ class FakeWorld:
             msg = f"--launcher {name!r} is not installed (choose dynamic)"
             raise UsageError(msg)
         return self.launcher
+
+    def open_fleet(self, name, texts):
+        return FakeFleet(launch.open_fleet(name, texts), self.plans)
 
     def token(self):
         return "0a1b2c"
@@ -144,6 +167,9 @@ class FakeWorld:
     def port_problem(self, host, port):
         del host
         return self.busy.get(port)
+
+    def device_addresses(self, numbers):
+        return {number: self.addresses[number] for number in numbers if number in self.addresses}
 
     def is_terminal(self):
         return self.terminal

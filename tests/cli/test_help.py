@@ -32,9 +32,12 @@ FLAGS = words(
 --max-restarts --restart-window --no-progress-limit --grace --shutdown-timeout
 --log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
+--hostfile --rank-table-file --include --exclude --remote-python --ssh --mpirun --mpirun-args
+--partition --time --account --gpus-per-node --cpus-per-node --signal-seconds --requeue --output
+--sbatch-args
 --redirects -r --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
---hostfile --rank-table-file --sim-level --sim-rank-id --duplicate-stdout-filters
+--sim-level --sim-rank-id --duplicate-stdout-filters
 --duplicate-stderr-filters
 """
 )

@@ -9,6 +9,7 @@ import pytest
 import msrun
 from msrun import launch
 from msrun.errors import UsageError
+from msrun.fleet import FleetLauncher
 
 HOME = Path(msrun.__file__).parent.parent
 
@@ -23,6 +24,11 @@ def test_names_are_sorted_and_hold_the_built_in_ones():
 @pytest.mark.parametrize("name", launch.BUILT_IN)
 def test_every_built_in_backend_is_a_launcher(name):
     assert isinstance(launch.load(name), launch.Launcher)
+
+
+@pytest.mark.parametrize("name", ["ssh", "slurm"])  # mpirun's is opened by asking a real one
+def test_every_backend_of_fleets_is_one(name):
+    assert isinstance(launch.open_fleet(name, {}), FleetLauncher)
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
@@ -94,7 +100,7 @@ def test_a_backend_of_another_distribution_is_loaded_or_refused_with_its_error(t
     out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
 
     assert out == (
-        "['bad', 'dynamic', 'good']\n"
+        "['bad', 'dynamic', 'good', 'mpirun', 'slurm', 'ssh']\n"
         "planned\n"
         "error: --launcher bad (foreign_bad:Bad) cannot be loaded\n"
         "  hint: ModuleNotFoundError: No module named 'no_such_module'\n"

@@ -15,6 +15,7 @@ from ranktable import (
     SuperPod,
     Version,
     build_table,
+    convert_table,
     merge_tables,
 )
 
@@ -165,3 +166,72 @@ def test_super_pods_that_disagree_are_refused():
         'super_pod_list[1].super_pod_id: "p" is already used by super_pod_list[0]',
         "server_list[1].device[0].super_device_id: 0 is already used by server_list[0].device[0]",
     ]
+
+
+def test_version_1_0_keeps_nothing_of_super_pods():
+    table = build_table(
+        [
+            inventory("a", 2, host_ip="10.0.0.1", super_pod_id="p"),
+            inventory("b", 1, host_ip="10.0.0.2", super_pod_id="q"),
+        ]
+    )
+
+    converted = convert_table(table, Version.V1_0)
+
+    devices = tuple(Device(device_id=i, rank_id=i) for i in range(2))
+    assert converted == RankTable(
+        version=Version.V1_0,
+        server_list=(
+            Server(server_id="a", host_ip="10.0.0.1", device=devices),
+            Server(server_id="b", host_ip="10.0.0.2", device=(Device(device_id=0, rank_id=2),)),
+        ),
+    )
+
+
+def test_version_1_2_may_put_all_servers_into_a_super_pod():
+    table = build_table([inventory("a", 1), inventory("b", 1)])
+    table = replace(
+        table,
+        server_list=tuple(
+            replace(s, device=(replace(s.device[0], super_device_id=i),))
+            for i, s in enumerate(table.server_list)
+        ),
+    )
+
+    converted = convert_table(table, Version.V1_2, super_pod_id="p")
+
+    assert converted == replace(
+        table,
+        version=Version.V1_2,
+        super_pod_list=(SuperPod(super_pod_id="p", server_list=("a", "b")),),
+    )
+    assert convert_table(converted, Version.V1_2) == converted
+
+
+@pytest.mark.parametrize(
+    ("version", "pod", "problem"),
+    [
+        (
+            Version.V1_0,
+            None,
+            (
+                "server_list[0].device[0].device_ip: "
+                "is missing: with 2 servers HCCL needs it, or the server's host_ip"
+            ),
+        ),
+        (
+            Version.V1_0,
+            "p",
+            'super_pod_list: "p" is asked for, and version "1.0" has no super pods',
+        ),
+        (
+            Version.V1_2,
+            "",
+            'super_pod_list[0].super_pod_id: "" is not 1 to 127 printable characters',
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(version, pod, problem):
+    table = build_table([inventory("a", 1, super_pod_id="p"), inventory("b", 1, super_pod_id="q")])
+
+    assert problems_of(lambda: convert_table(table, version, super_pod_id=pod))[0] == problem

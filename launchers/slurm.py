@@ -1,0 +1,235 @@
+"""Slurm: a batch script that starts one agent a node, submitted and followed to its end.
+
+The script makes the job's secret on the first node of the job, so it stands in no file and
+no request to Slurm's controller; srun hands it to the agents in their environment.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from msrun import environ
+from msrun.errors import ExitCode, MsrunError, UsageError, signal_exit_code
+from msrun.fleet import (
+    VARIABLE_BYTES_MAX,
+    Fleet,
+    FleetPlan,
+    StartCommand,
+    check_options,
+    make_order,
+    render_order,
+)
+from msrun.roles.batch import follow
+from msrun.units import shown
+
+SCRIPT = "job.sbatch"
+_SECONDS = 60.0
+_FIELD = re.compile(r"(?:^|\s)(JobState|ExitCode)=(\S+)")
+_EXIT_CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
+# State of a job that has ended -> our code, where Slurm has none of the program's.
+_CODES = {
+    "COMPLETED": ExitCode.OK,
+    "FAILED": ExitCode.NODE_LOST,
+    "NODE_FAIL": ExitCode.NODE_LOST,
+    "BOOT_FAIL": ExitCode.NODE_LOST,
+    "CANCELLED": signal_exit_code(signal.SIGTERM),
+    "TIMEOUT": signal_exit_code(signal.SIGTERM),
+    "DEADLINE": signal_exit_code(signal.SIGTERM),
+    "PREEMPTED": signal_exit_code(signal.SIGTERM),
+    "OUT_OF_MEMORY": signal_exit_code(signal.SIGKILL),
+}
+
+
+class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What sbatch is asked for beside the nodes; None and empty leave it to Slurm.
+
+    Args:
+        partition: Partition.
+        time: Limit as Slurm writes it, such as `1:00:00`.
+        account: Who pays.
+        gpus_per_node: GPUs of each node, as Slurm writes them.
+        cpus_per_node: CPUs of each node, which are all that its workers get.
+        signal_seconds: Seconds before the limit at which the agents get SIGTERM.
+        requeue: Whether Slurm may start the job again after a preemption or a lost node.
+        output: File of the job's console; `%j` is the job's number.
+        more: Further options of sbatch, such as `--exclusive`.
+    """
+
+    partition: str = ""
+    time: str = ""
+    account: str = ""
+    gpus_per_node: str = ""
+    cpus_per_node: int | None = None
+    signal_seconds: int | None = None
+    requeue: bool | None = None
+    output: str = ""
+    more: tuple[str, ...] = ()
+
+
+def open_launcher(options: Mapping[str, str]) -> SlurmLauncher:
+    """Return the backend.
+
+    Args:
+        options: Fields of `SlurmOptions` by their names with dashes, `sbatch-args` for `more`,
+            and `detach`, which is `true` or `false`.
+
+    Raises:
+        UsageError: There is another option, or a value is none that it takes.
+    """
+    names = {field.replace("_", "-"): field for field in SlurmOptions.__struct_fields__}
+    names = {"sbatch-args": "more", "detach": "detach", **names}
+    del names["more"]
+    check_options("slurm", options, names)
+    given: dict[str, object] = {names[name]: text for name, text in options.items()}
+    detach = given.pop("detach", "false") == "true"
+    given["more"] = shlex.split(str(given.get("more", "")))
+    try:
+        return SlurmLauncher(msgspec.convert(given, SlurmOptions, strict=False), detach=detach)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--launcher slurm: {error}") from None
+
+
+class SlurmLauncher:
+    """Submits the job to Slurm and follows it.
+
+    Args:
+        options: What Slurm is asked for.
+        detach: Return as soon as Slurm has the job.
+    """
+
+    def __init__(self, options: SlurmOptions | None = None, *, detach: bool = False) -> None:
+        self._options = options or SlurmOptions()
+        self._detach = detach
+
+    def plan(self, fleet: Fleet) -> FleetPlan:
+        """Return what `submit` would do.
+
+        Raises:
+            UsageError: Hosts are given, or the order is too long for a variable.
+        """
+        if fleet.hosts:
+            msg = "--launcher slurm takes the nodes that Slurm gives"
+            raise UsageError(msg, hint="leave --hostfile out, or give --nodelist to sbatch")
+        order = render_order(replace(make_order(fleet), is_followed=False))
+        if len(order) > VARIABLE_BYTES_MAX:
+            raise UsageError(
+                f"the job's words are {len(order)} bytes (at most {VARIABLE_BYTES_MAX} by Slurm)",
+                hint="give a file for --config and --parallel",
+            )
+        script = render_script(fleet, self._options, order)
+        argv = ("sbatch", "--parsable")
+        return FleetPlan(
+            fleet=fleet,
+            commands=(StartCommand(node="", argv=argv, order=script),),
+            files={SCRIPT: script},
+        )
+
+    def submit(self, plan: FleetPlan, secret: bytes) -> int:
+        """Submit the script and return the job's exit code, 0 when detached."""
+        del secret  # The script makes its own.
+        number = _sbatch(plan)
+        print(number)  # noqa: T201 - the result that scripts take
+        if self._detach:
+            return ExitCode.OK
+        return follow(lambda: parse_end(read_state(number)), lambda: cancel(number))
+
+
+def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
+    """Return the batch script, in which nothing of the user's is for the shell to expand."""
+    asked = {
+        "job-name": fleet.job_id,
+        "nodes": str(fleet.nnodes),
+        "ntasks-per-node": "1",
+        "partition": options.partition,
+        "account": options.account,
+        "time": options.time,
+        "gpus-per-node": options.gpus_per_node,
+        "cpus-per-task": str(options.cpus_per_node or ""),
+        "signal": "" if options.signal_seconds is None else f"TERM@{options.signal_seconds}",
+        "output": options.output,
+    }
+    lines = [f"#SBATCH --{key}={_checked(key, value)}" for key, value in asked.items() if value]
+    if options.requeue is not None:
+        lines.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
+    lines += [f"#SBATCH {_checked('sbatch option', word)}" for word in options.more]
+    agent = shlex.join([fleet.python, "-P", "-m", "launchers.remote"])
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            *lines,
+            "set -u",
+            f"export {environ.ORDER}={shlex.quote(order)}",
+            "# The secret of this job, known to its agents alone.",
+            f"{environ.SECRET}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            f"export {environ.SECRET}",
+            # All CPUs of a node are the agent's to divide; a lost node is the agents' to judge.
+            # Slurm 22.05 and later does not hand the number of CPUs on to srun by itself.
+            "cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}",
+            f"exec srun --ntasks-per-node=1 $cpus --cpu-bind=none --mpi=none --no-kill {agent}",
+            "",
+        ]
+    )
+
+
+def _checked(key: str, value: str) -> str:
+    """Refuse what would end the line, or be more than one word of it."""
+    if not value.isprintable() or any(mark in value for mark in " \"'\\#"):
+        msg = f"{key} {shown(value)} cannot stand in a batch script"
+        raise UsageError(msg, hint="it may have no spaces, quotes, backslashes or #")
+    return value
+
+
+def _sbatch(plan: FleetPlan) -> str:
+    command = plan.commands[0]
+    try:
+        done = subprocess.run(
+            command.argv,
+            input=command.order.encode(),
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        msg = "--launcher slurm needs sbatch, which is not on PATH"
+        raise UsageError(msg) from None
+    except subprocess.TimeoutExpired:
+        raise MsrunError(f"sbatch gave no answer within {_SECONDS:g}s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UsageError(f"sbatch refused the job: {shown(said[-1] if said else 'no reason')}")
+    return done.stdout.decode(errors="replace").strip().partition(";")[0]
+
+
+def read_state(number: str) -> str:
+    """Return what Slurm says of a job."""
+    done = subprocess.run(
+        ["scontrol", "show", "job", number],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    return done.stdout.decode(errors="replace")
+
+
+def parse_end(text: str) -> int | None:
+    """Return the exit code of a job of which `scontrol show job` says that it has ended."""
+    fields = dict(_FIELD.findall(text))
+    state = fields.get("JobState", "")
+    if state not in _CODES:
+        return None
+    match = _EXIT_CODE.fullmatch(fields.get("ExitCode", ""))
+    code, signum = (int(match[1]), int(match[2])) if match else (0, 0)
+    return code or (signal_exit_code(signum) if signum else _CODES[state])
+
+
+def cancel(number: str) -> None:
+    """Have Slurm end a job."""
+    subprocess.run(["scancel", number], stdin=subprocess.DEVNULL, timeout=_SECONDS, check=False)

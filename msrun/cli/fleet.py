@@ -1,0 +1,186 @@
+"""A job whose backend starts the agents: what every node is told, and the run or its plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from msrun import __version__, launch
+from msrun.cli import fleet_options, options
+from msrun.cli.output import answer, say_notes
+from msrun.cli.peer_options import ALL, ENV_OF, JSON
+from msrun.cli.program import job_id_stem
+from msrun.cli.settings import Settings, strongest
+from msrun.errors import UsageError
+from msrun.fleet import Fleet, FleetLauncher, FleetPlan
+from msrun.hostlist import TEXT_MAX, Host, parse_hostfile, select
+from msrun.job import Program, ProgramKind
+from msrun.table_file import read_table
+from msrun.table_nodes import hosts_of
+
+if TYPE_CHECKING:
+    from msrun.cli.option import Option
+    from msrun.cli.prepare import Request
+    from msrun.cli.world import World
+
+# What the launcher says in its own way, or what is about this command alone.
+_NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
+    {
+        *fleet_options.FLEET_TABLE,
+        *(options.LAUNCHER, options.CONFIG, options.JOB_ID, options.RDZV_ID),
+        *(options.MASTER_ADDR, options.MASTER_PORT, options.SECRET_FILE, options.JOIN),
+        *(ALL, ENV_OF, JSON),
+    }
+)
+_REFUSED = (options.NODE_RANK, options.STANDALONE, options.RDZV_ENDPOINT, options.LOCAL_ADDR)
+
+
+def is_fleet(settings: Settings) -> bool:
+    """Tell whether the job's backend starts its agents."""
+    return settings.value(options.LAUNCHER) in launch.FLEETS
+
+
+def run_fleet(request: Request, world: World) -> int:
+    """Start the job of `request` on its nodes and return its exit code."""
+    launcher, plan = _prepare(request, world)
+    say_notes((*request.notes, *plan.notes))
+    return launcher.submit(plan, _secret(request.settings))
+
+
+def plan_fleet(request: Request, world: World) -> None:
+    """Print what `run_fleet` would do."""
+    _, plan = _prepare(request, world)
+    if request.settings.value(JSON):
+        answer(json.dumps(msgspec.to_builtins(plan), indent=2))
+        return
+    answer("\n".join(_text(plan)))
+
+
+def _text(plan: FleetPlan) -> Iterator[str]:
+    for name, content in plan.files.items():
+        yield f"{name}:"
+        yield from (f"  {line}" for line in content.splitlines())
+    for command in plan.commands:
+        yield f"{command.node or 'all nodes'}:"
+        yield f"  {shlex.join(command.argv)}"
+        yield from (f"  with {name}={value}" for name, value in command.env.items())
+        if command.has_secret:
+            yield "  with the secret in a variable"
+        if command.order and not plan.files:
+            yield f"  reads the secret, then {command.order}"
+
+
+def _prepare(request: Request, world: World) -> tuple[FleetLauncher, FleetPlan]:
+    settings = request.settings
+    for option in _REFUSED:
+        if given := settings.get(option):
+            name = settings.value(options.LAUNCHER)
+            raise UsageError(f"{given.cite()} is for one node, and {name} starts them all")
+    own = {option.name: settings.get(option) for option in fleet_options.OWN}
+    texts = {name: given.value for name, given in own.items() if given}
+    join = settings.get(options.JOIN)
+    if join and not join.value:
+        texts["detach"] = "true"
+    launcher = world.open_fleet(settings.value(options.LAUNCHER), texts)
+    return launcher, launcher.plan(_fleet(request, world))
+
+
+def _fleet(request: Request, world: World) -> Fleet:
+    settings = request.settings
+    hosts, program = _hosts(settings), _program(request)
+    python = settings.get(fleet_options.REMOTE_PYTHON)
+    host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
+    return Fleet(
+        job_id=_job_id(settings, program, world),
+        words=(*_words(settings), *program),
+        nnodes=len(hosts) or settings.value(options.NNODES)[1],
+        python=python.value if python else sys.executable,
+        cwd=str(Path.cwd()),
+        hosts=hosts,
+        master_addr=host.value if host else "",
+        master_port=port.value if port else 0,
+        versions={"msrun": __version__},
+    )
+
+
+def _job_id(settings: Settings, program: tuple[str, ...], world: World) -> str:
+    named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
+    if named:
+        return named.value
+    target = next((word for word in program if not word.startswith("-")), "")
+    stem = job_id_stem(Program(kind=ProgramKind.SCRIPT, target=target))
+    return f"{stem}-{world.token()}"
+
+
+def _hosts(settings: Settings) -> tuple[Host, ...]:
+    """Return the nodes that are named, none where the batch system knows them."""
+    hostfile, table = (
+        settings.get(fleet_options.HOSTFILE),
+        settings.get(fleet_options.RANK_TABLE_FILE),
+    )
+    if hostfile and table:
+        raise UsageError(f"{hostfile.cite()} contradicts {table.cite()} (choose one)")
+    hosts: tuple[Host, ...] = ()
+    if hostfile:
+        hosts = parse_hostfile(read_hostfile(hostfile.value), hostfile.value)
+    elif table:
+        hosts = hosts_of(read_table(table.value))
+    filters = [settings.get(fleet_options.INCLUDE), settings.get(fleet_options.EXCLUDE)]
+    include, exclude = (given.value if given else "" for given in filters)
+    if (include or exclude) and not hosts:
+        raise UsageError("--include and --exclude need --hostfile, whose hosts they choose")
+    hosts = select(hosts, include=include, exclude=exclude) if hosts else hosts
+    nnodes = settings.get(options.NNODES)
+    if nnodes is None or not hosts:
+        return hosts
+    if nnodes.value[1] > len(hosts):
+        raise UsageError(f"{nnodes.cite()} is more than the {len(hosts)} hosts that are named")
+    return hosts[: nnodes.value[1]]
+
+
+def read_hostfile(path: str) -> str:
+    """Return what is in a hostfile.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
+            return file.read(TEXT_MAX + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"hostfile {path} cannot be read: {reason}") from None
+
+
+def _words(settings: Settings) -> Iterator[str]:
+    """Yield the options that agents need, from wherever they were given."""
+    for option in settings.table:
+        is_range = option is options.NNODES and len(set(settings.value(options.NNODES))) > 1
+        if option in _NOT_FOR_AGENTS or (option is options.NNODES and not is_range):
+            continue
+        for given in reversed(settings.every(option)):
+            yield f"{option.flag}={given.text}"
+
+
+def _program(request: Request) -> tuple[str, ...]:
+    file = request.file
+    if request.words:
+        return request.words
+    if not file.script and not file.module:
+        raise UsageError("no SCRIPT is given", hint="msrun --help lists options and verbs")
+    module = (f"{options.MODULE.flag}=true",) if file.module else ()
+    return (*module, file.module or file.script or "", *(file.args or ()))
+
+
+def _secret(settings: Settings) -> bytes:
+    from msrun.supervise.secret import SECRET_BYTES, read_secret
+
+    given = settings.get(options.SECRET_FILE)
+    return read_secret(given.value) if given else os.urandom(SECRET_BYTES)

@@ -1,0 +1,224 @@
+"""Jobs whose backend starts the agents: what each node is told, and what is refused."""
+
+import json
+
+import pytest
+
+from msrun.cli.fleet_options import FLEET_TABLE
+from msrun.fleet import parse_order
+from ranktable import Inventory, InventoryDevice, build_table, render_table
+
+
+@pytest.fixture
+def hosts(here):
+    (here / "hosts").write_text("node[0-2] slots=2\n")
+    devices = tuple(InventoryDevice(device_id=i) for i in (4, 5))
+    servers = [Inventory(server_id=f"10.0.0.{i}", devices=devices) for i in (1, 2)]
+    (here / "table.json").write_text(render_table(build_table(servers)))
+    return here
+
+
+@pytest.fixture
+def submitted(msrun, world, hosts):
+    """Return the plan that a call submits."""
+
+    def call(words, **variables):
+        outcome = msrun(words, **variables)
+        assert (outcome.code, outcome.err, outcome.job) == (7, "", None), hosts
+        return world.plans.pop()
+
+    return call
+
+
+def words_of(plan):
+    return [list(parse_order(command.order).words) for command in plan.commands]
+
+
+def test_every_host_gets_its_words(submitted, hosts):
+    plan = submitted("--launcher ssh --hostfile hosts --max-restarts 3 train.py --lr 1")
+
+    start = ["--workers-per-node", "2", "--job-id", "train-0a1b2c"]
+    assert words_of(plan) == [[*start, "--max-restarts=3", "train.py", "--lr", "1"]] * 3
+    assert [command.node for command in plan.commands] == ["node0", "node1", "node2"]
+    assert (plan.fleet.nnodes, plan.fleet.cwd) == (3, str(hosts))
+
+
+def test_agents_get_options_from_wherever_they_are(submitted, hosts):
+    (hosts / "job.yaml").write_text(
+        "launcher: ssh\nhostfile: hosts\ngrace: 5s\nenv: {A: 1}\nscript: train.py\nargs: [x]\n"
+    )
+
+    plan = submitted("--config job.yaml --env B=2", MSRUN_ROLE="r", PET_MAX_RESTARTS="2")
+
+    assert words_of(plan)[0][4:] == [
+        "--env=A=1",
+        "--env=B=2",
+        "--role=r",
+        "--max-restarts=2",
+        "--grace=5s",
+        "train.py",
+        "x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        ("--hostfile hosts --nnodes 2", ["node0", "node1"]),
+        ("--hostfile hosts --exclude node0", ["node1", "node2"]),
+        ("--hostfile hosts --include node1@node2:1", ["node1", "node2"]),
+        ("--rank-table-file table.json", ["10.0.0.1", "10.0.0.2"]),
+    ],
+)
+def test_which_nodes_there_are(submitted, words, nodes):
+    plan = submitted(f"--launcher ssh {words} train.py")
+
+    assert [command.node for command in plan.commands] == nodes
+    assert plan.fleet.nnodes == len(nodes)
+
+
+def test_a_rank_table_chooses_devices(submitted):
+    plan = submitted("--launcher ssh --rank-table-file table.json train.py")
+
+    order = parse_order(plan.commands[1].order)
+    assert order.env["ASCEND_RT_VISIBLE_DEVICES"] == "4,5"
+    assert order.words[:2] == ("--workers-per-node", "2")
+
+
+def test_nodes_that_come_and_go(submitted):
+    plan = submitted("--launcher ssh --hostfile hosts --nnodes 1:3 train.py")
+
+    assert plan.fleet.nnodes == 3
+    assert "--nnodes=1:3" in words_of(plan)[0]
+
+
+def test_the_scheduler_and_the_python_that_are_named(submitted):
+    words = "--master-addr 10.0.0.9 --master-port 7 --remote-python /p/python --job-id j"
+    plan = submitted(f"--launcher ssh --hostfile hosts {words} train.py")
+
+    order = parse_order(plan.commands[0].order)
+    assert (order.master_addr, order.master_port) == ("10.0.0.9", 7)
+    assert "exec /p/python -P -m launchers.remote" in plan.commands[0].argv[-1]
+    assert order.words == ("--workers-per-node", "2", "--job-id", "j", "train.py")
+
+
+def test_slurm_needs_no_hosts(submitted):
+    plan = submitted("--launcher slurm --nnodes 4 --partition p --time 1:00:00 train.py")
+
+    script = plan.files["job.sbatch"].splitlines()
+    assert script[2:6] == [
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --partition=p",
+        "#SBATCH --time=1:00:00",
+    ]
+
+
+TEXTS = {
+    "hostfile": ("ssh", "hosts", "--hostfile"),
+    "rank-table-file": ("ssh", "table.json", "--rank-table-file"),
+    "include": ("ssh", "node1", "--hostfile=hosts"),
+    "exclude": ("ssh", "node1", "--hostfile=hosts"),
+    "remote-python": ("ssh", "py", "--hostfile=hosts"),
+    "ssh": ("ssh", "ssh -v", "--hostfile=hosts"),
+    "partition": ("slurm", "p", ""),
+    "time": ("slurm", "1:00", ""),
+    "account": ("slurm", "a", ""),
+    "gpus-per-node": ("slurm", "8", ""),
+    "cpus-per-node": ("slurm", "8", ""),
+    "signal-seconds": ("slurm", "60", ""),
+    "requeue": ("slurm", "true", ""),
+    "output": ("slurm", "o", ""),
+    "sbatch-args": ("slurm", "--exclusive", ""),
+}
+
+
+def test_every_option_is_tried():
+    # mpirun's ask the program for its version, so they are tried with real ones.
+    assert {option.name for option in FLEET_TABLE} - {"mpirun", "mpirun-args"} == set(TEXTS)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_form_means_the_same(submitted, hosts, name):
+    launcher, text, more = TEXTS[name]
+    words = [f"--launcher={launcher}", *([more] if "=" in more else [])]
+    (hosts / "job.yaml").write_text(f"{name}: {json.dumps(text)}\n")
+    without = None if more.startswith("--") and "=" not in more else submitted([*words, "train.py"])
+
+    by_flag = submitted([*words, f"--{name}={text}", "train.py"])
+    variable = f"MSRUN_{name.replace('-', '_').upper()}"
+    others = [submitted([*words, "train.py"], **{variable: text})]
+    others += [submitted([*words, "--config=job.yaml", "train.py"])]
+
+    assert others == [by_flag] * 2
+    assert by_flag != without
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_plan_for_people_and_for_programs(msrun):
+    words = "--launcher ssh --hostfile hosts --nnodes 1 --job-id j --ssh s train.py"
+    plain, document = msrun(f"plan {words}"), msrun(f"plan --json {words}")
+
+    lines = plain.out.splitlines()
+    assert (plain.code, lines[0]) == (0, "node0:")
+    assert lines[1].startswith("  s -T -e none ")
+    assert lines[2].startswith('  reads the secret, then {"words":["--workers-per-node","2",')
+    found = json.loads(document.out)
+    assert found["commands"][0]["node"] == "node0"
+    assert found["fleet"]["job_id"] == "j"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--launcher ssh train.py", "--launcher ssh needs the hosts"),
+        (
+            "--launcher ssh --hostfile hosts --node-rank 0 train.py",
+            "--node-rank 0 is for one node, and ssh starts them all",
+        ),
+        (
+            "--launcher ssh --hostfile hosts --nnodes 4 train.py",
+            "--nnodes 4 is more than the 3 hosts that are named",
+        ),
+        (
+            "--launcher ssh --hostfile hosts --rank-table-file table.json train.py",
+            "--hostfile hosts contradicts --rank-table-file table.json (choose one)",
+        ),
+        (
+            "--launcher slurm --include a train.py",
+            "--include and --exclude need --hostfile, whose hosts they choose",
+        ),
+        (
+            "--launcher ssh --hostfile hosts --partition p train.py",
+            "--launcher ssh has no option --partition (choose --ssh)",
+        ),
+        ("--launcher ssh --hostfile hosts", "no SCRIPT is given"),
+        (
+            "--launcher ssh --hostfile none train.py",
+            "hostfile none cannot be read: No such file or directory",
+        ),
+        (
+            "--launcher ssh --hostfile train.py train.py",
+            "train.py:1: host \"print('hello')\" is no host name or address",
+        ),
+        (
+            "--launcher mpirun --mpirun /none/mpirun train.py",
+            "--mpirun /none/mpirun is not there",
+        ),
+        ("--partition p train.py", "--partition p needs a backend that starts other nodes"),
+        (
+            "--launcher slurm --no-join --ssh s train.py",
+            (
+                "--launcher slurm has no option --ssh (choose --sbatch-args, --detach, "
+                "--partition, --time, --account, --gpus-per-node, --cpus-per-node, "
+                "--signal-seconds, --requeue, --output)"
+            ),
+        ),
+    ],
+)
+def test_what_is_refused(msrun, hosts, words, sentence):
+    outcome = msrun(words)
+
+    assert hosts.is_dir()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[0] == f"error: {sentence}"
