@@ -26,6 +26,7 @@ VERBS = (
     ("run", "Start the job; this is what a first word means that is no verb."),
     ("plan", "Show what run would do."),
     ("convert", "Turn a checkpoint into one file, or back."),
+    ("search", "Find the fastest parallel plan of a model."),
 )
 
 _OWN = ("--help", "-h", "--version")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from msrun.cli import convert, plan, run
+from msrun.cli import convert, plan, run, search
 from msrun.cli.output import say, say_error
 from msrun.cli.world import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
@@ -20,6 +20,7 @@ VERBS: dict[str, Verb] = {
     "run": run.run,
     "plan": plan.plan,
     "convert": convert.convert,
+    "search": search.search,
 }
 
 

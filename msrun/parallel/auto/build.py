@@ -10,15 +10,27 @@ import numpy as np
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
-from msrun.parallel.auto.edges import exchange
+from msrun.parallel.auto.cost import Prices
+from msrun.parallel.auto.edges import exchange_seconds
 from msrun.parallel.auto.operators import rule_of
-from msrun.parallel.auto.problem import Edge, Node, Problem, Setting, combinations, parts, work
+from msrun.parallel.auto.problem import (
+    Edge,
+    Exchange,
+    Node,
+    Problem,
+    Setting,
+    combinations,
+    parts,
+    work,
+)
 from msrun.parallel.auto.program import Program, Step, Value
 from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.rules import Choice, Rule, Site, hub
 from msrun.parallel.auto.views import Renaming
 
 Key = Any
+# Of each strategy: seconds, bytes, and bytes kept of one micro-batch.
+Weights = tuple[Array, Array, Array]
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +70,7 @@ def build(
     block_of: Mapping[str, int] | None = None,
     pins: Iterable[Pin] = (),
     focus: Focus | None = None,
+    prices: Prices | None = None,
 ) -> Problem:
     """Return the problem of placing every tensor of `program`.
 
@@ -68,12 +81,19 @@ def build(
         block_of: Step of a repeated block -> number of the block.
         pins: The user's wishes.
         focus: Part of the strategies; None is all of them.
+        prices: Those of the setting, if they are there already.
 
     Raises:
         UsageError: A wish cannot be met.
     """
     builder = _Builder(
-        program, setting, cuts=frozenset(cuts), block_of=block_of or {}, pins=pins, focus=focus
+        program,
+        setting,
+        cuts=frozenset(cuts),
+        block_of=block_of or {},
+        pins=pins,
+        focus=focus,
+        prices=prices or setting.prices(),
     )
     return builder.build()
 
@@ -90,13 +110,14 @@ class _Builder:
         block_of: Mapping[str, int],
         pins: Iterable[Pin],
         focus: Focus | None,
+        prices: Prices,
     ) -> None:
         self._program, self._setting, self._focus = program, setting, focus
         self._cuts, self._block_of = cuts, block_of
         self._pins: dict[str, list[Pin]] = {}
         for pin in pins:
             self._pins.setdefault(pin.node, []).append(pin)
-        self._prices = setting.prices()
+        self._prices = prices
         self._shared: dict[Key, Rule] = {}
         self._sites = {step.name: Site(step, program) for step in program.steps}
         self._signatures = {name: _signature(site) for name, site in self._sites.items()}
@@ -104,7 +125,7 @@ class _Builder:
         self._readings = Readings(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
         self._makers: dict[str, tuple[int, int]] = {}
-        self._tables: dict[Key, tuple[Codes, Array, Array]] = {}
+        self._tables: dict[Key, tuple[Codes, Weights]] = {}
         self._matrices: dict[Key, Array] = {}
         self._keys: list[Key] = []
         self._problem = Problem(nodes=[], edges=[])
@@ -140,10 +161,11 @@ class _Builder:
         full = (key, name if name in self._pins else None, picked)
         if full not in self._tables:
             rows = self._rows(name, rule.choices, picked)
-            seconds, memory = weigh(rows)
-            self._tables[full] = (rows, seconds, memory)
-        rows, seconds, memory = self._tables[full]
-        node = Node(name=name, kind=kind, rule=rule, rows=rows, seconds=seconds, memory=memory)
+            self._tables[full] = (rows, weigh(rows))
+        rows, (seconds, memory, held) = self._tables[full]
+        node = Node(
+            name=name, kind=kind, rule=rule, rows=rows, seconds=seconds, memory=memory, held=held
+        )
         self._problem.nodes.append(node)
         self._keys.append(full)
         return len(self._keys) - 1
@@ -173,15 +195,13 @@ class _Builder:
             self._shared[key] = _param_rule(value, is_trained=is_trained)
         rule = self._shared[key]
 
-        def weigh(rows: Codes) -> tuple[Array, Array]:
+        def weigh(rows: Codes) -> Weights:
             return self._weigh_param(value, rule, rows, is_trained=is_trained)
 
         self._makers[name] = (self._add(name, "param", rule, key, weigh), 0)
         self._add_hub(name)
 
-    def _weigh_param(
-        self, value: Value, rule: Rule, rows: Codes, *, is_trained: bool
-    ) -> tuple[Array, Array]:
+    def _weigh_param(self, value: Value, rule: Rule, rows: Codes, *, is_trained: bool) -> Weights:
         """Return seconds and bytes of a parameter: its update, and what it and its state take.
 
         Where the state is cut flat, the ranks gather what each of them updated.
@@ -191,7 +211,7 @@ class _Builder:
         kept = parts(is_cut(codes), setting.sizes)
         memory: Array = value.nbytes / kept
         if not is_trained:
-            return np.zeros(len(rows)), memory
+            return np.zeros(len(rows)), memory, np.zeros(len(rows))
         updated = parts(is_cut(codes) | (codes == RZ), setting.sizes)
         memory = memory + value.count * (value.itemsize + setting.state_bytes) / updated
         touched = 2 * (value.itemsize + setting.state_bytes)
@@ -201,12 +221,12 @@ class _Builder:
         start = self._prices.seconds(flat, whole, 0.0)[:, 0]
         rate = self._prices.seconds(flat, whole, 1.0)[:, 0] - start
         gathered = start + rate * value.nbytes / kept
-        return seconds + gathered * (1 - topology.overlap), memory
+        return seconds + gathered * (1 - topology.overlap), memory, np.zeros(len(rows))
 
     def _add_step(self, step: Step) -> None:
         rule, site = self._rules[step.name], self._sites[step.name]
         again = self._setting.recompute and step.name in self._block_of
-        held = tuple(self._held(step, port) for port in range(len(step.outputs)))
+        kept = tuple(self._kept(step, port) for port in range(len(step.outputs)))
         layouts = self._readings.layouts
         fixed = tuple(
             (port, layouts[name].tobytes())
@@ -214,16 +234,18 @@ class _Builder:
             if name in layouts
         )
 
-        def weigh(rows: Codes) -> tuple[Array, Array]:
+        def weigh(rows: Codes) -> Weights:
             seconds = work(rule, rows, self._setting, again=again)
-            memory = np.zeros(len(rows))
-            for port, batches in enumerate(held):
-                codes = np.array([choice.outs[port] for choice in rule.choices])[rows]
-                share = site.outs[port].nbytes / parts(is_cut(codes), self._setting.sizes)
-                memory += share * batches
-            return seconds + self._fetch(step, rule, rows), memory
+            memory, held = np.zeros(len(rows)), np.zeros(len(rows))
+            for port, (is_kept, is_of_each) in enumerate(kept):
+                if is_kept:
+                    codes = np.array([choice.outs[port] for choice in rule.choices])[rows]
+                    share = site.outs[port].nbytes / parts(is_cut(codes), self._setting.sizes)
+                    memory += share
+                    held += share * is_of_each
+            return seconds + self._fetch(step, rule, rows), memory, held
 
-        key = ("op", self._signatures[step.name], again, held, fixed)
+        key = ("op", self._signatures[step.name], again, kept, fixed)
         at = self._add(step.name, "op", rule, key, weigh)
         for port, name in enumerate(step.inputs.values()):
             root, view = self._readings.behind(name)
@@ -233,20 +255,21 @@ class _Builder:
             self._makers[name] = (at, port)
             self._add_hub(name)
 
-    def _held(self, step: Step, port: int) -> float:
-        """Return for how many micro-batches an output is kept for the backward pass at a time.
+    def _kept(self, step: Step, port: int) -> tuple[bool, bool]:
+        """Return whether an output is kept for the backward pass, and whether of each micro-batch.
 
         A block that is recomputed has what is inside it for one micro-batch, and for one block at
         a time: this is counted for the first.
         """
         value, setting = step.outputs[port], self._setting
         if value not in self._trained:
-            return 0.0
+            return False, False
+        is_needed = self._is_needed(step, value)
         if setting.recompute and step.name in self._block_of:
             if value in self._cuts:
-                return float(setting.in_flight)
-            return float(self._is_needed(step, value) and self._block_of[step.name] == 0)
-        return float(setting.in_flight * self._is_needed(step, value))
+                return True, True
+            return is_needed and self._block_of[step.name] == 0, False
+        return is_needed, is_needed
 
     def _is_needed(self, step: Step, value: str) -> bool:
         uses = self._readings.uses.get(value, ())
@@ -290,7 +313,13 @@ class _Builder:
             rows = combinations(self._output_choices(tensor), rule.choices, sizes)
             zeros = np.zeros(len(rows))
             node = Node(
-                name=f"out:{number}", kind="out", rule=rule, rows=rows, seconds=zeros, memory=zeros
+                name=f"out:{number}",
+                kind="out",
+                rule=rule,
+                rows=rows,
+                seconds=zeros,
+                memory=zeros,
+                held=zeros,
             )
             self._problem.nodes.append(node)
             self._keys.append(("out", tensor.shape))
@@ -312,15 +341,16 @@ class _Builder:
         """Add the edge on which node `at` gets `value`."""
         source, made = self._makers[value]
         nodes, nbytes = self._problem.nodes, self._program.values[value].nbytes
-        traffic = self._traffic(value, nodes[source], nodes[at])
+        ahead, back = self._traffic(value, nodes[source], nodes[at])
         named = tuple(view.dims.items()) if view else None
-        key = (self._keys[source], self._keys[at], made, port, named, traffic, nbytes)
+        key = (self._keys[source], self._keys[at], made, port, named, ahead, back, nbytes)
+        moved = Exchange(
+            value=value, made=made, port=port, view=view, nbytes=nbytes, ahead=ahead, back=back
+        )
         if key not in self._matrices:
             ends = nodes[source].outs(made), nodes[at].ins(port)
-            self._matrices[key] = exchange(
-                self._prices, *ends, view=view, nbytes=nbytes, traffic=traffic
-            )
-        self._problem.edges.append(Edge(source, at, self._matrices[key]))
+            self._matrices[key] = exchange_seconds(self._prices, *ends, moved)
+        self._problem.edges.append(Edge(source, at, self._matrices[key], moved))
 
     def _traffic(self, value: str, source: Node, target: Node) -> tuple[float, float]:
         """Return how often a step moves `value` forward, and its gradient back.
@@ -342,7 +372,7 @@ class _Builder:
 class _Weigh(Protocol):
     """Finds seconds and bytes of strategies."""
 
-    def __call__(self, rows: Codes, /) -> tuple[Array, Array]: ...
+    def __call__(self, rows: Codes, /) -> Weights: ...
 
 
 def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
@@ -353,8 +383,8 @@ def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
     return bool(forward(np.array(code)) == forward(np.array(pin.codes[axis])))
 
 
-def _nothing(rows: Codes) -> tuple[Array, Array]:
-    return np.zeros(len(rows)), np.zeros(len(rows))
+def _nothing(rows: Codes) -> Weights:
+    return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
 
 
 def _signature(site: Site) -> Key:

@@ -79,6 +79,11 @@ class Chain:
                 part[at] = min(part[reader] for reader in readers[at])
         return part
 
+    def in_flight(self, batches: int) -> Chain:
+        """Return the chain with so many micro-batches kept instead of one."""
+        problem = self.problem.in_flight(batches)
+        return Chain(problem, self.block_of, self.cuts, self.cells_max)
+
     def tables(self, weight: float = 0.0) -> Tables:
         """Return the blocks as tables, with bytes of memory at `weight` seconds each."""
         found = costs(self.problem, weight)

@@ -2,50 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from msrun.parallel.auto.codes import RR, SHARDS, Array, Codes, forward, gradient
-from msrun.parallel.auto.cost import Prices
-from msrun.parallel.auto.problem import parts
+from msrun.parallel.auto.cost import Prices, collective
+from msrun.parallel.auto.problem import Exchange, parts
+from msrun.parallel.auto.redistribution import Kind, moves
 from msrun.parallel.auto.views import Renaming
 
 
-def exchange(
-    prices: Prices,
-    made: Codes,
-    wanted: Codes,
-    *,
-    view: Renaming | None,
-    nbytes: int,
-    traffic: tuple[float, float],
-) -> Array:
+class Item(NamedTuple):
+    """One collective that a plan needs.
+
+    Args:
+        kind: What it is.
+        axis: Over which axis.
+        is_back: Whether it moves a gradient.
+        seconds: It takes in one step of training.
+    """
+
+    kind: Kind
+    axis: int
+    is_back: bool
+    seconds: float
+
+
+def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Array:
     """Return the seconds between every strategy that makes a tensor and every one that reads it.
 
     Args:
         prices: Costs of redistribution.
         made: Codes of the tensor, (strategies, axes).
-        wanted: Codes in which it is read, in the dims of `view`.
-        view: How the reader names the dims; None as the tensor does.
-        nbytes: Of the whole tensor.
-        traffic: How often a step moves the tensor forward, and its gradient back.
+        wanted: Codes in which it is read, in the dims of the reader's view.
+        moved: The tensor.
     """
-    ahead, back = traffic
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    behind, seen = _behind(prices, targets, view)
-    table = ahead * prices.seconds(forward(sources), forward(behind), nbytes)
-    if back:
-        returned = prices.seconds(gradient(behind), gradient(sources), nbytes)
-        table = table + back * returned.T
-    if seen is not None and back:
+    behind, seen = _behind(prices, targets, moved.view)
+    table = moved.ahead * prices.seconds(forward(sources), forward(behind), moved.nbytes)
+    if moved.back:
+        returned = prices.seconds(gradient(behind), gradient(sources), moved.nbytes)
+        table = table + moved.back * returned.T
+    if seen is not None and moved.back:
         # What a view cannot pass on is taken behind it, and its gradient gathered there.
         extra = [
-            prices.seconds(gradient(targets[i : i + 1]), gradient(seen[i : i + 1]), nbytes)
+            prices.seconds(gradient(targets[i : i + 1]), gradient(seen[i : i + 1]), moved.nbytes)
             for i in range(len(targets))
         ]
-        table = table + back * np.array([cell[0, 0] for cell in extra])
+        table = table + moved.back * np.array([cell[0, 0] for cell in extra])
     found: Array = table[source_of][:, target_of]
     return found
+
+
+def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iterator[Item]:
+    """Yield the collectives of one pair of strategies; they add up to `exchange_seconds`."""
+    behind, seen = _behind(prices, wanted, moved.view)
+    trips = [
+        (False, moved.ahead, forward(made), forward(behind)),
+        (True, moved.back, gradient(behind), gradient(made)),
+    ]
+    if seen is not None:
+        trips.append((True, moved.back, gradient(wanted), gradient(seen)))
+    for is_back, times, source, target in trips:
+        for move in moves(source, target, prices.sizes):
+            start, rate = collective(move.kind, prices.wires[move.axis])
+            seconds = times * (start + rate * moved.nbytes / float(move.parts[0, 0]))
+            if seconds:
+                yield Item(move.kind, move.axis, is_back, seconds)
 
 
 def _behind(prices: Prices, codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:

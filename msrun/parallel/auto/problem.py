@@ -9,7 +9,7 @@ choose; this is what keeps the graph of a transformer as simple as a ladder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -18,6 +18,29 @@ from msrun.parallel.auto.codes import Array, Codes
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.rules import Choice, Rule
 from msrun.parallel.auto.topology import Topology
+from msrun.parallel.auto.views import Renaming
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor on its way from who makes it to who reads it.
+
+    Args:
+        value: Its name.
+        made: Number of the output that it is.
+        port: Number of the input that it becomes.
+        view: How the reader names its dims; None as it does itself.
+        nbytes: Of the whole tensor.
+        ahead: How often a step moves it.
+        back: How often a step moves its gradient.
+    """
+
+    value: str
+    made: int
+    port: int
+    view: Renaming | None
+    nbytes: int
+    ahead: float
+    back: float
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +52,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         data_axes: Axes whose ranks are handed different samples; others are handed the same.
             Empty when the batch can come in any layout.
         rounds: Micro-batches that one step takes the time of, idle ones of a pipeline included.
-        in_flight: Micro-batches whose activations are kept at a time.
         recompute: Whether repeated blocks keep only what they are given.
         state_bytes: Of the optimizer, for each element of a parameter.
         training: Whether there is a backward pass.
@@ -39,7 +61,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     data_axes: frozenset[int] = frozenset()
     rounds: int = 1
-    in_flight: int = 1
     recompute: bool = False
     state_bytes: int = 12
     training: bool = True
@@ -60,6 +81,7 @@ class Node:
         rows: Strategies: index of the choice on each axis, (strategies, axes).
         seconds: Of each strategy, for one step of training.
         memory: Bytes of each strategy on one rank.
+        held: Of these, what is kept of one micro-batch.
     """
 
     name: str
@@ -68,6 +90,7 @@ class Node:
     rows: Codes
     seconds: Array
     memory: Array
+    held: Array
 
     def outs(self, port: int = 0) -> Codes:
         """Return the codes of an output, (strategies, axes)."""
@@ -88,11 +111,13 @@ class Edge:
         source: Index of the node that makes a tensor.
         target: Index of the node that reads it.
         seconds: (strategies of the source, strategies of the target).
+        exchange: What is moved; None for a condition that moves nothing.
     """
 
     source: int
     target: int
     seconds: Array
+    exchange: Exchange | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,23 +153,29 @@ class Problem:
             allowed: Index of a node -> indices of the strategies that it keeps.
         """
         nodes = [
-            Node(
-                name=node.name,
-                kind=node.kind,
-                rule=node.rule,
+            replace(
+                node,
                 rows=node.rows[allowed[at]],
                 seconds=node.seconds[allowed[at]],
                 memory=node.memory[allowed[at]],
+                held=node.held[allowed[at]],
             )
             if at in allowed
             else node
             for at, node in enumerate(self.nodes)
         ]
         edges = [
-            Edge(e.source, e.target, _part(e.seconds, allowed.get(e.source), allowed.get(e.target)))
+            replace(e, seconds=_part(e.seconds, allowed.get(e.source), allowed.get(e.target)))
             for e in self.edges
         ]
         return Problem(nodes=nodes, edges=edges, fixed=self.fixed, unknown=self.unknown)
+
+    def in_flight(self, batches: int) -> Problem:
+        """Return the problem with so many micro-batches kept instead of one."""
+        nodes = [
+            replace(node, memory=node.memory + (batches - 1) * node.held) for node in self.nodes
+        ]
+        return replace(self, nodes=nodes)
 
 
 def _part(table: Array, rows: Codes | None, columns: Codes | None) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from msrun.parallel.auto.chain import Chain, Plan
 from msrun.parallel.auto.descent import descend
 from msrun.parallel.auto.eliminate import CELLS_MAX, TooWideError, solve
 from msrun.parallel.auto.memory import Answer, bounded, refine
-from msrun.parallel.auto.problem import Edge, Node, Problem, Setting
+from msrun.parallel.auto.problem import Edge, Problem, Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.repeat import Blocks, find_blocks, shortened
 
@@ -223,19 +223,15 @@ def alike(chain: Chain, count: int) -> Problem:
     problem = chain.problem
     times = float(count - 1)
     nodes = [
-        Node(
-            name=node.name,
-            kind=node.kind,
-            rule=node.rule,
-            rows=node.rows,
+        replace(
+            node,
             seconds=node.seconds * (times if at in inside else 1.0),
             memory=node.memory * (times if at in inside else 1.0),
         )
         for at, node in enumerate(problem.nodes)
     ]
     edges = [
-        Edge(e.source, e.target, e.seconds * times if e.target in inside else e.seconds)
-        for e in problem.edges
+        replace(e, seconds=e.seconds * times) if e.target in inside else e for e in problem.edges
     ]
     first, second = chain.hubs
     same = (nodes[first].rows[:, None] == nodes[second].rows[None]).all(axis=2)
