@@ -27,6 +27,7 @@ VERBS = (
     ("plan", "Show what run would do."),
     ("convert", "Turn a checkpoint into one file, or back."),
     ("ranktable", "Build, check, show, merge or convert rank tables."),
+    ("search", "Find the fastest parallel plan of a model."),
 )
 
 _OWN = ("--help", "-h", "--version")

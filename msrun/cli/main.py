@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from msrun.cli import convert, plan, ranktable, run
+from msrun.cli import convert, plan, ranktable, run, search
 from msrun.cli.output import say, say_error
 from msrun.cli.world import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
@@ -21,6 +21,7 @@ VERBS: dict[str, Verb] = {
     "plan": plan.plan,
     "convert": convert.convert,
     "ranktable": ranktable.ranktable,
+    "search": search.search,
 }
 
 

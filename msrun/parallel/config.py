@@ -310,7 +310,7 @@ def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) 
         case ParallelConfig():
             return source
         case str() | Path():
-            return parse_config(_load(Path(source)))
+            return parse_config(load_yaml(Path(source)))
         case _:
             return parse_config(source)
 
@@ -357,7 +357,12 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-def _load(path: Path) -> object:
+def load_yaml(path: Path) -> object:
+    """Return the plain values in a YAML file, of at most 1 MiB and without aliases.
+
+    Raises:
+        UsageError: It cannot be read, or is no YAML.
+    """
     import yaml
 
     try:

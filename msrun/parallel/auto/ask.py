@@ -1,0 +1,311 @@
+"""`msrun search`: from a file that makes a model to a plan for any cluster, on one laptop."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from msrun.errors import UsageError
+from msrun.parallel.auto.account import (
+    Account,
+    axis_names,
+    joined,
+    operators,
+    parameters,
+    rules_of,
+    sorted_costs,
+    stage_costs,
+)
+from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.build import build
+from msrun.parallel.auto.chain import Plan
+from msrun.parallel.auto.layouts import Job, Outcome, Progress, explore
+from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.plan import VERSION, SavedPlan
+from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.program import Program
+from msrun.parallel.auto.repeat import Blocks, find_blocks, shortened
+from msrun.parallel.auto.search import Found, Mode, Names, indices, search
+from msrun.parallel.auto.topology import Topology
+from msrun.parallel.auto.trace import trace
+from msrun.units import quoted
+
+# Batches of two sizes show what grows with them.
+_SMALL, _LARGE = 2, 6
+_GIB = 2**30
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked.
+
+    Args:
+        target: `FILE:FUNCTION` or `MODULE:FUNCTION`, which returns a model and a sample of inputs.
+        world: Ranks.
+        batch: Samples of a step; None takes the sample's.
+        memory: Bytes of a rank; None takes the topology's.
+        topology: What it runs on.
+        mesh: Axis -> size, in order; empty to find it too.
+        mode: How plans are searched.
+        budget: Seconds after which the best so far is taken.
+    """
+
+    target: str
+    world: int
+    batch: int | None
+    memory: float | None
+    topology: Topology
+    mesh: dict[str, int] = {}
+    mode: Mode = "exact"
+    budget: float = 30.0
+
+
+class _Traced(NamedTuple):
+    """A whole program, its blocks, and the names of what is in them."""
+
+    program: Program
+    blocks: Blocks
+    names: Names
+
+
+def ask(
+    question: Question, *, clock: Callable[[], float], tell: Callable[[str], None]
+) -> SavedPlan:
+    """Return the best plan.
+
+    Args:
+        question: What is asked.
+        clock: Returns seconds.
+        tell: Takes news of the search.
+
+    Raises:
+        UsageError: The model cannot be made or traced, or no plan fits.
+    """
+    model, sample = make(question.target)
+    batch = question.batch or _batch_of(sample)
+    if question.mesh:
+        return _on_mesh(question, model, sample, batch)
+    small, large = (trace(model, resized(sample, number)).program for number in (_SMALL, _LARGE))
+    blocks = find_blocks(small)
+    if blocks is None:
+        raise UsageError(
+            f"{question.target}: the model has no three equal blocks, one behind the other, which "
+            "a search for a mesh needs",
+            hint="name the mesh, such as --mesh dp=4,tp=2",
+        )
+    short, two = shortened(small, blocks)
+    other, _ = shortened(large, blocks)
+    job = Job(
+        programs=Batches(short, other, (_SMALL, _LARGE)),
+        blocks=two,
+        count=blocks.count,
+        topology=question.topology,
+        world=question.world,
+        batch=batch,
+        limit=question.memory or question.topology.memory,
+    )
+    progress = _within(explore(job), question.budget, clock, tell)
+    if progress.best is None:
+        raise _too_little(job.limit, progress.least, question.world)
+    names = Names(small, short, blocks)
+    return _saved(question, job, progress, _Traced(small, blocks, names))
+
+
+def _within(
+    steps: Iterator[Progress],
+    budget: float,
+    clock: Callable[[], float],
+    tell: Callable[[str], None],
+) -> Progress:
+    """Run a search to its end, its budget, or an interrupt."""
+    start = clock()
+    progress = Progress()
+    best: Outcome | None = None
+    try:
+        for progress in steps:
+            if progress.best is not best and progress.best:
+                best = progress.best
+                tell(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
+            if clock() - start > budget:
+                tell(f"the budget of {budget:g} s is spent: this is the best so far")
+                break
+    except KeyboardInterrupt:
+        if progress.best is None:
+            raise
+        tell("interrupted: this is the best so far")
+    return progress
+
+
+def _layout(outcome: Outcome) -> str:
+    layout = outcome.layout
+    mesh = " x ".join(map(str, layout.sizes))
+    recompute = ", recompute" if layout.recompute else ""
+    return f"{layout.stages} stages of {mesh}, {layout.microbatches} micro-batches{recompute}"
+
+
+def _too_little(limit: float, least: float | None, world: int) -> UsageError:
+    needed = f"; the smallest plan takes {least / _GIB:.3g} GiB" if least else ""
+    return UsageError(f"--memory {limit / _GIB:.3g}GiB: no plan on {world} ranks fits{needed}")
+
+
+def _saved(
+    question: Question,
+    job: Job,
+    progress: Progress,
+    traced: _Traced,
+) -> SavedPlan:
+    best = progress.best
+    if best is None:
+        raise ValueError("there is no plan to save")
+    layout, problem = best.layout, best.stages[0].chain.problem
+    ends, inside = joined(best.stages, layout.stages)
+    plan = Plan(head=ends, blocks=inside, tail={})
+    chosen = traced.names.expand(problem, plan)
+    program, blocks = traced.program, traced.blocks
+    names = axis_names(len(layout.sizes))
+    setting = Setting(sizes=layout.sizes, topology=job.topology)
+    whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
+    rules = rules_of(whole.nodes)
+    others = [
+        f"{_layout(one)}: {one.seconds:.4g} s, {one.memory / _GIB:.3g} GiB"
+        for one in progress.runners_up
+        if one is not best
+    ]
+    unseen = progress.total - progress.seen - progress.pruned - progress.too_large
+    others.append(f"{progress.pruned} layouts cannot be faster")
+    others.append(f"{progress.too_large} layouts do not fit into {job.limit / _GIB:.3g} GiB")
+    if unseen > 0:
+        others.append(f"{unseen} layouts were not looked at")
+    return SavedPlan(
+        version=VERSION,
+        model=question.target,
+        topology=job.topology.name,
+        world=job.world,
+        mesh=dict(zip(names, layout.sizes, strict=True)),
+        stages=layout.stages,
+        microbatches=layout.microbatches,
+        batch=job.batch,
+        recompute=layout.recompute,
+        seconds=best.seconds,
+        costs=stage_costs(best, setting.prices(), names),
+        memory=best.memory,
+        gap=max(0.0, best.seconds / best.bound - 1),
+        params=parameters(program, rules, chosen),
+        operators=operators(program, rules, chosen),
+        unknown=list(problem.unknown),
+        rejected=others,
+    )
+
+
+def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch: int) -> SavedPlan:
+    """Return the best plan on the mesh that was named."""
+    sizes = tuple(question.mesh.values())
+    if math.prod(sizes) != question.world:
+        written = " x ".join(f"{name} {size}" for name, size in question.mesh.items())
+        raise UsageError(f"--mesh: {written} is not --world {question.world}")
+    program = trace(model, resized(sample, batch)).program
+    setting = Setting(sizes=sizes, topology=question.topology)
+    limit = question.memory or question.topology.memory
+    try:
+        found = search(program, setting, mode=question.mode, limit=limit)
+    except OutOfMemoryError as error:
+        raise _too_little(limit, error.least, question.world) from None
+    return _saved_mesh(question, program, setting, found, batch)
+
+
+def _saved_mesh(
+    question: Question, program: Program, setting: Setting, found: Found, batch: int
+) -> SavedPlan:
+    blocks = find_blocks(program)
+    problem = (
+        build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
+        if blocks
+        else build(program, setting)
+    )
+    account = Account(setting.prices(), tuple(question.mesh))
+    account.add(problem, dict(enumerate(indices(problem, found.chosen))))
+    rules = rules_of(problem.nodes)
+    return SavedPlan(
+        version=VERSION,
+        model=question.target,
+        topology=question.topology.name,
+        world=question.world,
+        mesh=question.mesh,
+        stages=1,
+        microbatches=1,
+        batch=batch,
+        recompute=False,
+        seconds=found.seconds,
+        costs=sorted_costs(account.costs),
+        memory=found.memory,
+        gap=found.gap,
+        params=parameters(program, rules, found.chosen),
+        operators=operators(program, rules, found.chosen),
+        unknown=list(found.unknown),
+    )
+
+
+# The model.
+
+
+def make(target: str) -> tuple[nn.Module, list[Any]]:
+    """Return the model and the sample that the function called `target` makes, without memory.
+
+    Raises:
+        UsageError: There is no such function, it fails, or returns something else.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise UsageError(f"{quoted(target)} names no function (choose such as model.py:make)")
+    function = getattr(_module(where), name, None)
+    if not callable(function):
+        raise UsageError(f"{where} has no function {name}")
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
+    match made:
+        case (nn.Module() as model, sample):
+            pass
+        case _:
+            raise UsageError(f"{target} must return a model and a sample of its inputs")
+    inputs = list(sample) if isinstance(sample, tuple | list) else [sample]
+    if not any(isinstance(item, Tensor) and item.dim() for item in inputs):
+        raise UsageError(f"{target}: the sample has no tensor with a batch")
+    return model.to("meta"), [x.to("meta") if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    if path.suffix == ".py" and not path.is_file():
+        raise UsageError(f"{where} is no file")
+    # As a script would find its neighbours.
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    try:
+        return importlib.import_module(path.stem if path.suffix == ".py" else where)
+    except Exception as error:
+        raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _batch_of(sample: Sequence[Any]) -> int:
+    return next(int(x.shape[0]) for x in sample if isinstance(x, Tensor) and x.dim())
+
+
+def resized(sample: Sequence[Any], batch: int) -> list[Any]:
+    """Return inputs like `sample`, of `batch` samples; other sizes stay."""
+    given = _batch_of(sample)
+    return [
+        x.new_empty((batch, *x.shape[1:]))
+        if isinstance(x, Tensor) and x.dim() and x.shape[0] == given
+        else x
+        for x in sample
+    ]

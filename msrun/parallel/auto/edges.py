@@ -1,0 +1,100 @@
+"""What it costs that a tensor is made in one layout and read in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from msrun.parallel.auto.codes import RR, SHARDS, Array, Codes, forward, gradient
+from msrun.parallel.auto.cost import Prices, collective
+from msrun.parallel.auto.problem import Exchange, parts
+from msrun.parallel.auto.redistribution import Kind, moves
+from msrun.parallel.auto.views import Renaming
+
+
+class Item(NamedTuple):
+    """One collective that a plan needs.
+
+    Args:
+        kind: What it is.
+        axis: Over which axis.
+        is_back: Whether it moves a gradient.
+        seconds: It takes in one step of training.
+    """
+
+    kind: Kind
+    axis: int
+    is_back: bool
+    seconds: float
+
+
+def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Array:
+    """Return the seconds between every strategy that makes a tensor and every one that reads it.
+
+    Args:
+        prices: Costs of redistribution.
+        made: Codes of the tensor, (strategies, axes).
+        wanted: Codes in which it is read, in the dims of the reader's view.
+        moved: The tensor.
+    """
+    sources, source_of = _distinct(made)
+    targets, target_of = _distinct(wanted)
+    behind, seen = _behind(prices, targets, moved.view)
+    table = moved.ahead * prices.seconds(forward(sources), forward(behind), moved.nbytes)
+    if moved.back:
+        returned = prices.seconds(gradient(behind), gradient(sources), moved.nbytes)
+        table = table + moved.back * returned.T
+    if seen is not None and moved.back:
+        # What a view cannot pass on is taken behind it, and its gradient gathered there.
+        extra = [
+            prices.seconds(gradient(targets[i : i + 1]), gradient(seen[i : i + 1]), moved.nbytes)
+            for i in range(len(targets))
+        ]
+        table = table + moved.back * np.array([cell[0, 0] for cell in extra])
+    found: Array = table[source_of][:, target_of]
+    return found
+
+
+def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iterator[Item]:
+    """Yield the collectives of one pair of strategies; they add up to `exchange_seconds`."""
+    behind, seen = _behind(prices, wanted, moved.view)
+    trips = [
+        (False, moved.ahead, forward(made), forward(behind)),
+        (True, moved.back, gradient(behind), gradient(made)),
+    ]
+    if seen is not None:
+        trips.append((True, moved.back, gradient(wanted), gradient(seen)))
+    for is_back, times, source, target in trips:
+        for move in moves(source, target, prices.sizes):
+            start, rate = collective(move.kind, prices.wires[move.axis])
+            seconds = times * (start + rate * moved.nbytes / float(move.parts[0, 0]))
+            if seconds:
+                yield Item(move.kind, move.axis, is_back, seconds)
+
+
+def _behind(prices: Prices, codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:
+    """Return the codes of a tensor where its view has `codes`.
+
+    Returns:
+        They, and the view's codes without what it cannot pass on; None if it passes all.
+    """
+    if view is None:
+        return codes, None
+    behind, seen = codes.copy(), codes.copy()
+    for dim in range(SHARDS):
+        cut = codes == dim
+        if not cut.any():
+            continue
+        source, limit = view.dims.get(dim, (RR, 1))
+        passes = (limit % parts(cut, prices.sizes) == 0) & (source != RR)
+        behind[cut] = np.broadcast_to(np.where(passes, source, RR)[:, None], cut.shape)[cut]
+        seen[cut] = np.broadcast_to(np.where(passes, dim, RR)[:, None], cut.shape)[cut]
+    return behind, None if (seen == codes).all() else seen
+
+
+def _distinct(codes: Codes) -> tuple[Codes, Codes]:
+    """Return the distinct rows, and the number of each row among them."""
+    found, inverse = np.unique(codes, axis=0, return_inverse=True)
+    return found, inverse.ravel()

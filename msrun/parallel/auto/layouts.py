@@ -1,0 +1,496 @@
+"""Which mesh: pipeline stages, axes, micro-batches and recomputation, with the best plan of each.
+
+Every way to lay a job out has a bound that costs nothing: its arithmetic, divided among all ranks,
+and the idle time of the pipeline.  Layouts are looked at by that bound, and those that cannot be
+better than the best so far never are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.build import build
+from msrun.parallel.auto.chain import Chain, Plan, Tables, shortest
+from msrun.parallel.auto.codes import Array, is_cut
+from msrun.parallel.auto.cost import Prices
+from msrun.parallel.auto.eliminate import CELLS_MAX
+from msrun.parallel.auto.problem import Node, Setting, parts, work
+from msrun.parallel.auto.repeat import Blocks
+from msrun.parallel.auto.topology import Topology
+
+_AXIS_MAX = 64
+_THIRD_AXIS_MAX = 16
+_ACCUMULATE_MAX = 64
+_PRICES_MAX = 14
+_TOLERANCE = 2e-3
+_PROHIBITIVE = 1e-3
+_NEAR = 1.2
+_COARSE_AXES = 2
+_RUNNERS_UP = 5
+
+
+class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is laid out before any tensor is placed.
+
+    Args:
+        stages: Of the pipeline.
+        sizes: Of the mesh axes of a stage.
+        microbatches: In which a batch is cut.
+        recompute: Whether blocks keep only what they are given.
+    """
+
+    stages: int
+    sizes: tuple[int, ...]
+    microbatches: int
+    recompute: bool
+
+    @property
+    def rounds(self) -> int:
+        """Micro-batches that a step takes the time of: a pipeline idles for all stages but one.
+
+        Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+        Using Megatron-LM", SC 2021, section 2.2.1.
+        """
+        return self.microbatches + self.stages - 1
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be laid out.
+
+    Args:
+        programs: The model with two repeated blocks, for any batch.
+        blocks: The two blocks.
+        count: Blocks of the whole model.
+        topology: What it runs on.
+        world: Ranks.
+        batch: Samples of a step.
+        limit: Bytes that a rank has.
+        state_bytes: Of the optimizer, for each element of a parameter.
+    """
+
+    programs: Batches
+    blocks: Blocks
+    count: int
+    topology: Topology
+    world: int
+    batch: int
+    limit: float
+    state_bytes: int = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The plan of one kind of pipeline stage.
+
+    Args:
+        name: `all`, `first`, `middle` or `last`.
+        seconds: Of a step.
+        memory: Bytes on one rank.
+        chain: Whose nodes the plan names.
+        plan: Its strategies.
+        entry: Strategy of the value it is given; 0 for the first stage.
+    """
+
+    name: str
+    seconds: float
+    memory: float
+    chain: Chain
+    plan: Plan
+    entry: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The best plan of one layout.
+
+    Args:
+        layout: The layout.
+        seconds: Of a step: of its slowest stage.
+        memory: Bytes on a rank of its largest stage.
+        bound: Seconds that no plan of this layout can undercut.
+        stages: Its stages.
+    """
+
+    layout: JobLayout
+    seconds: float
+    memory: float
+    bound: float
+    stages: tuple[Stage, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a search has come.
+
+    Args:
+        best: The best so far; None before any fits.
+        seen: Layouts that were looked at.
+        pruned: Layouts that were not, since they cannot be better.
+        too_large: Layouts that do not fit into memory.
+        total: All layouts.
+        least: Bytes on a rank of the smallest plan of the layouts that do not fit; None before.
+    """
+
+    best: Outcome | None = None
+    seen: int = 0
+    pruned: int = 0
+    too_large: int = 0
+    total: int = 0
+    least: float | None = None
+    runners_up: list[Outcome] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take note of a plan that fits."""
+        if self.best is None or outcome.seconds < self.best.seconds:
+            self.best = outcome
+        ranked = sorted([*self.runners_up, outcome], key=lambda one: one.seconds)
+        self.runners_up = ranked[:_RUNNERS_UP]
+
+
+def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
+    """Return every number of stages with every mesh of a stage."""
+    return [
+        (stages, sizes)
+        for stages in _divisors(math.gcd(job.count, job.world))
+        if stages <= job.batch
+        for sizes in _meshes(job.world // stages)
+    ]
+
+
+def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
+    """Return the layouts of one group, the largest micro-batches first."""
+    most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
+    return [
+        JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
+        for number in _divisors(job.batch)
+        if stages <= number <= most
+        for recompute in (False, True)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _meshes(ranks: int) -> list[tuple[int, ...]]:
+    """Return the meshes of one to three axes; the inner axes are not too long."""
+    found: list[tuple[int, ...]] = [(ranks,)]
+    inner = [n for n in _divisors(ranks) if 1 < n <= min(_AXIS_MAX, ranks - 1)]
+    found += [(ranks // n, n) for n in inner]
+    for n in inner:
+        for m in (m for m in inner if m <= _THIRD_AXIS_MAX):
+            if ranks % (n * m) == 0 and ranks > n * m:
+                found.append((ranks // (n * m), m, n))
+    return found
+
+
+def explore(job: Job) -> Iterator[Progress]:
+    """Yield how far the search is, after every layout that was looked at.
+
+    The last one yielded is the answer.  It may be left at any time.  Meshes of three axes are
+    looked at for those numbers of stages alone that are near the best with one or two.
+    """
+    search = _Search(job)
+    found = groups(job)
+    progress = Progress(total=sum(len(layouts(job, *group)) for group in found))
+    best_of: dict[int, float] = {}
+    for group in sorted(found, key=search.order):
+        stages, sizes = group
+        best = progress.best.seconds if progress.best else math.inf
+        if len(sizes) > _COARSE_AXES and best_of.get(stages, math.inf) > best * _NEAR:
+            progress.pruned += len(layouts(job, *group))
+            continue
+        for outcome in search.group(group, progress):
+            if outcome is not None:
+                best_of[stages] = min(outcome.seconds, best_of.get(stages, math.inf))
+            yield progress
+    yield progress
+
+
+class _Search:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._prices: dict[tuple[int, ...], Prices] = {}
+        self._work = self._least_work()
+
+    def _least_work(self) -> tuple[float, float]:
+        """Return the seconds of one rank for the whole batch: a step, and forward of the blocks."""
+        job = self._job
+        setting = Setting(sizes=(1,), topology=job.topology)
+        alone = Setting(sizes=(1,), topology=job.topology, training=False)
+        program = job.programs.at(job.batch)
+        inside = job.blocks.block_of(program)
+        problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside)
+        found = [0.0, 0.0]
+        for node in problem.nodes:
+            if node.kind != "op":
+                continue
+            times = job.count - 1 if inside.get(node.name) == 1 else 1
+            found[0] += times * _pure(node, setting)
+            found[1] += times * _pure(node, alone) * (node.name in inside)
+        return found[0], found[1]
+
+    def order(self, group: tuple[int, tuple[int, ...]]) -> tuple[int, float]:
+        """Return who is looked at first: few axes, and an inner one that fills a node."""
+        stages, sizes = group
+        job = self._job
+        most = max((one.microbatches for one in layouts(job, stages, sizes)), default=1)
+        idle = (most + stages - 1) / most
+        return max(2, len(sizes)), idle * (1 + abs(math.log2(sizes[-1] / job.topology.per_node)))
+
+    def group(
+        self, group: tuple[int, tuple[int, ...]], progress: Progress
+    ) -> Iterator[Outcome | None]:
+        """Yield the plan of each layout of one group, or None where there is none that is better.
+
+        A micro-batch that is a part of another has no strategy that the other has not, and each
+        costs a fixed time and one that grows with the batch: so per sample it is never cheaper.
+        The whole batch at once, without a limit on memory, bounds all others.
+        """
+        found = layouts(self._job, *group)
+        at_once = JobLayout(stages=group[0], sizes=group[1], microbatches=1, recompute=False)
+        free = _Stages(self._job, at_once, self._price(group[1])).solve(0.0, math.inf).bound
+        bounds = {one: free * one.rounds / one.microbatches / at_once.rounds for one in found}
+        bounds = {one: max(bound, self.bound(one)) for one, bound in bounds.items()}
+        # Number of micro-batches up to which nothing fits, with and without recomputation.
+        full = {False: 0, True: 0}
+        for layout in sorted(found, key=lambda one: bounds[one]):
+            best = progress.best.seconds if progress.best else math.inf
+            if bounds[layout] >= best:
+                progress.pruned += 1
+                continue
+            if layout.microbatches <= full[layout.recompute]:
+                progress.too_large += 1
+                continue
+            progress.seen += 1
+            outcome = self.look(layout, best)
+            if isinstance(outcome, Outcome):
+                progress.add(outcome)
+                yield outcome
+                continue
+            if outcome is not None:
+                progress.too_large += 1
+                full[layout.recompute] = max(full[layout.recompute], layout.microbatches)
+                progress.least = min(progress.least or math.inf, outcome)
+            yield None
+
+    def bound(self, layout: JobLayout) -> float:
+        """Return the seconds that the arithmetic of a step takes at least."""
+        whole, again = self._work
+        divided = (whole + again * layout.recompute) / self._job.world
+        return divided * layout.rounds / layout.microbatches
+
+    def look(self, layout: JobLayout, best: float) -> Outcome | float | None:
+        """Return the best plan; the least memory if it is too much; None if it is not below `best`.
+
+        One price of memory holds in all stages.
+        """
+        stages = _Stages(self._job, layout, self._price(layout.sizes))
+        limit = self._job.limit
+        free = stages.solve(0.0, limit)
+        if free.bound >= best:
+            return None
+        if free.memory <= limit:
+            return free
+        fits = stages.solve(_PROHIBITIVE, limit)
+        if fits.memory > limit:
+            return fits.memory
+        return self._priced(stages, free, fits, best)
+
+    def _priced(
+        self, stages: _Stages, exceeds: Outcome, fits: Outcome, best: float
+    ) -> Outcome | None:
+        limit, bound = self._job.limit, exceeds.bound
+        found = fits
+        low, high = 0.0, (fits.seconds - exceeds.seconds) / max(exceeds.memory - fits.memory, 1.0)
+        for _ in range(_PRICES_MAX):
+            if found.seconds - bound <= _TOLERANCE * found.seconds or bound >= best:
+                break
+            price = math.sqrt(low * high) if low else high
+            made = stages.solve(price, limit)
+            bound = max(bound, made.bound)
+            if made.memory <= limit:
+                found = min(found, made, key=lambda one: one.seconds)
+                low, high = (low, price) if low else (price / 64, price)
+            elif low:
+                low = price
+            else:
+                high *= 8
+                low = price if high > price * 64 else 0.0
+        if bound >= best or found.seconds >= best:
+            return None
+        return Outcome(
+            layout=found.layout,
+            seconds=found.seconds,
+            memory=found.memory,
+            bound=bound,
+            stages=found.stages,
+        )
+
+    def _price(self, sizes: tuple[int, ...]) -> Prices:
+        if sizes not in self._prices:
+            self._prices[sizes] = Prices(self._job.topology.wires(sizes))
+        return self._prices[sizes]
+
+
+def _pure(node: Node, setting: Setting) -> float:
+    """Return the seconds of computation of a node on one rank, without starting anything."""
+    topology = msgspec.structs.replace(setting.topology, launch=0.0)
+    alone = msgspec.structs.replace(setting, topology=topology)
+    rows = np.zeros((1, 1), dtype=np.int64)
+    return float(work(node.rule, rows, alone, again=False)[0])
+
+
+class _Stages:
+    """All stages of one layout.
+
+    What passes between stages lies in the same way at every border.  A stage holds as many
+    micro-batches as there are stages from it to the last (1F1B).
+    """
+
+    def __init__(self, job: Job, layout: JobLayout, prices: Prices) -> None:
+        self._job, self._layout = job, layout
+        self._per_stage = job.count // layout.stages
+        program = job.programs.at(job.batch // layout.microbatches)
+        inside = job.blocks.block_of(program)
+        setting = Setting(
+            sizes=layout.sizes,
+            topology=job.topology,
+            rounds=layout.rounds,
+            recompute=layout.recompute,
+            state_bytes=job.state_bytes,
+        )
+        problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
+        chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
+        most = min(layout.stages, layout.microbatches)
+        kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
+        if layout.stages > len(kinds):
+            kinds["middle"] = most - 1
+        self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
+        hub = chain.problem.nodes[chain.hubs[0]]
+        shares = parts(is_cut(hub.outs()), layout.sizes)
+        across = job.topology.across
+        nbytes = program.values[job.blocks.cuts[0]].nbytes
+        self._sent: Array = (
+            2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
+        )
+
+    def solve(self, weight: float, limit: float) -> Outcome:
+        """Return the best plan with bytes of memory at `weight` seconds each."""
+        tables = self._tables(weight)
+        if self._layout.stages == 1:
+            value, plan = tables["all"].solve(self._job.count)
+            stage = self._stage("all", value, plan, weight)
+            return self._outcome([stage], value - (weight * limit if weight else 0.0))
+        first, last = self._first(tables["first"]), self._last(tables["last"])
+        total = np.maximum(first, last)
+        middle = None
+        if "middle" in tables:
+            middle = self._middle(tables["middle"])
+            total = np.maximum(total, middle[:, None])
+        cut, tie = (int(at) for at in np.unravel_index(int(total.argmin()), total.shape))
+        bounds = [first.min(), last.min()] + ([] if middle is None else [middle.min()])
+        found = [
+            self._stage(name, *self._path(name, tables[name], cut, tie), weight, entry=cut)
+            for name in tables
+        ]
+        return self._outcome(found, float(max(bounds)) - (weight * limit if weight else 0.0))
+
+    def _tables(self, weight: float) -> dict[str, Tables]:
+        if weight:
+            return {name: chain.tables(weight) for name, chain in self._chains.items()}
+        # Without a price of memory all stages have the same.
+        tables = next(iter(self._chains.values())).tables()
+        return {name: replace(tables, chain=chain) for name, chain in self._chains.items()}
+
+    def _outcome(self, stages: Sequence[Stage], bound: float) -> Outcome:
+        return Outcome(
+            layout=self._layout,
+            seconds=max(stage.seconds for stage in stages),
+            memory=max(stage.memory for stage in stages),
+            bound=bound,
+            stages=tuple(stages),
+        )
+
+    def _stage(
+        self, name: str, value: float, plan: Plan, weight: float, *, entry: int = 0
+    ) -> Stage:
+        chain = self._chains[name]
+        memory = plan.memory(chain.problem)
+        return Stage(
+            name=name,
+            seconds=value - weight * memory,
+            memory=memory,
+            chain=chain,
+            plan=plan,
+            entry=entry,
+        )
+
+    # Seconds of a stage for each layout at its borders, and of what is tied.
+
+    def _first(self, tables: Tables) -> Array:
+        value = _flat(tables.head.value)
+        for _ in range(self._per_stage - 1):
+            value = _through(tables.middle.value.T, value)
+        return value + self._sent[:, None]
+
+    def _last(self, tables: Tables) -> Array:
+        value = _flat(tables.tail.value)
+        for _ in range(self._per_stage):
+            value = _through(tables.middle.value, value)
+        return value
+
+    def _middle(self, tables: Tables) -> Array:
+        """Return the seconds of a stage that is given and hands on one layout."""
+        one, power = tables.middle.value, self._per_stage
+        value: Array | None = None
+        while power:
+            if power % 2:
+                value = one if value is None else _through(value, one)
+            power //= 2
+            if power:
+                one = _through(one, one)
+        if value is None:
+            raise ValueError("a stage has blocks")
+        return np.diagonal(value) + self._sent
+
+    def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, Plan]:
+        """Return the best plan of one stage between borders that lie as `cut` says."""
+        size = len(tables.middle.value)
+        border: Array = np.where(np.arange(size) == cut, 0.0, np.inf)
+        chain = tables.chain
+        shape = tables.head.value.shape[1:]
+        ties = [int(at) for at in np.unravel_index(tie, shape)] if chain.tied else []
+        head, tail = _flat(tables.head.value)[:, tie], _flat(tables.tail.value)[:, tie]
+        count = self._per_stage
+        if name == "first":
+            value, path = shortest(head, tables.middle.value, border, count)
+            full = tables.plan(path, ties)
+            return value + float(self._sent[cut]), Plan(head=full.head, blocks=full.blocks, tail={})
+        after = border if name == "middle" else tail
+        value, path = shortest(border, tables.middle.value, after, count + 1)
+        full = tables.plan(path, ties)
+        if name == "middle":
+            return value + float(self._sent[cut]), Plan(head={}, blocks=full.blocks, tail={})
+        tied = dict(zip(chain.tied, ties, strict=True))
+        return value, Plan(head=tied, blocks=full.blocks, tail=full.tail)
+
+
+def _flat(table: Array) -> Array:
+    found: Array = table.reshape(len(table), -1)
+    return found
+
+
+def _through(a: Array, b: Array) -> Array:
+    """Return the least sums over what is between: (rows, between) with (between, columns)."""
+    found = np.empty((len(a), b.shape[1]))
+    for at, row in enumerate(a):
+        found[at] = (row[:, None] + b).min(axis=0)
+    return found

@@ -1,0 +1,197 @@
+"""A plan as it is saved: every parameter's and every operator's placement, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.units import quoted
+
+VERSION = 1
+BYTES_MAX = 64 << 20
+_SHOWN_MAX = 8
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True):
+    """How one operator runs.
+
+    Args:
+        module: Module that runs it; empty for the model itself.
+        op: Its name, such as `linear`.
+        divided: What each axis divides: a loop of the operator, `R` for nothing, `P` where pending
+            sums pass through.
+        ins: Placement of each input on each axis.
+        outs: Placement of each output on each axis.
+    """
+
+    module: str
+    op: str
+    divided: list[str]
+    ins: list[list[str]]
+    outs: list[list[str]]
+
+
+class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan, with all it was made for.
+
+    Args:
+        version: Of this form.
+        model: What was searched.
+        topology: Name of the machine it is for.
+        world: Ranks.
+        mesh: Axis -> size, stages of the pipeline excluded.
+        stages: Of the pipeline.
+        microbatches: Of a step.
+        batch: Samples of a step.
+        recompute: Whether repeated blocks keep only what they are given.
+        seconds: Predicted, of a step.
+        costs: What they are made up of, in the slowest stage.
+        memory: Bytes, predicted, of the largest rank.
+        gap: By how much a better plan for this mesh could be faster at most; None if not known.
+        params: Parameter -> its placement on each axis.
+        operators: Step of the graph -> how it runs.
+        unknown: Operators without a rule, which run whole on every rank.
+        rejected: Other layouts and why they were not chosen.
+    """
+
+    version: int
+    model: str
+    topology: str
+    world: int
+    mesh: dict[str, int]
+    stages: int
+    microbatches: int
+    batch: int
+    recompute: bool
+    seconds: float
+    costs: dict[str, float]
+    memory: float
+    gap: float | None
+    params: dict[str, list[str]]
+    operators: dict[str, Operator]
+    unknown: list[str] = []
+    rejected: list[str] = []
+
+
+def write_plan(plan: SavedPlan, path: Path) -> None:
+    """Write `plan` as JSON.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def read_plan(path: Path) -> SavedPlan:
+    """Return the plan in a file.
+
+    Raises:
+        UsageError: It cannot be read, or holds no plan.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(BYTES_MAX + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > BYTES_MAX:
+        raise UsageError(f"{path} is larger than 64 MiB")
+    try:
+        plan = msgspec.json.decode(content, type=SavedPlan)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no plan of msrun search: {error}") from None
+    if plan.version != VERSION:
+        raise UsageError(f"{path} has version {plan.version} (this msrun reads {VERSION})")
+    return plan
+
+
+def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, what is divided, inputs and outputs of what `pattern` names.
+
+    Args:
+        plan: The plan.
+        pattern: Of names of parameters, modules or steps; `*` also crosses dots.
+
+    Raises:
+        UsageError: Nothing has such a name.
+    """
+    found = False
+    for name, placed in plan.params.items():
+        if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern):
+            found = True
+            yield name, "", "", written(placed)
+    for name, operator in plan.operators.items():
+        if fnmatchcase(name, pattern) or fnmatchcase(operator.module, pattern):
+            found = True
+            ins, outs = ("; ".join(map(written, side)) for side in (operator.ins, operator.outs))
+            yield f"{name} ({operator.op})", " ".join(operator.divided), ins, outs
+    if not found:
+        modules = sorted({one.module for one in plan.operators.values() if one.module})
+        shown = ", ".join(modules[:_SHOWN_MAX])
+        raise UsageError(f"--explain {quoted(pattern)}: nothing has this name (choose {shown})")
+
+
+def written(placed: list[str]) -> str:
+    """Return placements on all axes as one text."""
+    return " x ".join(placed)
+
+
+def differences(one: SavedPlan, other: SavedPlan) -> list[tuple[str, str, str]]:
+    """Return what differs between two plans: its name, and both values."""
+    found = []
+    for key in ("model", "topology", "world", "batch", "stages", "microbatches", "recompute"):
+        a, b = getattr(one, key), getattr(other, key)
+        found.append((key, str(a), str(b)))
+    found.append(("mesh", _mesh(one.mesh), _mesh(other.mesh)))
+    found.append(("step", f"{one.seconds:.6g} s", f"{other.seconds:.6g} s"))
+    found.append(("memory", f"{one.memory:.4g} B", f"{other.memory:.4g} B"))
+    found += _merged(one.params, other.params)
+    return [row for row in found if row[1] != row[2]]
+
+
+def _merged(
+    one: Mapping[str, list[str]], other: Mapping[str, list[str]]
+) -> Iterator[tuple[str, str, str]]:
+    for name in dict.fromkeys([*one, *other]):
+        a, b = one.get(name), other.get(name)
+        yield name, written(a) if a else "-", written(b) if b else "-"
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def families(params: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    """Return parameters and placements, equal ones of numbered blocks on one line.
+
+    Example: `blocks.0.up.weight` and `blocks.1.up.weight` alike -> `blocks.0-1.up.weight`.
+    """
+    rows: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for name, placed in params.items():
+        parts = name.split(".")
+        form = ".".join("#" if part.isdigit() else part for part in parts)
+        numbers = tuple(int(part) for part in parts if part.isdigit())
+        rows.setdefault((form, written(placed)), []).append(numbers)
+    return [(_filled(form, numbers), placed) for (form, placed), numbers in rows.items()]
+
+
+def _filled(form: str, numbers: list[tuple[int, ...]]) -> str:
+    for column in zip(*numbers, strict=True):
+        form = form.replace("#", _ranges(sorted(set(column))), 1)
+    return form
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)

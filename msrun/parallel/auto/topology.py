@@ -1,0 +1,187 @@
+"""What a cluster can do: rates of its devices, and of the links that a mesh axis runs over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.units import quoted
+
+GIB = 2**30
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One level of the network.
+
+    Args:
+        bandwidth: Bytes a second that one device sends, and receives at the same time.
+        latency: Seconds of one hop.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf:
+            raise ValueError("bandwidth: must be above 0 bytes a second")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError("latency: must be 0 or more seconds")
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster of equal nodes.
+
+    Args:
+        name: For reports.
+        flops: Operations a second of one device, in the type that is trained in.
+        efficiency: Share of `flops` that large matrix products reach.
+        memory_bandwidth: Bytes a second of the device's memory.
+        memory: Bytes of the device's memory.
+        launch: Seconds to start one operator.
+        collective: Seconds to start one collective.
+        per_node: Devices of a node.
+        inside: Links within a node.
+        across: Links between nodes.
+        overlap: Share of the traffic of parameters and their gradients that hides behind
+            computation.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    memory: int
+    inside: Link
+    across: Link
+    per_node: int = 8
+    efficiency: float = 0.6
+    launch: float = 4e-6
+    collective: float = 8e-6
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("flops", "memory_bandwidth", "memory", "per_node"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field}: must be above 0")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError("efficiency: must be above 0, and 1 at most")
+        if not 0 <= self.overlap < 1:
+            raise ValueError("overlap: must be 0 or more, and below 1")
+        for field in ("launch", "collective"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(f"{field}: must be 0 or more seconds")
+
+    def wires(self, sizes: Sequence[int]) -> tuple[Wire, ...]:
+        """Return what each axis of a mesh runs over; the last axis is the innermost."""
+        found: list[Wire] = []
+        stride = 1
+        for size in reversed(sizes):
+            found.append(self._wire(size, stride))
+            stride *= size
+        return tuple(reversed(found))
+
+    def _wire(self, size: int, stride: int) -> Wire:
+        """Return what `size` devices that lie `stride` apart run over.
+
+        A ring that leaves a node does so through the adapters of all its members there, so
+        between nodes each member has the bandwidth of as many.
+        """
+        inside = math.gcd(size, max(1, self.per_node // stride))
+        if inside == size:
+            return Wire(
+                size=size,
+                bandwidth=self.inside.bandwidth,
+                start=self.collective,
+                hop=self.inside.latency,
+            )
+        bandwidth = min(self.inside.bandwidth, inside * self.across.bandwidth)
+        return Wire(size=size, bandwidth=bandwidth, start=self.collective, hop=self.across.latency)
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """What one mesh axis runs over.
+
+    Args:
+        size: Ranks of a group.
+        bandwidth: Bytes a second of each.
+        start: Seconds to start a collective.
+        hop: Seconds of one hop.
+    """
+
+    size: int
+    bandwidth: float
+    start: float
+    hop: float
+
+
+def _preset(name: str, numbers: tuple[float, ...], *, per_node: int = 8) -> Topology:
+    flops, memory_bandwidth, memory, inside, across = numbers
+    return Topology(
+        name=name,
+        flops=flops,
+        memory_bandwidth=memory_bandwidth,
+        memory=int(memory * GIB),
+        per_node=per_node,
+        inside=Link(bandwidth=inside, latency=1e-6),
+        across=Link(bandwidth=across, latency=4e-6),
+    )
+
+
+# Operations a second (16-bit, dense), memory: bytes a second and GiB, bytes a second of links
+# inside and across nodes, in one direction.  The vendors' data sheets; calibrate for more.
+PRESETS: Mapping[str, Topology] = {
+    "a100": _preset("a100", (312e12, 2.0e12, 80, 300e9, 25e9)),
+    "h100": _preset("h100", (989e12, 3.35e12, 80, 450e9, 50e9)),
+    "h200": _preset("h200", (989e12, 4.8e12, 141, 450e9, 50e9)),
+    "ascend910": _preset("ascend910", (256e12, 1.2e12, 32, 90e9, 12.5e9)),
+    "cpu": Topology(
+        name="cpu",
+        flops=5e10,
+        memory_bandwidth=1e10,
+        memory=16 * GIB,
+        inside=Link(bandwidth=1e9, latency=5e-5),
+        across=Link(bandwidth=1e9, latency=2e-4),
+        efficiency=1.0,
+        launch=1e-5,
+        collective=1e-4,
+    ),
+}
+
+
+def parse_topology(tree: object) -> Topology:
+    """Return the topology that `tree`, plain values as of YAML, says.
+
+    A key `preset` names one of `PRESETS`, which the other keys change.
+
+    Raises:
+        UsageError: An unknown key or preset, or a value that is none.
+    """
+    if not isinstance(tree, Mapping):
+        raise UsageError("topology: it is no mapping")
+    given: dict[str, Any] = dict(tree)
+    name = given.pop("preset", None)
+    if name is not None:
+        given = {**msgspec.to_builtins(preset(str(name))), **given}
+    try:
+        return msgspec.convert(given, Topology, strict=False)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        where = path.rstrip("`")
+        raise UsageError(f"topology{where}: {problem[:1].lower()}{problem[1:]}") from None
+
+
+def preset(name: str) -> Topology:
+    """Return the preset called `name`.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = PRESETS.get(name.lower())
+    if found is None:
+        raise UsageError(
+            f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)}, or a file)"
+        )
+    return found

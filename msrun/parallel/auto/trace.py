@@ -1,0 +1,227 @@
+"""From a module to its program: what `torch.export` finds, in a form that knows no torch."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from msrun.errors import UsageError
+from msrun.parallel.auto.program import Program, Step, Value
+
+_NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
+
+
+class Traced:
+    """A program with the graph that it was made of.
+
+    Args:
+        program: The forward pass as data.
+        nodes: Step -> its node in the graph.
+        graph: The graph, as `torch.export` made it.
+        inputs: Of the program, as they stand in the graph.
+        buffers: Values of the program that are buffers, or constants of the graph -> their names.
+    """
+
+    def __init__(self, exported: torch.export.ExportedProgram, model: nn.Module) -> None:
+        signature = exported.graph_signature
+        self.graph = exported.graph
+        self.nodes: dict[str, fx.Node] = {}
+        self.buffers: dict[str, str] = {
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        self.constants: dict[str, Any] = dict(exported.constants)
+        self._names: dict[str, str] = {}
+        self._values: dict[str, Value] = {}
+        self._steps: list[Step] = []
+        self._user_outputs = set(signature.user_outputs)
+        params = self._read_params(signature.inputs_to_parameters, model)
+        outputs: list[str] = []
+        for node in self.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    self._add_value(node.name, node.meta.get("val"))
+                case "call_function":
+                    self._add_step(node)
+                case "output":
+                    outputs = self._outputs(node)
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        self.program = Program(
+            values=self._values,
+            params=params,
+            inputs=tuple(name for name in signature.user_inputs if name in self._values),
+            steps=tuple(self._steps),
+            outputs=tuple(outputs),
+            frozen=frozenset(name for name, full in params.items() if full not in trained),
+        )
+
+    def _read_params(self, names: dict[str, str], model: nn.Module) -> dict[str, str]:
+        """Return value -> name in the model; a tied parameter has one of each."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        for value, name in names.items():
+            same = first.setdefault(id(tensors[name]), value)
+            self._names[value] = same
+            if same == value:
+                found[value] = name
+        return found
+
+    def _outputs(self, node: fx.Node) -> list[str]:
+        found = []
+        for item in _flat(node.args):
+            if isinstance(item, fx.Node) and item.name in self._user_outputs:
+                name = self._name(item)
+                if name in self._values:
+                    found.append(name)
+        return found
+
+    def _name(self, node: fx.Node) -> str:
+        return self._names.get(node.name, node.name)
+
+    def _add_value(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and name not in self._values:
+            self._values[name] = Value(
+                tuple(int(size) for size in value.shape),
+                value.element_size(),
+                value.is_floating_point(),
+            )
+
+    def _add_step(self, node: fx.Node) -> None:
+        """Add what a node does; views of one of several results are those results."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            if isinstance(source, fx.Node):
+                self._names[node.name] = f"{source.name}.{index}"
+            return
+        target = str(node.target)
+        packet = target.split(".")[1] if "." in target else target
+        if packet in _NOTHING:
+            return
+        value = node.meta.get("val")
+        if packet == "broadcast_tensors" and isinstance(value, tuple | list):
+            self._add_broadcast(node, value)
+            return
+        slots, attrs = _arguments(node)
+        inputs = {slot: self._name(item) for slot, item in slots.items()}
+        inputs = {slot: name for slot, name in inputs.items() if name in self._values}
+        if _is_identity(packet, node, value):
+            self._names[node.name] = next(iter(inputs.values()))
+            return
+        made = value if isinstance(value, tuple | list) else [value]
+        names = [
+            f"{node.name}.{i}" if value is not made[0] else node.name for i in range(len(made))
+        ]
+        for name, tensor in zip(names, made, strict=True):
+            self._add_value(name, tensor)
+        outputs = tuple(name for name in names if name in self._values)
+        step = Step(
+            name=node.name,
+            target=target,
+            inputs=inputs,
+            outputs=outputs,
+            attrs=attrs,
+            module=_module(node),
+        )
+        self._steps.append(step)
+        self.nodes[node.name] = node
+
+    def _add_broadcast(self, node: fx.Node, made: Sequence[Tensor]) -> None:
+        """Let equal shapes pass; others are expanded, which `getitem` finds by number."""
+        for index, (source, tensor) in enumerate(zip(_flat(node.args), made, strict=True)):
+            name = self._name(source)
+            if self._values[name].shape == tuple(tensor.shape):
+                self._names[f"{node.name}.{index}"] = name
+                for user in node.users:
+                    if user.args[1] == index:
+                        self._names[user.name] = name
+                continue
+            raise UsageError(f"search: {node.name} broadcasts tensors, which is not supported")
+
+
+def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
+    """Return the forward pass of `model` on a batch such as `sample`; nothing is computed.
+
+    Raises:
+        UsageError: `torch.export` cannot follow its forward.
+    """
+    distinct = [item.clone() if isinstance(item, Tensor) else item for item in sample]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(model, tuple(distinct), strict=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"search: the forward of {type(model).__name__} cannot be traced: {reason}",
+            hint="torch.export needs a forward whose steps do not depend on values of tensors",
+        ) from error
+    return Traced(exported, model)
+
+
+def _is_identity(packet: str, node: fx.Node, value: Any) -> bool:
+    """Return whether a step hands on its input as it is."""
+    if packet in ("lift_fresh_copy", "detach_", "alias"):
+        return True
+    if packet not in ("to", "dropout", "contiguous", "float", "type_as"):
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or not isinstance(value, Tensor):
+        return False
+    if packet == "dropout":
+        return bool(node.args[1] == 0.0 or node.args[2] is False)
+    given: Tensor = source.meta["val"]
+    return bool(given.dtype == value.dtype) and packet != "contiguous"
+
+
+def _arguments(node: fx.Node) -> tuple[dict[str, fx.Node], dict[str, Any]]:
+    """Return the tensors that a node reads, and its other arguments, by their names."""
+    schema = getattr(node.target, "_schema", None)
+    named: dict[str, Any] = {}
+    if schema is None:
+        named = {str(index): item for index, item in enumerate(node.args)}
+    else:
+        for index, argument in enumerate(schema.arguments):
+            if index < len(node.args):
+                named[argument.name] = node.args[index]
+            elif argument.name in node.kwargs:
+                named[argument.name] = node.kwargs[argument.name]
+            elif argument.has_default_value():
+                named[argument.name] = argument.default_value
+    slots: dict[str, fx.Node] = {}
+    attrs: dict[str, Any] = {}
+    for name, item in named.items():
+        if isinstance(item, fx.Node):
+            slots[name] = item
+        elif isinstance(item, list | tuple) and any(isinstance(one, fx.Node) for one in item):
+            slots |= {f"{name}.{at}": x for at, x in enumerate(item) if isinstance(x, fx.Node)}
+        else:
+            attrs[name] = _plain(item)
+    return slots, attrs
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, bool | int | float | str) or item is None:
+        return item
+    if isinstance(item, list | tuple):
+        return [_plain(one) for one in item]
+    return str(item)
+
+
+def _flat(item: Any) -> Iterator[Any]:
+    if isinstance(item, list | tuple):
+        for one in item:
+            yield from _flat(one)
+    else:
+        yield item
+
+
+def _module(node: fx.Node) -> str:
+    """Return the name of the innermost module that runs a node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import programs
+import pytest
+from programs import TINY
+
+from msrun.errors import UsageError
+from msrun.parallel.auto import layouts
+from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.layouts import Job, JobLayout, Outcome, explore
+from msrun.parallel.auto.repeat import find_blocks, shortened
+from msrun.parallel.auto.search import Setting, search
+
+
+@cache
+def job(limit=math.inf, world=4, batch=8):
+    small, large = (programs.transformer(4, batch=b, length=8, width=16) for b in (2, 6))
+    blocks = find_blocks(small)
+    short, two = shortened(small, blocks)
+    other, _ = shortened(large, find_blocks(large))
+    return Job(
+        programs=Batches(short, other, (2, 6)),
+        blocks=two,
+        count=4,
+        topology=TINY,
+        world=world,
+        batch=batch,
+        limit=limit,
+    )
+
+
+def everything(found):
+    """Return what a look at every layout finds, none of them left out."""
+    search = layouts._Search(found)
+    return {
+        layout: search.look(layout, math.inf)
+        for group in layouts.groups(found)
+        for layout in layouts.layouts(found, *group)
+    }
+
+
+def test_the_best_of_all_layouts_is_found_and_bounds_are_below_it():
+    outcomes = everything(job())
+    *_, last = explore(job())
+    best = min(one.seconds for one in outcomes.values())
+    assert last.best.seconds == pytest.approx(best, rel=1e-12)
+    assert last.seen + last.pruned == last.total == len(outcomes)
+    assert last.pruned > 0
+    assert all(one.bound <= one.seconds * (1 + 1e-9) for one in outcomes.values())
+
+
+def test_with_little_memory_the_best_that_fits_is_found():
+    free = everything(job())
+    limit = min(one.memory for one in free.values()) * 1.3
+    fitting = [one for one in everything(job(limit)).values() if isinstance(one, Outcome)]
+    *_, last = explore(job(limit))
+    assert last.best.memory <= limit
+    assert last.best.seconds == pytest.approx(min(one.seconds for one in fitting), rel=1e-12)
+    assert last.too_large > 0
+
+
+def test_when_nothing_fits_the_least_memory_that_would_is_known():
+    *_, last = explore(job(1.0))
+    assert last.best is None
+    *_, enough = explore(job(last.least * 1.001))
+    assert enough.best.memory <= last.least * 1.001
+
+
+def test_one_stage_costs_what_the_whole_program_does():
+    program = programs.transformer(4, batch=2, length=8, width=16)
+    found = search(program, Setting(sizes=(2, 2), topology=TINY, rounds=4))
+    layout = JobLayout(stages=1, sizes=(2, 2), microbatches=4, recompute=False)
+    outcome = layouts._Search(job()).look(layout, math.inf)
+    assert outcome.seconds == pytest.approx(found.seconds, rel=1e-12)
+    assert outcome.memory == pytest.approx(found.memory, rel=1e-12)
+
+
+def test_stages_hold_all_blocks_and_hand_on_one_layout():
+    layout = JobLayout(stages=4, sizes=(1,), microbatches=8, recompute=True)
+    outcome = layouts._Search(job()).look(layout, math.inf)
+    assert [stage.name for stage in outcome.stages] == ["first", "last", "middle"]
+    first, last, middle = outcome.stages
+    assert len(first.plan.blocks) == 0
+    assert len(last.plan.blocks) == len(middle.plan.blocks) == 1
+    assert outcome.seconds == max(stage.seconds for stage in outcome.stages)
+
+
+def test_numbers_grow_with_the_batch():
+    small, large = (programs.transformer(1, batch=b) for b in (2, 6))
+    assert Batches(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
+    with pytest.raises(UsageError, match="other operators"):
+        Batches(small, programs.transformer(2), (2, 6))
