@@ -163,7 +163,11 @@ class AgentState:
                 return self._scheduler_was_lost(event, now)
 
     def _join(self, now: float) -> list[Action]:
-        """Register, with all that a scheduler has to know which knows nothing."""
+        """Register, with all that a scheduler has to know which knows nothing.
+
+        It starts this node again if that is still to be, so nothing else need be kept.
+        """
+        self._pending = None
         is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
         exits = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
         register = msgspec.structs.replace(
@@ -195,8 +199,6 @@ class AgentState:
         if self.phase is Phase.JOINING:
             if not self._pending:
                 return [Tell(silence, warn=True)]
-            self.generation, _ = self._pending
-            self._pending = None
             return [Tell(silence, warn=True), *self._join(now)]
         self._is_cut = True
         told = Tell(f"{silence}: this node's workers are stopped", warn=True)
@@ -232,7 +234,6 @@ class AgentState:
         if self._own_verdict or generation <= self.generation:
             return []
         if age >= self.lease.fence:  # by now another node may have these ranks
-            self.generation = generation
             return self._join(now)
         self._pending = (generation, start)
         self._nnodes = start.nnodes

@@ -54,7 +54,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         serves: The scheduler lives on it, so the job cannot go on without it.
         formation: What its user asked for.
         running: Generation whose workers live on it; -1 when none does.
-        seen: Largest generation that was started on it, or that it may not start any more.
+        seen: Largest generation that was started on it, or stopped before it was.
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
     """
@@ -210,7 +210,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ack: Largest number up to which the sender has got everything.
         stamp: From an agent, its own monotonic clock when it asks for a sign of life, else
             0; from the scheduler, the latest that it got from that agent.
-        term: Which life of the scheduler speaks, from 1; 0 from an agent.
+        term: Which life of the scheduler speaks, or is spoken to, from 1; 0 from an agent
+            that has not heard of any.
         generation: The generation that the body speaks of; -1 before the first.
         body: What is said; None for a sign of life alone.
         version: Version of this protocol.

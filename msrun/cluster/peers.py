@@ -73,34 +73,38 @@ class Peers:
         self._check_by(now)
         return [self._frame(node_id, peer, parcel.seq, generation, body)]
 
-    def receive(self, envelope: Envelope, *, now: float) -> tuple[list[Received], list[Envelope]]:
+    def receive(
+        self, envelope: Envelope, *, now: float
+    ) -> tuple[list[Lost | Received], list[Envelope]]:
         """Return what a frame of an agent means, and the frames that answer it."""
         node_id = envelope.node_id
         peer = self._peers.get(node_id)
         life = (envelope.incarnation, envelope.session)
         if peer and life < (peer.incarnation, peer.session):
             return [], []
+        events: list[Lost | Received] = []
         if peer is None or life > (peer.incarnation, peer.session):
-            is_late = life <= self._lost.get(node_id, (-1, -1))
-            if envelope.seq != 1 or is_late or not isinstance(envelope.body, Register):
+            if not self._is_first(envelope, life):
                 return [], [self._unknown(envelope)] if envelope.stamp else []
+            if peer and peer.incarnation < envelope.incarnation:
+                events += self.lose(node_id, peer.incarnation, "it was started anew")
             peer = self._peers[node_id] = _Peer(*life, heard_at=now)
         peer.heard_at = now
         peer.stamp = max(peer.stamp, envelope.stamp)
         peer.link.acknowledge(envelope.ack, now=now)
         self._check_by(now)
-        events = []
         body = envelope.body
         if envelope.seq and peer.link.take(envelope.seq) and isinstance(body, _OF_AGENT):
             events.append(Received(node_id, envelope.incarnation, envelope.generation, body))
         asks = envelope.seq or envelope.stamp
         return events, [self._frame(node_id, peer)] if asks else []
 
-    def lose(self, node_id: str, reason: str) -> list[Lost]:
-        """Forget a node of which it is known that nothing lives on it any more."""
-        peer = self._peers.pop(node_id, None)
-        if peer is None:
+    def lose(self, node_id: str, incarnation: int, reason: str) -> list[Lost]:
+        """Forget a life of a node of which it is known that nothing is left of it."""
+        peer = self._peers.get(node_id)
+        if peer is None or peer.incarnation != incarnation:
             return []
+        del self._peers[node_id]
         self._lost[node_id] = (peer.incarnation, peer.session)
         return [Lost(node_id, peer.incarnation, reason, peer.heard_at)]
 
@@ -112,9 +116,13 @@ class Peers:
         """Return the nodes that are lost by now, and the frames that are due."""
         if self._check_at is None or now < self._check_at:
             return [], []
-        silent = [n for n, peer in self._peers.items() if now - peer.heard_at >= self.lease.lost]
         reason = f"no sign of life for {self.lease.lost:g}s"
-        losses = [loss for node_id in silent for loss in self.lose(node_id, reason)]
+        losses = [
+            loss
+            for node_id, peer in list(self._peers.items())
+            if now - peer.heard_at >= self.lease.lost
+            for loss in self.lose(node_id, peer.incarnation, reason)
+        ]
         frames = [
             self._frame(node_id, peer, parcel.seq, parcel.generation, parcel.body)
             for node_id, peer in self._peers.items()
@@ -123,6 +131,17 @@ class Peers:
         has_lease = self.lease.lost != float("inf") and self._peers
         self._check_at = None if not has_lease and self.all_delivered else now + _CHECK_SECONDS
         return losses, frames
+
+    def _is_first(self, envelope: Envelope, life: tuple[int, int]) -> bool:
+        """Return whether a frame begins a session with this life of the scheduler.
+
+        What was said to an earlier one may have come late and hold no more; before the
+        first there was none.
+        """
+        is_late = life <= self._lost.get(envelope.node_id, (-1, -1))
+        is_for_us = envelope.term == self.term or self.term == 1
+        is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
+        return is_register and is_for_us and not is_late
 
     def _check_by(self, now: float) -> None:
         if self._check_at is None:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from msrun.cluster import seats, wal
-from msrun.cluster import verdict as verdicts
 from msrun.cluster.forming import Forming
 from msrun.cluster.generation import Because, Generation, Loss, seat
 from msrun.cluster.messages import (
@@ -85,7 +84,6 @@ class SchedulerState:
     _current: Generation = field(default_factory=Generation)
     _stopped_with: tuple[str, int] = ("", signal.SIGTERM)
     _obstacle: Verdict | None = None
-    _was_loss: bool = False
     _forming: Forming = field(init=False)
     _grow_at: float | None = None
     _recover_by: float | None = None
@@ -156,16 +154,18 @@ class SchedulerState:
         known = self._roster.nodes.get(node_id)
         if known and event.incarnation < known.incarnation:
             return []
-        if problem := self._roster.misfit(node_id, body):
+        is_member = node_id in self._current.undrained
+        is_known = is_member and self._current.members[node_id].incarnation == event.incarnation
+        if not is_known and (problem := self._roster.misfit(node_id, body)):
             code = ExitCode.NODE_LOST if node_id in self._roster.excluded else ExitCode.USAGE
             return [self._send(node_id, Refused(reason=problem, code=code))]
         self._roster.add(node_id, Node(event.incarnation, body))
         if self._recover_by is not None and self._current.undrained <= self._roster.nodes.keys():
             self._recover_by = None
         self._forming.someone_came(now=now)
-        if node_id in self._current.undrained and self.phase is not Phase.FORMING:
+        if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
-        return self._newcomer(node_id, body, now)
+        return self._newcomer(node_id, body.running, now)
 
     def _member_is_back(
         self, node_id: str, incarnation: int, body: Register, now: float
@@ -173,26 +173,28 @@ class SchedulerState:
         """Go on with a node of the generation that registers again, or without its workers."""
         if incarnation != self._current.members[node_id].incarnation:
             return self._gone(node_id, f"node {body.host} was started anew", now, now)
-        actions = [a for end in body.exits for a in self._count_exit(end, now)]
-        if body.running == self.generation or body.seen < self.generation:
-            if self.phase is Phase.STOPPING:
+        if body.seen < self.generation:  # and nothing that is under way to it starts it
+            is_stopping = self.phase is Phase.STOPPING
+            return self._is_drained(node_id, now) if is_stopping else [self._start(node_id)]
+        actions = [a for end in body.exits for a in self._count_exit(node_id, end, now)]
+        if body.running == self.generation:
+            if self.phase is Phase.STOPPING and not actions:
                 # It may have been told by an earlier scheduler, or not at all.
-                return actions or [self._send(node_id, self._stop_message())]
-            is_started = body.running == self.generation
-            return actions if is_started else [*actions, self._start(node_id)]
+                actions = [self._send(node_id, self._stop_message())]
+            return actions
         self._current.stuck[node_id] = body.stuck
         reason = f"node {body.host} was cut off and had to stop its workers"
         return actions + self._gone(node_id, reason, now, now)
 
-    def _newcomer(self, node_id: str, body: Register, now: float) -> list[Action]:
-        if body.running >= 0:  # workers of a generation that has gone on without them
+    def _newcomer(self, node_id: str, running: int, now: float) -> list[Action]:
+        if running >= 0:  # workers of a generation that has gone on without them
             self._roster.mark_stale(node_id, is_stale=True)
             stop = Stop(reason="the job went on without this node")
-            return [Send(node_id, body.running, stop)]
+            return [Send(node_id, running, stop)]
         self._roster.mark_stale(node_id, is_stale=False)
         if self.phase is Phase.FORMING:
             return self._form_if_possible(now)
-        if self._roster.can_grow(self._current.members):
+        if self._can_grow():
             self._grow_at = self._grow_at or now + JOIN_WINDOW
             return []
         return [self._send(node_id, self._stand_by())]
@@ -203,7 +205,7 @@ class SchedulerState:
         is_of_now = event.generation == self.generation and event.node_id in self._current.members
         match event.body:
             case WorkerExited(exit=end):
-                return self._count_exit(end, now) if is_of_now else []
+                return self._count_exit(event.node_id, end, now) if is_of_now else []
             case Drained(stuck=stuck):
                 return self._drained(event.node_id, stuck, now, is_of_now=is_of_now)
             case Interrupted(signum=signum):
@@ -213,8 +215,8 @@ class SchedulerState:
             case _:  # a key holder may send what only a scheduler says
                 return []
 
-    def _count_exit(self, end: RankExit, now: float) -> list[Action]:
-        if self.phase is Phase.FORMING:
+    def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
+        if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
             return []
         self._current.exits.setdefault(end.rank, (end, now - end.age))
         if self.phase is Phase.STOPPING:
@@ -227,8 +229,7 @@ class SchedulerState:
         self, node_id: str, stuck: list[str], now: float, *, is_of_now: bool
     ) -> list[Action]:
         if node_id in self._roster.stale:
-            registration = self._roster.nodes[node_id].registration
-            return self._newcomer(node_id, msgspec.structs.replace(registration, running=-1), now)
+            return self._newcomer(node_id, -1, now)
         if not is_of_now or self.phase is not Phase.STOPPING:
             return []
         self._current.stuck[node_id] = stuck
@@ -239,9 +240,7 @@ class SchedulerState:
             self._roster.let_go(node_id, signum)
             host = node.registration.host
             return self._leave(node_id, f"node {host} leaves on {signal_name(signum)}", now)
-        verdict = verdicts.interrupted(
-            self.job_id, signum, generation=self.generation, restarts=self.policy.used
-        )
+        verdict = self._verdict(signal_exit_code(signum), f"stopped by {signal_name(signum)}")
         # A script may catch Ctrl-C to save its work, as it does without a launcher.
         return self._end(verdict, signum if signum == signal.SIGINT else signal.SIGTERM)
 
@@ -291,8 +290,7 @@ class SchedulerState:
     def _dismiss(self, node_id: str) -> list[Action]:
         """Send a node home that leaves, or that is excluded."""
         reason = self._roster.farewell(node_id)
-        node = self._roster.remove(node_id)
-        signum = node.leaves_with
+        signum = self._roster.remove(node_id).leaves_with
         code = signal_exit_code(signum) if signum else ExitCode.NODE_LOST
         return [self._send(node_id, Refused(reason=reason, code=code))]
 
@@ -336,9 +334,8 @@ class SchedulerState:
         self._grow_at = None
         self._current.because = because
         self._stopped_with = (reason, signum)
-        stop = self._stop_message()
         members = [n for n in sorted(self._current.undrained) if n in self._roster.nodes]
-        return [self._send(node_id, stop) for node_id in members]
+        return [self._send(node_id, self._stop_message()) for node_id in members]
 
     def _is_drained(self, node_id: str, now: float) -> list[Action]:
         self._current.undrained.discard(node_id)
@@ -370,7 +367,6 @@ class SchedulerState:
 
     def _form_again(self, root: RankExit | None, step: Again, now: float) -> list[Action]:
         """Go on to the next generation, with the nodes that can take part."""
-        self._was_loss = root is None
         reason = self._current.sentence(root)
         if root and (blamed := self._exclude(root, now)):
             reason += f"; {blamed}"
@@ -437,12 +433,16 @@ class SchedulerState:
 
     def _grow(self) -> list[Action]:
         self._grow_at = None
-        members = self._current.members
-        if not self._roster.can_grow(members):
+        if not self._can_grow():
             return []
-        hosts = [body.host for n, body in self._roster.ready().items() if n not in members]
+        members, ready = self._current.members, self._roster.ready()
+        hosts = [body.host for n, body in ready.items() if n not in members]
         self._current.change = f"node {', '.join(hosts)} joins"
         return self._stop(self._current.change, Because.CHANGE)
+
+    def _can_grow(self) -> bool:
+        """Whether a newcomer may change the generation, which must not be about to end."""
+        return not self._current.exits and self._roster.can_grow(self._current.members)
 
     def _decide(self, verdict: Verdict) -> list[Action]:
         self.verdict = verdict
@@ -451,7 +451,7 @@ class SchedulerState:
 
     def _repeat_verdict(self, event: Event) -> list[Action]:
         """Answer a late node with the verdict, which never changes."""
-        if self.verdict is None or not isinstance(event, Received):
+        if self.verdict is None or not isinstance(event, Received | Unreachable):
             return []
         return [self._send(event.node_id, Finish(verdict=self.verdict))]
 
@@ -493,6 +493,7 @@ class SchedulerState:
         reason = f"{self._roster.attendance()}, after {self.join_timeout:g}s"
         if self.generation == 0:
             return self._verdict(ExitCode.JOIN_TIMEOUT, reason)
-        ended = f"the job cannot go on: {self._current.sentence(self._current.root())}; {reason}"
-        code = ExitCode.NODE_LOST if self._was_loss else ExitCode.JOIN_TIMEOUT
+        root = self._current.root()
+        ended = f"the job cannot go on: {self._current.sentence(root)}; {reason}"
+        code = ExitCode.JOIN_TIMEOUT if root else ExitCode.NODE_LOST
         return self._verdict(code, ended)

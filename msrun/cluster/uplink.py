@@ -52,10 +52,15 @@ class Uplink:
     _beat_at: float | None = None
     _is_cut: bool = False
 
+    @property
+    def expires_at(self) -> float | None:
+        """When nothing may live here any more, unless the scheduler answers by then."""
+        cut_at = self._fence_at()
+        return None if cut_at is None else cut_at + self.lease.grace
+
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
         """Begin a new session, of which `register` is the first body."""
         self._session += 1
-        self._term = 0
         self._link = Link()
         return self.send(generation, register, now=now)
 
@@ -95,10 +100,11 @@ class Uplink:
         if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
             return [], []
         body = envelope.body
-        self._term = self._term or envelope.term
         if envelope.term < self._term:
             return [], []
-        if envelope.term > self._term or isinstance(body, Unknown):
+        is_another = 0 < self._term < envelope.term
+        self._term = envelope.term
+        if is_another or isinstance(body, Unknown):
             return [Forgotten()], []
         events: list[UplinkEvent] = self._echoed(envelope.stamp)
         self._link.acknowledge(envelope.ack, now=now)
@@ -119,7 +125,10 @@ class Uplink:
         return [Reached()] if is_news else []
 
     def _cut_at(self) -> float | None:
-        if self._echo is None or self._is_cut or self.lease.fence == float("inf"):
+        return None if self._is_cut else self._fence_at()
+
+    def _fence_at(self) -> float | None:
+        if self._echo is None or self.lease.fence == float("inf"):
             return None
         return self._echo + self.lease.fence
 
@@ -140,6 +149,7 @@ class Uplink:
             seq=seq,
             ack=self._link.received,
             stamp=stamp,
+            term=self._term,
             generation=generation,
             body=body,
         )

@@ -21,6 +21,7 @@ from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
     Event,
+    Lost,
     Phase,
     Received,
     Send,
@@ -101,7 +102,7 @@ class Scheduler:
         self._state.recover(records, within=within, now=self._loop.now())
         self._held: dict[tuple[str, int], list[Received]] = {}
         self._reachable: set[tuple[str, int]] = set()
-        self._addresses: dict[str, tuple[str, int]] = {}
+        self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
 
     def run(self) -> None:
@@ -128,8 +129,7 @@ class Scheduler:
         losses, frames = self._peers.tick(now=now)
         self._send(frames)
         for loss in losses:
-            log.warning("node=%s lost: %s", loss.node_id, loss.reason)
-            self._handle(loss)
+            self._lose(loss)
         self._handle(Tick())
 
     def _on_agent_gone(self) -> None:
@@ -151,6 +151,9 @@ class Scheduler:
             events, frames = self._peers.receive(envelope, now=self._loop.now())
             self._send(frames)
             for event in events:
+                if isinstance(event, Lost):
+                    self._lose(event)
+                    continue
                 log.info(
                     "node=%s generation=%d received %s",
                     event.node_id,
@@ -185,7 +188,9 @@ class Scheduler:
         return self._config.formation.nnodes_max > 1 and life not in self._reachable
 
     def _on_probed(self, life: tuple[str, int], code: int) -> None:
-        held = self._held.pop(life)
+        held = self._held.pop(life, [])
+        if not held:  # it was lost meanwhile
+            return
         register = held[0].body
         if code and isinstance(register, Register):
             address = f"{register.store_host}:{register.store_port}"
@@ -198,25 +203,31 @@ class Scheduler:
             return
         self._reachable.add(life)
         if isinstance(register, Register):
-            self._addresses[life[0]] = (register.store_host, register.store_port)
+            node_id, incarnation = life
+            self._addresses[node_id] = (incarnation, register.store_host, register.store_port)
         for event in held:
             self._handle(event)
 
     def _on_broken(self) -> None:
         """Find out whether a node whose connection ended is still there."""
         for node_id in self._socket.broken():
-            if node_id in self._peers and (address := self._addresses.get(node_id)):
-                self._prober.probe(*address, partial(self._on_answer, node_id))
+            if node_id in self._peers and node_id in self._addresses:
+                incarnation, host, port = self._addresses[node_id]
+                self._prober.probe(host, port, partial(self._on_answer, node_id, incarnation))
 
-    def _on_answer(self, node_id: str, code: int) -> None:
+    def _on_answer(self, node_id: str, incarnation: int, code: int) -> None:
         if code != errno.ECONNREFUSED:
             return
         # The agent and all that it started held that socket, so nothing of them lives.
-        for loss in self._peers.lose(node_id, "its launcher has ended"):
-            log.warning("node=%s lost: %s", node_id, loss.reason)
-            self._handle(loss)
+        for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
+            self._lose(loss)
 
     # What is done about it.
+
+    def _lose(self, loss: Lost) -> None:
+        log.warning("node=%s lost: %s", loss.node_id, loss.reason)
+        self._held.pop((loss.node_id, loss.incarnation), None)
+        self._handle(loss)
 
     def _handle(self, event: Event) -> None:
         for action in self._state.handle(event, now=self._loop.now()):

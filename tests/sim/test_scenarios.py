@@ -134,6 +134,7 @@ class SchedulerScript(Script):
         self.incarnations[node] = int(incarnation)
         least, _, most = formation.pop("nnodes", "").partition(":")
         changed = {"nnodes_min": int(least), "nnodes_max": int(most or least)} if least else {}
+        changed |= {"lease": float(formation.pop("lease"))} if "lease" in formation else {}
         exits = [end.split(":") for end in ended.split(",") if end]
         body = Register(
             host=host or node,
