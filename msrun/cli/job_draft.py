@@ -40,6 +40,13 @@ _DIRECT: tuple[Option[object], ...] = (
 )
 
 
+_OF_SEVERAL: tuple[Option[object], ...] = (
+    options.LOCAL_ADDR,
+    options.LEASE,
+    options.EXCLUDE_AFTER,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDraft:
     """One job, ready for a backend.
@@ -150,6 +157,7 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
         secret_file=found.secret_file.value,
         join_timeout=found.join_timeout.value,
         last_call=found.last_call.value,
+        lease=settings.value(options.LEASE),
         grace=settings.value(options.GRACE),
         restarts=_restarts(settings),
         start_method=found.start_method.value,
@@ -181,6 +189,10 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
         "node-rank": settings.get(options.NODE_RANK) or nobody,
         "local-addr": settings.get(options.LOCAL_ADDR) or nobody,
         "last-call": found.last_call,
+        "lease": Given(settings.value(options.LEASE), settings.source(options.LEASE)),
+        "exclude-after": Given(
+            settings.value(options.EXCLUDE_AFTER), settings.source(options.EXCLUDE_AFTER)
+        ),
         "local-ranks-filter": found.tail_local,
     }
     return {
@@ -213,8 +225,9 @@ def _named(parallel: Given[object] | None) -> Given[str | None]:
 
 
 def _without_effect(settings: Settings, found: _Found) -> Iterator[str]:
-    if (local_addr := settings.get(options.LOCAL_ADDR)) and found.size.is_alone:
-        yield f"{local_addr.cite()} has no effect on one node"
+    for option in _OF_SEVERAL:
+        if (given := settings.get(option)) and found.size.is_alone:
+            yield f"{given.cite()} has no effect on one node"
     if found.last_call.text and not found.size.is_elastic:
         yield f"{found.last_call.cite()} has no effect: the job's nodes are as many as they are"
     if settings.value(options.WORKER_LOG_NAME) != found.log_name.value:
@@ -237,6 +250,7 @@ def _restarts(settings: Settings) -> RestartLimits:
         max_restarts=settings.value(options.MAX_RESTARTS),
         window=settings.value(options.RESTART_WINDOW),
         no_progress_limit=settings.value(options.NO_PROGRESS_LIMIT),
+        exclude_after=settings.value(options.EXCLUDE_AFTER),
     )
 
 

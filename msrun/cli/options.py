@@ -109,11 +109,20 @@ LAST_CALL = Option(
     default=30.0,
     default_text="30s",
 )
+LEASE = Option(
+    name="lease",
+    group=Group.CLUSTER,
+    metavar="DURATION",
+    help="Silence after which a node is lost, the same on every node.",
+    parse=parsers.lease,
+    default=10.0,
+    default_text="10s",
+)
 RDZV_CONF: Option[Mapping[str, float]] = Option(
     name="rdzv-conf",
     group=Group.CLUSTER,
     metavar="K=V,...",
-    help="Both of the above in torchrun's form: join_timeout=300,last_call_timeout=5.",
+    help="Both timeouts in torchrun's form: join_timeout=300,last_call_timeout=5.",
     parse=parsers.rdzv_conf,
     torchrun="rdzv_conf",
     file=FileForm.PAIRS,
@@ -297,6 +306,15 @@ NO_PROGRESS_LIMIT = Option(
     default=3,
     default_text="3",
 )
+EXCLUDE_AFTER = Option(
+    name="exclude-after",
+    group=Group.STOPPING,
+    metavar="N",
+    help="Failures that began on one node and leave it out; 0 leaves none out.",
+    parse=parsers.whole(0),
+    default=2,
+    default_text="2",
+)
 GRACE = Option(
     name="grace",
     group=Group.STOPPING,
@@ -410,6 +428,7 @@ WORKING: tuple[Option[object], ...] = (
     STANDALONE,
     JOIN_TIMEOUT,
     LAST_CALL,
+    LEASE,
     RDZV_CONF,
     JOB_ID,
     RDZV_ID,
@@ -430,6 +449,7 @@ WORKING: tuple[Option[object], ...] = (
     MAX_RESTARTS,
     RESTART_WINDOW,
     NO_PROGRESS_LIMIT,
+    EXCLUDE_AFTER,
     GRACE,
     LOG_DIR,
     WORKER_LOG_NAME,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +174,15 @@ def patience(value: str) -> float:
     """Return a duration above zero; MindSpore's negative numbers wait for ever."""
     is_negative = _WHOLE.fullmatch(value) and int(value) < 0
     return positive_seconds("inf" if is_negative else value)
+
+
+def lease(value: str) -> float:
+    """Return a duration of a second or more, within which a busy machine is still heard."""
+    seconds = parse_duration(value)
+    if not 1 <= seconds < math.inf:
+        msg = f"{quoted(value)} is out of range (choose a duration from 1s)"
+        raise UsageError(msg)
+    return seconds
 
 
 def rdzv_conf(value: str) -> Mapping[str, float]:

@@ -3,7 +3,8 @@
 An agent stops its workers when the scheduler has not answered for `fence` seconds, and
 is done with it `grace` seconds later.  The scheduler takes a silent node for lost only
 after `lost` seconds, so that by then no worker of it lives: fence + grace < lost.  Both
-count from the moment at which the *agent* spoke, each on its own monotonic clock.
+count from the moment at which the *agent* spoke, each on its own monotonic clock.  An agent
+that is frozen can stop nothing: then its node's reaper kills them, fence + grace < kill < lost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 _FENCE = 0.6
 _GRACE = 0.1
+_KILL = 0.8
 _HEARTBEAT = 0.1
 
 
@@ -35,6 +37,11 @@ class Lease(msgspec.Struct, frozen=True):
     def grace(self) -> float:
         """Seconds that its workers then have between SIGTERM and SIGKILL."""
         return self.lost * _GRACE
+
+    @property
+    def kill(self) -> float:
+        """Seconds without an answer after which the workers are killed without being asked."""
+        return self.lost * _KILL
 
     @property
     def heartbeat(self) -> float:

@@ -73,6 +73,13 @@ class Uplink:
         """Return the frame that asks whoever is at the other end for a sign of life."""
         return [self._frame(now)]
 
+    @property
+    def live_until(self) -> float | None:
+        """Time by which no worker may live unless there is another answer; None for ever."""
+        if self._echo is None or self.lease.kill == float("inf"):
+            return None
+        return self._echo + self.lease.kill
+
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
         due = [at for at in (self._link.deadline, self._beat_at, self._cut_at()) if at is not None]

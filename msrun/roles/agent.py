@@ -191,8 +191,15 @@ class Agent:
             self._console.pump()
             self._console.show(self._status())
         self._scheduler.tick()
-        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
+        self._keep_time()
         self._handle(Tick())
+
+    def _keep_time(self) -> None:
+        """Notice that the lease is over, if it is, before what happened after its end.
+
+        An agent that was frozen finds workers dead that did not fail.
+        """
+        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
 
     def _on_signal(self, signum: int) -> None:
         if signum in _STOPS:
@@ -200,6 +207,7 @@ class Agent:
         self._handle(Signalled(signum))
 
     def _on_scheduler(self) -> None:
+        self._keep_time()
         try:
             envelopes = self._node.socket.receive()
         except VersionError as error:
@@ -207,7 +215,10 @@ class Agent:
             self._handle(SchedulerLost(reason, code=error.exit_code))
             return
         for envelope in envelopes:
+            until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
+            if self._uplink.live_until != until and self._state.phase is not Phase.JOINING:
+                self._node.let_live(self._state.generation, self._uplink.live_until)
 
     def _greet(self) -> None:
         self._send(self._uplink.ask(now=self._loop.now()))
@@ -218,6 +229,7 @@ class Agent:
             self._handle(event)
 
     def _on_reaper(self) -> None:
+        self._keep_time()
         tree = self._node.tree
         try:
             reports = tree.reaper.receive()
@@ -236,6 +248,7 @@ class Agent:
                     self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
 
     def _on_forkserver(self) -> None:
+        self._keep_time()
         forkserver = self._node.tree.forkserver
         try:
             reports = forkserver.receive()
@@ -324,7 +337,9 @@ class Agent:
         self._running = 0
         self._workers = {
             worker.plan.rank: worker
-            for worker in self._node.start_workers(action.generation, action.start)
+            for worker in self._node.start_workers(
+                action.generation, action.start, self._uplink.live_until
+            )
         }
         if not self._job.is_alone:
             plans = tuple(worker.plan for worker in self._workers.values())

@@ -22,7 +22,13 @@ from msrun.roles.worker_end import RunningWorker
 from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import Placement
-from msrun.supervise.orders import Configure, SignalWorkers, SpawnStore, SpawnWorker
+from msrun.supervise.orders import (
+    Configure,
+    LiveUntil,
+    SignalWorkers,
+    SpawnStore,
+    SpawnWorker,
+)
 from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
 from msrun.transport.keys import new_secret
@@ -177,8 +183,21 @@ class NodeResources:
             run_dir.note_cgroup(self._dir, cgroup)
         return cgroup
 
-    def start_workers(self, generation: int, start: Start) -> list[RunningWorker]:
-        """Order the store and the workers of a generation; return the workers."""
+    def let_live(self, generation: int, until: float | None) -> None:
+        """Let the workers live until then and no longer; None for ever."""
+        if until is not None:
+            self.tree.reaper.send(LiveUntil(generation=generation, at=until))
+
+    def start_workers(
+        self, generation: int, start: Start, until: float | None
+    ) -> list[RunningWorker]:
+        """Order the store and the workers of a generation; return the workers.
+
+        Args:
+            generation: The generation.
+            start: Which part of it is here.
+            until: After which none may start any more; None for ever.
+        """
         placement = Placement(
             generation=generation,
             node_rank=start.node_rank,
@@ -190,10 +209,11 @@ class NodeResources:
             run_dir=str(self._dir),
         )
         (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        self.let_live(generation, until)
         if start.serve_store:
             self._order_store(generation)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan) for plan in plans]
+        return [self._order_worker(generation, plan, until) for plan in plans]
 
     def _order_store(self, generation: int) -> None:
         host, port = self.store
@@ -201,7 +221,9 @@ class NodeResources:
         order = SpawnStore(generation=generation, host=host, port=int(port), lazy=is_lazy)
         self.tree.forkserver.send(order)
 
-    def _order_worker(self, generation: int, plan: WorkerPlan) -> RunningWorker:
+    def _order_worker(
+        self, generation: int, plan: WorkerPlan, until: float | None
+    ) -> RunningWorker:
         order = SpawnWorker(
             generation=generation,
             rank=plan.rank,
@@ -212,6 +234,7 @@ class NodeResources:
             numa_nodes=list(plan.numa_nodes),
             # A process of another session cannot read from a terminal.
             keep_stdin=plan.rank == 0 and not os.isatty(0),
+            until=until,
         )
         worker = RunningWorker(
             plan=plan,

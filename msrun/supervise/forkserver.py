@@ -130,6 +130,10 @@ class Forkserver:
 
     def _fork_worker(self, order: SpawnWorker) -> None:
         child = _Child(order.generation, order.rank)
+        if order.until is not None and time.monotonic() >= order.until:
+            # The agent was frozen while it gave this order.
+            self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
+            return
         pid = self._fork(child, partial(self.become_worker, self.birth, order))
         if pid:
             report = Spawned(

@@ -50,6 +50,21 @@ class Sweep(Order, frozen=True, tag=True, kw_only=True):
     generation: int
 
 
+class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
+    """Let the workers of `generation` live until `at`, then kill them unless told again.
+
+    The agent says so as often as it hears from the scheduler.  So a node whose agent is
+    frozen has no workers left by the time at which others may get their ranks.
+
+    Args:
+        generation: The generation that runs.
+        at: A time of this machine's monotonic clock.
+    """
+
+    generation: int
+    at: float
+
+
 class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     """Start one rank.
 
@@ -62,6 +77,7 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
         cpus: CPUs to run on; empty for all.
         numa_nodes: NUMA nodes of its memory; empty for all.
         keep_stdin: It may read the launcher's standard input.
+        until: After which it must not start any more, on the monotonic clock; None for ever.
     """
 
     generation: int
@@ -72,6 +88,7 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     cpus: list[int] = []
     numa_nodes: list[int] = []
     keep_stdin: bool = False
+    until: float | None = None
 
 
 class SpawnStore(Order, frozen=True, tag=True, kw_only=True):
@@ -162,7 +179,7 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
     reason: str = ""
 
 
-ReaperOrder = Configure | Sweep
+ReaperOrder = Configure | LiveUntil | Sweep
 ReaperReport = Swept | ForkserverExited
 ForkserverOrder = SpawnWorker | SpawnStore | SignalWorkers
 ForkserverReport = Ready | Spawned | Exited

@@ -4,11 +4,13 @@ It does almost nothing, so that it can always do it at once: no torch, no zmq, n
 user code, one thread.  It is the child subreaper of the node's tree, so whatever
 a worker leaves behind, double forks and own sessions included, comes to it.  When
 the agent's end of the channel closes it kills until the kernel says that there is
-no child left, cleans up, and exits.
+no child left, cleans up, and exits.  It kills the workers too when the agent has not said
+in time that they may live on, for an agent that is frozen closes nothing.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import shutil
@@ -22,7 +24,14 @@ from functools import partial
 from msrun import environ
 from msrun.supervise import containment, process, shared_memory, title
 from msrun.supervise.channel import Channel, ChannelClosed
-from msrun.supervise.orders import Configure, ForkserverExited, ReaperOrder, Sweep, Swept
+from msrun.supervise.orders import (
+    Configure,
+    ForkserverExited,
+    LiveUntil,
+    ReaperOrder,
+    Sweep,
+    Swept,
+)
 
 SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.05
@@ -83,6 +92,7 @@ class Reaper:
     configure: Configure
     forkserver: int | None
     wakeup: int
+    _lease: LiveUntil | None = None
     _no_child_left: bool = field(default=False)
     _killed: set[int] = field(default_factory=set)
 
@@ -94,13 +104,14 @@ class Reaper:
         self._reap()
         try:
             while True:
-                ready = [fd for fd, _ in poller.poll()]
+                ready = [fd for fd, _ in poller.poll(self._timeout())]
                 if self.wakeup in ready:
                     self._reap()
                 if self.channel.fileno() in ready:
                     for order in self.channel.receive():
-                        if isinstance(order, Sweep):
-                            self._sweep(order)
+                        self._obey(order)
+                if self._timeout() == 0:
+                    self._fence()
         except ChannelClosed:
             self._end()
 
@@ -120,12 +131,34 @@ class Reaper:
                 self.forkserver = None  # its pid may soon be another process's
                 self.channel.send(ForkserverExited(status=status))
 
-    def _sweep(self, order: Sweep) -> None:
+    def _timeout(self) -> int | None:
+        """Return the milliseconds that the workers may still live, None when nobody limits it."""
+        if self._lease is None:
+            return None
+        return max(0, math.ceil((self._lease.at - time.monotonic()) * 1000))
+
+    def _obey(self, order: ReaperOrder) -> None:
+        match order:
+            case LiveUntil():
+                self._lease = order
+            case Sweep(generation=generation):
+                self._lease = None
+                stuck = self._kill_generation(generation)
+                self.channel.send(Swept(generation=generation, stuck=stuck))
+
+    def _fence(self) -> None:
+        """Kill the workers, whose node may be taken for lost by now."""
+        if self._lease:
+            self._kill_generation(self._lease.generation)
+            self._lease = None
+
+    def _kill_generation(self, generation: int) -> list[str]:
+        """Kill everything but the forkserver; describe what stays."""
         cgroup = self.configure.cgroup
-        directory = containment.generation_dir(cgroup, order.generation) if cgroup else ""
+        directory = containment.generation_dir(cgroup, generation) if cgroup else ""
         stuck = self._kill_until_gone(self.forkserver, [directory] if cgroup else [])
         containment.remove(directory)
-        self.channel.send(Swept(generation=order.generation, stuck=stuck))
+        return stuck
 
     def _end(self) -> None:
         """Kill the whole tree, remove what the job left on this node, say what is stuck."""

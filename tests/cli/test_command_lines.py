@@ -119,10 +119,12 @@ def test_our_own(msrun, here, words, expected):
 
 
 def test_restart_limits(msrun):
-    job = msrun("--max-restarts 5 --restart-window 1h --no-progress-limit 0 train.py").job
+    words = "--max-restarts 5 --restart-window 1h --no-progress-limit 0 --exclude-after 0"
+    job = msrun(f"{words} --nnodes 2 --master-addr node0 train.py").job
 
     limits = job.restarts
-    assert (limits.max_restarts, limits.window, limits.no_progress_limit) == (5, 3600.0, 0)
+    assert (limits.max_restarts, limits.window) == (5, 3600.0)
+    assert (limits.no_progress_limit, limits.exclude_after) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,8 @@ def test_default_job_ids(msrun, here, words, job_id):
             ),
         ),
         ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 has no effect on one node"),
+        ("--lease 4s", "--lease 4s has no effect on one node"),
+        ("--exclude-after 1", "--exclude-after 1 has no effect on one node"),
         (
             "--signals-to-handle SIGTERM,INT",
             (

@@ -24,12 +24,13 @@ def words(text):
 FLAGS = words(
     """
 --nnodes --node-rank --worker-num --master-addr --master-port --rdzv-endpoint --local-addr
---standalone --join-timeout --cluster-time-out --last-call --rdzv-conf --job-id --rdzv-id
+--standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf --job-id --rdzv-id
 --launcher --secret-file --insecure
 --module -m --no-python --run-path --config
 --workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
 --virtual-local-rank --join --no-join
---max-restarts --restart-window --no-progress-limit --grace --shutdown-timeout
+--max-restarts --restart-window --no-progress-limit --exclude-after --grace
+--shutdown-timeout
 --log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
 --hostfile --rank-table-file --include --exclude --remote-python --ssh --mpirun --mpirun-args

@@ -17,6 +17,7 @@ from msrun.supervise.orders import (
     Configure,
     Exited,
     ForkserverExited,
+    LiveUntil,
     Ready,
     SignalWorkers,
     Spawned,
@@ -71,11 +72,21 @@ class Node:
                 pytest.fail(f"no {kind.__name__}; the log has {self.log()!r}")
             self.reports += source.receive()
 
-    def spawn(self, rank=0):
+    def spawn(self, rank=0, *, until=None):
         order = SpawnWorker(
-            generation=0, rank=rank, env=dict(os.environ), log_file=str(self.log_file(rank))
+            generation=0,
+            rank=rank,
+            env=dict(os.environ),
+            log_file=str(self.log_file(rank)),
+            until=until,
         )
         self.tree.forkserver.send(order)
+
+    def let_live(self, seconds):
+        """Give the order that an agent gives when the scheduler has answered; return its time."""
+        until = time.monotonic() + seconds
+        self.tree.reaper.send(LiveUntil(generation=0, at=until))
+        return until
 
     def log_file(self, rank=0):
         return self.directory / f"worker_{rank}.log"
@@ -270,6 +281,32 @@ def test_a_sweep_ends_what_a_worker_left_behind_and_spares_the_forkserver(start)
     assert swept == Swept(generation=0, stuck=[])
     assert [pid for pid in strays(node) if process.is_alive(pid)] == []
     assert code_of(node.wait_for(Exited)) == 0
+
+
+def test_workers_live_as_long_as_the_agent_says_and_no_longer(start):
+    node = start(STRAYS_BESIDE_A_WORKER)
+    node.spawn()
+    node.wait_for_log("done")
+    node.wait_for_log("stray", count=2)
+    watches = [os.pidfd_open(pid) for pid in strays(node)]
+    node.let_live(0.5)
+    until = node.let_live(1.5)
+    end = node.wait_for(Exited)
+    ended = [bool(select.select([watch], [], [], PATIENCE)[0]) for watch in watches]
+    for watch in watches:
+        os.close(watch)
+    node.spawn(1)
+
+    assert (code_of(end), end.at >= until, ended) == (-signal.SIGKILL, True, [True, True])
+    node.wait_for_log("done", 1)
+
+
+def test_a_worker_whose_time_is_over_is_not_started(start):
+    node = start("print('up')")
+    node.spawn(until=time.monotonic())
+    end = node.wait_for(Exited)
+
+    assert (code_of(end), end.reason, node.log()) == (126, "the node was cut off meanwhile", "")
 
 
 def test_the_end_leaves_nothing_and_gives_up_the_lock_last(start):
