@@ -437,6 +437,16 @@ def error_file() -> str | None:
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
+def beat_file() -> str | None:
+    """Return where this worker, and what it starts, counts its beats; None outside of a job."""
+    # Not RANK, which a launcher inside of a worker gives its own children.
+    names = (RUN_DIR, "MSRUN_GENERATION", "RANK_ID")
+    run_dir, generation, rank = (os.environ.get(name, "") for name in names)
+    if not (run_dir and generation.isdecimal() and rank.isdecimal()):
+        return None
+    return f"{run_dir}/g{generation}/beat_{rank}"
+
+
 def thread_counts() -> tuple[int | None, int | None]:
     """Return OMP_NUM_THREADS and OPENBLAS_NUM_THREADS; None where they say nothing."""
     return _count(OMP_THREADS), _count("OPENBLAS_NUM_THREADS")

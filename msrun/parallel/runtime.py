@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from msrun import environ
+from msrun import beat, environ
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 from msrun.parallel import device as devices
@@ -121,6 +121,10 @@ class Runtime:
         """Wait until every rank of the job is here."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
 
+    def beat(self) -> None:
+        """Say that this rank makes progress, as `step` does by itself; see `msrun.beat`."""
+        beat()
+
     @contextlib.contextmanager
     def init_on_meta(self) -> Iterator[None]:
         """Build a model inside that is larger than the memory of a rank.
@@ -212,6 +216,7 @@ class Runtime:
         loss = steps.run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
         if saves:
             self.checkpoints.after_step(model, optimizer)
+        beat()
         return loss
 
     @functools.cached_property
