@@ -454,12 +454,28 @@ def error_file() -> str | None:
 
 def beat_file() -> str | None:
     """Return where this worker, and what it starts, counts its beats; None outside of a job."""
+<<<<<<< HEAD
+=======
+    return _rank_file("beat")
+
+
+def stack_file() -> str | None:
+    """Return where this worker writes its stacks when it is asked to; None outside of a job."""
+    return _rank_file("stack")
+
+
+def _rank_file(name: str) -> str | None:
+>>>>>>> w-control
     # Not RANK, which a launcher inside of a worker gives its own children.
     names = (RUN_DIR, "MSRUN_GENERATION", "RANK_ID")
     run_dir, generation, rank = (os.environ.get(name, "") for name in names)
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
+<<<<<<< HEAD
     return f"{run_dir}/g{generation}/beat_{rank}"
+=======
+    return f"{run_dir}/g{generation}/{name}_{rank}"
+>>>>>>> w-control
 
 
 def thread_counts() -> tuple[int | None, int | None]:

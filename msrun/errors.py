@@ -20,6 +20,7 @@ class ExitCode(enum.IntEnum):
     JOIN_TIMEOUT = 121
     AUTHENTICATION = 122
     DO_NOT_REQUEUE = 123
+    HUNG = 124
 
 
 class MsrunError(Exception):
@@ -58,6 +59,18 @@ class VersionError(ProtocolError):
     """A peer speaks another version of the protocol."""
 
     exit_code = ExitCode.USAGE
+
+
+class AuthenticationError(MsrunError):
+    """A peer does not hold the job's key, or we do not."""
+
+    exit_code = ExitCode.AUTHENTICATION
+
+
+class UnreachableError(MsrunError):
+    """A job does not answer."""
+
+    exit_code = ExitCode.NODE_LOST
 
 
 def signal_name(signum: int) -> str:

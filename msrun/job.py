@@ -115,6 +115,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         last_call: Seconds in which further nodes may join when `nnodes_min` are there.
         lease: Seconds without a sign of life after which a node is lost, at least 1.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
+        hang_timeout: Seconds without a beat after which a worker hangs that has ever beaten;
+            None follows from its beats, inf never.
+        detect_idle: Seconds with hardly any CPU time after which a worker hangs; inf never.
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
         preload: Modules the forkserver imports besides torch.
@@ -156,6 +159,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     last_call: float = 30.0
     lease: float = 10.0
     grace: float = 10.0
+    hang_timeout: float | None = None
+    detect_idle: float = math.inf
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK
     preload: tuple[str, ...] = ()

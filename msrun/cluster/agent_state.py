@@ -286,6 +286,8 @@ class AgentState:
             self._pending = None
             self.generation = generation
             return self._drained([], now)
+        if generation == self.generation and self.phase is Phase.STOPPING:
+            return self._sweep(now) if signum == signal.SIGKILL else []
         if generation != self.generation or self.phase is not Phase.RUNNING:
             return []
         return self._begin_stop(now, signum)

@@ -10,9 +10,10 @@ import signal
 
 import msgspec
 
+from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,8 +195,138 @@ class Unknown(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     """The scheduler does not know the sender, which has to register (again)."""
 
 
-FromAgent = Register | WorkerExited | Drained | Interrupted | NodeFailed
-FromScheduler = Start | Stop | Restarting | Finish | Refused | Waiting | Unknown
+class Running(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """All workers of the generation were started on the node.
+
+    Args:
+        pids: Their pids, by local rank.
+        age: Seconds since then.
+    """
+
+    pids: list[int]
+    age: float
+
+
+class Stalled(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker makes no progress.
+
+    Args:
+        rank: Its rank.
+        seconds: Time since its last sign of progress.
+        sign: What did not come, such as `beat`.
+    """
+
+    rank: int
+    seconds: float
+    sign: str
+
+
+class DumpStacks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer with a `Stack` for each worker that runs on the node.
+
+    Args:
+        inquiry: Number that the answers carry.
+    """
+
+    inquiry: int
+
+
+class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one worker is in its program.
+
+    Args:
+        inquiry: As asked.
+        worker: Who it is, as if it had ended; `stalled` is the time since its last beat.
+        frames: Its main thread, innermost first.
+        problem: Why there are no frames; empty when there are.
+    """
+
+    inquiry: int
+    worker: RankExit
+    frames: list[Frame] = []
+    problem: str = ""
+
+
+class ReadLog(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer with a `LogPart`.
+
+    Args:
+        inquiry: Number that the answer carries.
+        rank: Whose log.
+        offset: First byte that is wanted; None for the last `lines` lines.
+        lines: How many.
+    """
+
+    inquiry: int
+    rank: int
+    offset: int | None = None
+    lines: int = 0
+
+
+class LogPart(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a worker's log.
+
+    Args:
+        inquiry: As asked.
+        log_file: Its path on its node.
+        data: The part.
+        offset: The byte after it.
+        problem: Why there is none; empty when there is.
+    """
+
+    inquiry: int
+    log_file: str = ""
+    data: bytes = b""
+    offset: int = 0
+    problem: str = ""
+
+
+class SignalRanks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """Send `signum` to those workers of the node whose rank is in one of `ranks`.
+
+    Args:
+        ranks: First and last rank of each range.
+        signum: The signal.
+    """
+
+    ranks: list[tuple[int, int]]
+    signum: int
+
+
+class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The generation makes no progress and will be stopped.
+
+    Args:
+        report: Where all ranks are, as text.
+    """
+
+    report: str
+
+
+FromAgent = (
+    Register
+    | WorkerExited
+    | Drained
+    | Interrupted
+    | NodeFailed
+    | Running
+    | Stalled
+    | Stack
+    | LogPart
+)
+FromScheduler = (
+    Start
+    | Stop
+    | Restarting
+    | Finish
+    | Refused
+    | Waiting
+    | Unknown
+    | DumpStacks
+    | ReadLog
+    | SignalRanks
+    | Hung
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

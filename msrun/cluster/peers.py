@@ -15,14 +15,28 @@ from msrun.cluster.messages import (
     FromAgent,
     FromScheduler,
     Interrupted,
+    LogPart,
     NodeFailed,
     Register,
+    Running,
+    Stack,
+    Stalled,
     Unknown,
     WorkerExited,
 )
 from msrun.cluster.scheduler_events import Lost, Received
 
-_OF_AGENT = (Register, WorkerExited, Drained, Interrupted, NodeFailed)
+_OF_AGENT = (
+    Register,
+    WorkerExited,
+    Drained,
+    Interrupted,
+    NodeFailed,
+    Running,
+    Stalled,
+    Stack,
+    LogPart,
+)
 # All peers are looked at this often, since each has two deadlines that move all the time.
 _CHECK_SECONDS = 0.25
 
@@ -56,6 +70,11 @@ class Peers:
     def __contains__(self, node_id: str) -> bool:
         """Whether the node has registered and is not lost."""
         return node_id in self._peers
+
+    def silence(self, node_id: str, *, now: float) -> float | None:
+        """Return the seconds since a node's last sign of life; None for one that is not there."""
+        peer = self._peers.get(node_id)
+        return None if peer is None else now - peer.heard_at
 
     @property
     def all_delivered(self) -> bool:

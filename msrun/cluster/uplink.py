@@ -12,13 +12,17 @@ from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
 from msrun.cluster.lease import Lease
 from msrun.cluster.link import Link
 from msrun.cluster.messages import (
+    DumpStacks,
     Envelope,
     Finish,
     FromAgent,
     FromScheduler,
+    Hung,
+    ReadLog,
     Refused,
     Register,
     Restarting,
+    SignalRanks,
     Start,
     Stop,
     Unknown,
@@ -27,7 +31,19 @@ from msrun.cluster.messages import (
 
 UplinkEvent = Received | Cut | Forgotten | Reached
 
-_OF_SCHEDULER = (Start, Stop, Restarting, Finish, Refused, Waiting, Unknown)
+_OF_SCHEDULER = (
+    Start,
+    Stop,
+    Restarting,
+    Finish,
+    Refused,
+    Waiting,
+    Unknown,
+    DumpStacks,
+    ReadLog,
+    SignalRanks,
+    Hung,
+)
 
 
 @dataclass(slots=True, kw_only=True)

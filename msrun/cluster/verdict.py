@@ -34,6 +34,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         ran_for: Seconds from start to end.
         age: Seconds since it failed: since its exception, if it left one, else its end.
         swept: It ended while its node was swept, so a SIGKILL was ours.
+        stalled: Seconds without progress of one that runs but hangs; 0 for one that ended.
         error: First line of the exception that ended it; empty without one.
         tail: Last lines of its log, at most `TAIL_LINES`.
         log_file: Path of its log on its node.
@@ -51,6 +52,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     ran_for: float
     age: float = 0.0
     swept: bool = False
+    stalled: float = 0.0
     error: str = ""
     tail: list[str] = []
     log_file: str = ""
@@ -65,10 +67,14 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         """The code a shell would show: the worker's own, or 128 + signal."""
         if self.signum is not None:
             return signal_exit_code(self.signum)
+        if self.stalled:
+            return ExitCode.HUNG
         return ExitCode.INTERNAL if self.code is None else self.code
 
     def how(self) -> str:
         """Return how it ended, in words that follow "rank 3"."""
+        if self.stalled:
+            return f"made no progress for {render_seconds(self.stalled)} and was given up"
         if self.signum is None:
             return f"exited with code {self.code}"
         words = f"was killed by {signal_name(self.signum)}"

@@ -21,6 +21,7 @@ from msrun.cluster.agent_events import (
     Conclude,
     Event,
     Join,
+    Received,
     SchedulerLost,
     Send,
     Signalled,
@@ -35,7 +36,7 @@ from msrun.cluster.agent_events import (
     WorkerEnded,
 )
 from msrun.cluster.agent_state import AgentState, Phase
-from msrun.cluster.messages import Envelope, Register, Restarting
+from msrun.cluster.messages import Envelope, FromAgent, Register, Restarting
 from msrun.cluster.uplink import Uplink, UplinkEvent
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.errors import ExitCode, UsageError, VersionError
@@ -43,6 +44,7 @@ from msrun.job import JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import background, ending, worker_end
 from msrun.roles.console import Console, Status, open_console
+from msrun.roles.node_control import NodeControl
 from msrun.roles.node_resources import NodeResources
 from msrun.roles.scheduler_watch import SchedulerWatch
 from msrun.roles.worker_end import OomCounter, RunningWorker
@@ -114,6 +116,9 @@ class Agent:
         self._scheduler = SchedulerWatch(
             self._node, loop, self._console, tell=self._handle, greet=self._greet
         )
+        self._control = NodeControl(
+            self._job, self._node, loop, self._console, send=self._tell_scheduler
+        )
         self._uplink = Uplink(
             job_id=self._job.job_id,
             node_id=self._node.node_id,
@@ -181,6 +186,7 @@ class Agent:
             self._state.deadline(),
             self._uplink.deadline(),
             self._scheduler.deadline(),
+            self._control.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -191,7 +197,12 @@ class Agent:
             self._console.pump()
             self._console.show(self._status())
         self._scheduler.tick()
+<<<<<<< HEAD
         self._keep_time()
+=======
+        self._control.tick()
+        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
+>>>>>>> w-control
         self._handle(Tick())
 
     def _keep_time(self) -> None:
@@ -226,7 +237,10 @@ class Agent:
     def _after_uplink(self, events: list[UplinkEvent], frames: list[Envelope]) -> None:
         self._send(frames)
         for event in events:
-            self._handle(event)
+            if isinstance(event, Received) and self._control.is_for(event.body):
+                self._control.serve(event.generation, event.body)
+            else:
+                self._handle(event)
 
     def _on_reaper(self) -> None:
         self._keep_time()
@@ -278,10 +292,12 @@ class Agent:
     def _on_spawned(self, spawned: orders.Spawned) -> None:
         if spawned.generation != self._state.generation:
             return
-        self._workers[spawned.rank].started_at = spawned.at
+        worker = self._workers[spawned.rank]
+        worker.started_at, worker.pid = spawned.at, spawned.pid
         self._running += 1
         if self._running < self._job.workers_per_node:
             return
+        self._control.running()
         after = render_seconds(self._loop.now() - self._began_at)
         self._console.say(f"msrun: running {self._running}/{self._running} after {after}")
         if self._when_running:
@@ -297,6 +313,7 @@ class Agent:
         if end.generation != self._state.generation or end.rank is None:
             return
         worker = self._workers[end.rank]
+        worker.pid = 0
         self._running -= worker.started_at is not None
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
         self._handle(WorkerEnded(end.generation, rank_exit))
@@ -312,6 +329,7 @@ class Agent:
                 case Join(register=register):
                     now, generation = self._loop.now(), self._state.generation
                     self._send(self._uplink.join(generation, register, now=now))
+                    self._control.running()
                 case Send(generation=generation, body=body):
                     self._send(self._uplink.send(generation, body, now=self._loop.now()))
                 case StartWorkers():
@@ -328,6 +346,10 @@ class Agent:
                     self._verdict = verdict
                     self._loop.stop()
 
+    def _tell_scheduler(self, body: FromAgent) -> None:
+        generation, now = self._state.generation, self._loop.now()
+        self._send(self._uplink.send(generation, body, now=now))
+
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
             self._node.socket.send(frame)
@@ -341,6 +363,7 @@ class Agent:
                 action.generation, action.start, self._uplink.live_until
             )
         }
+        self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             plans = tuple(worker.plan for worker in self._workers.values())
             self._console.follow(_tails(self._job, plans))

@@ -14,7 +14,8 @@ from msrun.cluster.messages import Formation, Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
-from msrun.roles import run_dir
+from msrun.roles import control_file, run_dir
+from msrun.roles.control_file import Card
 from msrun.roles.ending import VERDICT_FILE
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
@@ -32,8 +33,9 @@ from msrun.supervise.orders import (
 from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
 from msrun.transport.keys import new_secret
-from msrun.transport.loop import new_context
-from msrun.transport.sockets import AgentSocket, endpoint, listen
+from msrun.transport.loop import Loop, new_context
+from msrun.transport.sockets import AgentSocket, control_keys, endpoint, listen
+from msrun.worker.stacks import AGENT_SIGNAL
 
 # DDP imports the second after `init_process_group`: then its default arguments hold the
 # group, which cannot end its threads any more, and the exit may abort.
@@ -157,6 +159,23 @@ class NodeResources:
         self.start_scheduler()
         host, port = self.scheduler_address
         self.socket = AgentSocket(new_context(), endpoint(host, int(port)), self._secret)
+        self._hand_over_control()
+
+    def _hand_over_control(self) -> None:
+        """Write down what it takes to control the job from this machine."""
+        host, port = self.scheduler_address
+        card = Card(
+            job_id=self._job.job_id,
+            host=host,
+            port=int(port),
+            keys=control_keys(self._secret) if self._secret else None,
+            pid=os.getpid(),
+            log_dir=self._job.log_dir,
+            workers=self._job.workers_per_node,
+            serves=self._job.serves,
+            began=Loop.now(),
+        )
+        control_file.write(self._dir, card)
 
     def start_scheduler(self, *, again: bool = False) -> None:
         """Start the scheduler, if it belongs here; `again` takes up where another ended."""
@@ -240,6 +259,8 @@ class NodeResources:
             plan=plan,
             host=self._plan.machine.host,
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
+            beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
+            stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
             log_start=_size(plan.log_file) + len(banner(generation)) if order.append else 0,
         )
         self.tree.forkserver.send(order)
@@ -249,6 +270,10 @@ class NodeResources:
         """Send `signum` to workers: to Python's main process, of other programs to the group."""
         is_group = self._job.program.kind is ProgramKind.COMMAND
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def ask_for_stacks(self, ranks: tuple[int, ...]) -> None:
+        """Have Python workers write where they are, each into its `stack_file`."""
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
 
     def kill_by_force(self) -> None:
         """Kill what is left of the tree, whose reaper is gone."""

@@ -8,10 +8,12 @@ were both killed; it is removed here, with whatever of that job still runs.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from msrun import environ
@@ -48,16 +50,37 @@ def create(name: str) -> tuple[Path, int]:
     try:
         parent.mkdir(mode=0o700, exist_ok=True)
         _check_private(parent)
-        guard = os.open(parent / ".guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        with _guarded(parent):
             _remove_stale(parent)
             return _make(parent / name)
-        finally:
-            os.close(guard)
     except OSError as error:
         msg = f"{error.filename or parent} cannot be used: {error.strerror}"
         raise UsageError(msg, hint="it holds the job's private files") from None
+
+
+def held() -> list[Path]:
+    """Return the directories of this user's jobs that run on this machine, by name."""
+    found: list[Path] = []
+    for parent in {_parent(), _fallback()}:
+        try:
+            _check_private(parent)
+            with _guarded(parent):
+                directories = [directory for directory in parent.iterdir() if directory.is_dir()]
+                found += [d for d in directories if not _is_free(d / _LOCK)]
+        except (OSError, UsageError):  # there is none, or it is not ours
+            continue
+    return sorted(found, key=lambda directory: directory.name)
+
+
+@contextlib.contextmanager
+def _guarded(parent: Path) -> Iterator[None]:
+    """Let no other launcher of this user look for jobs meanwhile, or make one."""
+    guard = os.open(parent / ".guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(guard)
 
 
 def note_cgroup(directory: Path, cgroup: str) -> None:
@@ -76,6 +99,10 @@ def _parent() -> Path:
     runtime = environ.runtime_dir()
     if runtime and _is_ours(Path(runtime)):
         return Path(runtime, "msrun")
+    return _fallback()
+
+
+def _fallback() -> Path:
     return Path(f"/tmp/msrun-{os.getuid()}")  # noqa: S108 - its owner and mode are checked
 
 

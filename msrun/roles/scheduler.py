@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
@@ -14,7 +15,11 @@ from typing import NoReturn, TextIO, cast
 import msgspec
 
 from msrun import environ
-from msrun.cluster import wal
+from msrun.cluster import codec, control_messages, wal
+from msrun.cluster.control import Action as ControlAction
+from msrun.cluster.control import Control, Reply
+from msrun.cluster.control_messages import Answer, AnyReply, Denied
+from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
 from msrun.cluster.messages import Envelope, Formation, Refused, Register
 from msrun.cluster.peers import Peers
@@ -29,15 +34,14 @@ from msrun.cluster.scheduler_events import (
     Unreachable,
     Write,
 )
-from msrun.cluster.scheduler_state import SchedulerState
-from msrun.errors import ExitCode
+from msrun.errors import ExitCode, ProtocolError, VersionError
 from msrun.job import RestartLimits
 from msrun.supervise import process, title
 from msrun.supervise.channel import load
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
-from msrun.transport.sockets import SchedulerSocket
+from msrun.transport.sockets import Asked, SchedulerSocket
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +93,7 @@ class Scheduler:
         self._write(wal.Began(term))
         times = lease(config.formation.lease)
         self._peers = Peers(job_id=config.job_id, lease=times, term=term)
-        self._state = SchedulerState(
+        self._state = ControlledState(
             job_id=config.job_id,
             formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
@@ -100,6 +104,7 @@ class Scheduler:
         within = min(times.lost, _RECOVERY_SECONDS) + times.grace
         within = _RECOVERY_SECONDS if within == float("inf") else within
         self._state.recover(records, within=within, now=self._loop.now())
+        self._control = Control(state=self._state, peers=self._peers)
         self._held: dict[tuple[str, int], list[Received]] = {}
         self._reachable: set[tuple[str, int]] = set()
         self._addresses: dict[str, tuple[int, str, int]] = {}
@@ -116,7 +121,7 @@ class Scheduler:
         self._loop.run(self._deadline, self._tick)
 
     def _deadline(self) -> float | None:
-        machines = (self._state, self._peers, self._prober)
+        machines = (self._state, self._peers, self._prober, self._control)
         dues = [machine.deadline() for machine in machines] + [self._leave_by]
         return min((due for due in dues if due is not None), default=None)
 
@@ -129,7 +134,13 @@ class Scheduler:
         losses, frames = self._peers.tick(now=now)
         self._send(frames)
         for loss in losses:
+<<<<<<< HEAD
             self._lose(loss)
+=======
+            log.warning("node=%s lost: %s", loss.node_id, loss.reason)
+            self._handle(loss)
+        self._perform(self._control.tick(now=now))
+>>>>>>> w-control
         self._handle(Tick())
 
     def _on_agent_gone(self) -> None:
@@ -161,6 +172,8 @@ class Scheduler:
                     type(event.body).__name__,
                 )
                 self._admit(event)
+        for asked in self._socket.asked():
+            self._answer(asked)
         if self._leave_by is not None and self._peers.all_delivered:
             self._loop.stop()
 
@@ -230,7 +243,29 @@ class Scheduler:
         self._handle(loss)
 
     def _handle(self, event: Event) -> None:
-        for action in self._state.handle(event, now=self._loop.now()):
+        now = self._loop.now()
+        if isinstance(event, Received) and self._control.is_for(event):
+            self._perform(self._control.receive(event, now=now))
+            return
+        self._perform(self._state.handle(event, now=now))
+
+    def _answer(self, asked: Asked) -> None:
+        """Do what somebody asks who controls the job."""
+        try:
+            question = control_messages.decode_question(asked.frame)
+        except VersionError:
+            self._socket.answer(asked.route, codec.VERSION_FRAME)
+            return
+        except ProtocolError:
+            return
+        log.info("asked %s", type(question.request).__name__)
+        now = self._loop.now()
+        request = question.request
+        self._perform(self._control.ask(question.question, request, asked.route, now=now))
+
+    def _perform(self, actions: Sequence[ControlAction]) -> None:
+        self._control.note(actions)
+        for action in actions:
             match action:
                 case Write(record=record):
                     self._write(record)
@@ -238,6 +273,8 @@ class Scheduler:
                 case Send(node_id=node_id, generation=generation, body=body):
                     now = self._loop.now()
                     self._send(self._peers.send(node_id, generation, body, now=now))
+                case Reply(route=route, reply=reply):
+                    self._socket.answer(route, _frame(reply))
 
     def _write(self, record: wal.Record) -> None:
         os.write(self._wal, wal.encode(record))
@@ -246,6 +283,13 @@ class Scheduler:
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
             self._socket.send(frame)
+
+
+def _frame(reply: AnyReply) -> bytes:
+    try:
+        return control_messages.encode(Answer(answer=reply))
+    except ProtocolError as error:
+        return control_messages.encode(Answer(answer=Denied(reason=error.message)))
 
 
 def _open_wal(path: str) -> tuple[int, list[wal.Record]]:

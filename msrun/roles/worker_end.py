@@ -26,15 +26,21 @@ class RunningWorker:
         plan: What it was started with.
         host: Its node.
         error_file: Where it leaves its exception.
+        beat_file: Where it counts its beats.
+        stack_file: Where it writes its stacks when it is asked to.
         log_start: Size of its log when it was started.
         started_at: When, on the monotonic clock; None when it could not be.
+        pid: Its pid as long as it lives, 0 when it has ended; None before.
     """
 
     plan: WorkerPlan
     host: str
     error_file: str
+    beat_file: str = ""
+    stack_file: str = ""
     log_start: int = 0
     started_at: float | None = None
+    pid: int | None = None
 
 
 class OomCounter:

@@ -80,6 +80,16 @@ def error_file(run_dir: str, generation: int, rank: int) -> str:
     return str(Path(run_dir, f"g{generation}", f"error_{rank}.json"))
 
 
+def beat_file(run_dir: str, generation: int, rank: int) -> str:
+    """Return where a worker counts its beats."""
+    return str(Path(run_dir, f"g{generation}", f"beat_{rank}"))
+
+
+def stack_file(run_dir: str, generation: int, rank: int) -> str:
+    """Return where a worker writes its stacks when it is asked to."""
+    return str(Path(run_dir, f"g{generation}", f"stack_{rank}"))
+
+
 def config_file(run_dir: str) -> str:
     """Return where the parallel configuration is handed to the workers."""
     return str(Path(run_dir, "parallel.json"))

@@ -108,6 +108,24 @@ def state(pid: int) -> str | None:
     return _stat_field(pid, 0)
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time that `pid` has used, all its threads together; None when it is gone."""
+    user, system = _stat_field(pid, 11), _stat_field(pid, 12)
+    if user is None or system is None:
+        return None
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Return whether `pid` has a handler for `signum`."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    masks = (line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:"))
+    return any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
+
+
 def _stat_field(pid: int, index: int) -> str | None:
     """Return a field of /proc/PID/stat, counted after the command name."""
     try:

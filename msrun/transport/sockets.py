@@ -6,18 +6,21 @@ import contextlib
 import enum
 import os
 import socket
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from msrun.cluster import codec
+from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
 from msrun.errors import ProtocolError, VersionError
 from msrun.transport.keys import KeyPair, key_pair
 
 SCHEDULER = "scheduler"
 AGENT = "agent"
+CONTROL = "control"
 _DOMAIN = "msrun"
 _HANDSHAKE_MS = 5_000
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
@@ -54,14 +57,20 @@ def endpoint(host: str, port: int) -> str:
 
 
 class Gate:
-    """Admits to one context's CURVE servers the holder of one public key, and nobody else.
+    """Admits to one context's CURVE servers the holders of known keys, and nobody else.
 
     Source: ZeroMQ RFC 27 (ZAP), whose requests arrive on a socket of the same context,
     so that the process's own loop answers them and no thread is needed.
+
+    Args:
+        context: ZeroMQ context of the servers.
+        allowed: Public key -> the role of whoever holds it, which its frames then carry.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allowed: bytes) -> None:
-        self._allowed = z85.decode(allowed)
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], allowed: Mapping[bytes, str]
+    ) -> None:
+        self._allowed = {z85.decode(key): role for key, role in allowed.items()}
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
@@ -69,11 +78,10 @@ class Gate:
     def answer(self) -> None:
         """Answer one handshake that asks for admission."""
         version, request, domain, _, _, mechanism, *credentials = self.socket.recv_multipart()
-        allowed = (
-            domain == _DOMAIN.encode() and mechanism == b"CURVE" and credentials == [self._allowed]
-        )
-        status = [b"200", b"OK"] if allowed else [b"400", b"unknown key"]
-        self.socket.send_multipart([version, request, *status, AGENT.encode(), b""])
+        is_ours = domain == _DOMAIN.encode() and mechanism == b"CURVE" and len(credentials) == 1
+        role = self._allowed.get(credentials[0]) if is_ours else None
+        status = [b"200", b"OK"] if role else [b"400", b"unknown key"]
+        self.socket.send_multipart([version, request, *status, (role or "").encode(), b""])
 
 
 def _bound(sock: zmq.Socket[bytes]) -> None:
@@ -88,8 +96,15 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.IPV6, 1)
 
 
+class Asked(NamedTuple):
+    """A frame of somebody who controls the job; `route` leads an answer back."""
+
+    route: bytes
+    frame: bytes
+
+
 class SchedulerSocket:
-    """The scheduler's end: serves every agent that holds the job's key.
+    """The scheduler's end: serves every agent that holds the job's key, and who controls it.
 
     Args:
         context: ZeroMQ context, owned by the caller.
@@ -106,6 +121,7 @@ class SchedulerSocket:
         self.gate: Gate | None = None
         self._routes: dict[str, bytes] = {}
         self._nodes: dict[int, str] = {}
+        self._asked: list[Asked] = []
         self.socket = context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _bound(self.socket)
@@ -118,7 +134,8 @@ class SchedulerSocket:
         self.socket.bind(endpoint(host, port))
 
     def _authenticate(self, context: zmq.Context[zmq.Socket[bytes]], secret: bytes) -> None:
-        self.gate = Gate(context, key_pair(secret, AGENT).public)
+        roles = (AGENT, CONTROL)
+        self.gate = Gate(context, {key_pair(secret, role).public: role for role in roles})
         own = key_pair(secret, SCHEDULER)
         self.socket.curve_server = True
         self.socket.curve_publickey = own.public
@@ -136,6 +153,9 @@ class SchedulerSocket:
                 return messages
             if len(frames) != 1:
                 continue
+            if self._is_control(frames[0]):
+                self._asked.append(Asked(route.bytes, frames[0].bytes))
+                continue
             try:
                 envelope = codec.decode(frames[0].buffer)
             except VersionError:
@@ -147,6 +167,22 @@ class SchedulerSocket:
             self._routes[envelope.node_id] = route.bytes
             self._nodes[frames[0].get(zmq.SRCFD)] = envelope.node_id
             messages.append(envelope)
+
+    def _is_control(self, frame: zmq.Frame) -> bool:
+        """Tell who sent `frame`: by the key; without keys, by what it says it is."""
+        if self.gate is None:
+            return control_messages.is_question(frame.buffer)
+        return bool(frame.get("User-Id") == CONTROL)
+
+    def asked(self) -> list[Asked]:
+        """Return what those who control the job have sent, as found by `receive`."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def answer(self, route: bytes, frame: bytes) -> None:
+        """Send `frame` to who asked; dropped when they have left."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.send_multipart([route, frame], zmq.NOBLOCK)
 
     def broken(self) -> list[str]:
         """Return the nodes of connections that have ended; they may have others by now."""
@@ -249,3 +285,61 @@ class AgentSocket:
                 raise
             except ProtocolError:
                 continue
+
+
+class ControlKeys(NamedTuple):
+    """What it takes to control a job, which is too little to join it: Z85, as ZeroMQ takes it."""
+
+    public: str
+    secret: str
+    scheduler: str
+
+
+def control_keys(secret: bytes) -> ControlKeys:
+    """Return the keys of those who control the job of `secret`."""
+    own, scheduler = key_pair(secret, CONTROL), key_pair(secret, SCHEDULER)
+    return ControlKeys(own.public.decode(), own.secret.decode(), scheduler.public.decode())
+
+
+class ControlSocket:
+    """The end of somebody who controls a job: one question, one answer.
+
+    Args:
+        context: ZeroMQ context, owned by the caller.
+        address: ZeroMQ address of the scheduler.
+        keys: As of `control_keys`; None connects without authentication.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: ControlKeys | None,
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        _bound(self.socket)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[1])
+        self.monitor = self.socket.get_monitor_socket(sum(_LINES))
+        if keys is not None:
+            self.socket.curve_publickey = keys.public.encode()
+            self.socket.curve_secretkey = keys.secret.encode()
+            self.socket.curve_serverkey = keys.scheduler.encode()
+        self.socket.connect(address)
+
+    def ask(self, question: bytes, timeout: float) -> bytes | Line | None:
+        """Return the frame that answers `question`; None when none comes in `timeout` seconds.
+
+        A `Line` says why there can be none.
+        """
+        with contextlib.suppress(zmq.ZMQError):  # without a connection it waits for one
+            self.socket.send(question)
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+        while found := dict(poller.poll(int(timeout * 1000))):
+            if self.socket in found:
+                return self.socket.recv()
+            line = _LINES[zmq.Event(recv_monitor_message(self.monitor)["event"])]
+            if line in (Line.REJECTED, Line.SILENT):
+                return line
+        return None

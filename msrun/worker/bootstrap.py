@@ -7,7 +7,6 @@ and any other program is exec'ed as it is.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import random
@@ -25,10 +24,8 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import Birth
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import main_module, math_threads, stdio
+from msrun.worker import main_module, math_threads, stacks, stdio
 
-# SIGUSR1 and SIGUSR2 belong to the user; the first real-time signals to the C library.
-STACK_SIGNAL = signal.SIGRTMIN + 5
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _NOT_FOUND = 127
@@ -71,8 +68,7 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
     module = ["-m"] if kind == "module" else []
     title.set_name(Path(sys.executable).name)
     title.show_as([sys.executable, *module, *argv], environ.current())
-    faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    stacks.show_on_signal()
     main_module.run(kind, argv, record_error)
 
 

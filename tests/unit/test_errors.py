@@ -36,6 +36,7 @@ def test_exit_codes_are_a_promise():
         "JOIN_TIMEOUT": 121,
         "AUTHENTICATION": 122,
         "DO_NOT_REQUEUE": 123,
+        "HUNG": 124,
     }
 
 
