@@ -30,6 +30,7 @@ _IDENTITY = (
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
@@ -253,13 +254,13 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
 
 
 def _one_device(device: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Narrow each visibility variable that is set, or else CUDA's, to one device.
+    """Narrow each visibility variable that is set, or else all of them, to one device.
 
     One that lists no such device, such as an empty one, stays as it is: it hides them all.
     """
-    names = [n for n in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES") if n in base]
+    names = [name for name in _VISIBILITY if name in base]
     if not names:
-        return {"CUDA_VISIBLE_DEVICES": str(device)}
+        return dict.fromkeys(_VISIBILITY, str(device))
     narrowed = {}
     for name in names:
         visible = [entry.strip() for entry in base[name].split(",") if entry.strip()]
@@ -454,8 +455,6 @@ def error_file() -> str | None:
 
 def beat_file() -> str | None:
     """Return where this worker, and what it starts, counts its beats; None outside of a job."""
-<<<<<<< HEAD
-=======
     return _rank_file("beat")
 
 
@@ -465,17 +464,12 @@ def stack_file() -> str | None:
 
 
 def _rank_file(name: str) -> str | None:
->>>>>>> w-control
     # Not RANK, which a launcher inside of a worker gives its own children.
     names = (RUN_DIR, "MSRUN_GENERATION", "RANK_ID")
     run_dir, generation, rank = (os.environ.get(name, "") for name in names)
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
-<<<<<<< HEAD
-    return f"{run_dir}/g{generation}/beat_{rank}"
-=======
     return f"{run_dir}/g{generation}/{name}_{rank}"
->>>>>>> w-control
 
 
 def thread_counts() -> tuple[int | None, int | None]:

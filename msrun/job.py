@@ -102,6 +102,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             the job runs on nodes whose workers sum to it, on no fewer and no more.
         workers_per_node: Workers this node starts, at least 1; other nodes may start others.
         node_rank: Rank of this node, None when the scheduler decides.
+        node_name: Name of this node, one process that was started by hand, among others on its
+            machine, with whose workers it counts local ranks; empty for a node of msrun.
+        device: Index of the device of this node's only worker, which sees no other; None
+            follows the local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
             this node alone.
         master_port: Port of the scheduler; 0, on one node only, takes a free one.
@@ -149,6 +153,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     nnodes_max: int = 1
     world_size: int | None = None
     node_rank: int | None = None
+    node_name: str = ""
+    device: int | None = None
     master_addr: str | None = None
     master_port: int = 0
     serves: bool = True

@@ -104,7 +104,7 @@ class ControlledState(SchedulerState):
         """Treat a worker that hangs as one that failed when it last made progress."""
         if self.phase is not Phase.RUNNING:
             return []
-        return self._count_exit(worker, now)
+        return self._count_exit(self._current.node_of(worker.rank), worker, now)
 
     def living(self) -> dict[str, list[int]]:
         """Return the ranks of the generation that have not ended, by node."""

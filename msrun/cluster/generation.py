@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -111,6 +112,8 @@ class Generation:
             store_host=self.store[0],
             store_port=self.store[1],
             serve_store=member.node_rank == 0,
+            first_local_rank=member.first_local_rank,
+            local_world_size=member.local_world_size,
         )
 
     def sentence(self, root: RankExit | None) -> str:
@@ -135,8 +138,12 @@ def seat(nodes: Mapping[str, Node]) -> Generation:
     """Return the generation of `nodes`, which come by node rank."""
     members = []
     first_rank = 0
+    workers: Counter[tuple[str, str]] = Counter()
+    for node in nodes.values():
+        workers[_machine(node)] += node.registration.slots
+    seated: Counter[tuple[str, str]] = Counter()
     for node_rank, (node_id, node) in enumerate(nodes.items()):
-        body = node.registration
+        body, machine = node.registration, _machine(node)
         members.append(
             Member(
                 node_id=node_id,
@@ -145,8 +152,16 @@ def seat(nodes: Mapping[str, Node]) -> Generation:
                 node_rank=node_rank,
                 first_rank=first_rank,
                 count=body.slots,
+                first_local_rank=seated[machine] if body.shares_host else 0,
+                local_world_size=workers[machine] if body.shares_host else 0,
             )
         )
         first_rank += body.slots
+        seated[machine] += body.slots
     master = next(iter(nodes.values())).registration
     return Generation.of(members, (master.store_host, master.store_port))
+
+
+def _machine(node: Node) -> tuple[str, str]:
+    """Return what two nodes on one machine have in common, and others do not."""
+    return (node.registration.host, node.registration.store_host)

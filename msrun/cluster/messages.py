@@ -53,6 +53,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         store_port: Port of that socket.
         node_rank: The rank it was given by hand.
         serves: The scheduler lives on it, so the job cannot go on without it.
+        shares_host: Other nodes may be on its machine; their workers count local ranks together.
         formation: What its user asked for.
         running: Generation whose workers live on it; -1 when none does.
         seen: Largest generation that was started on it, or stopped before it was.
@@ -66,6 +67,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     store_port: int
     node_rank: int | None = None
     serves: bool = False
+    shares_host: bool = False
     formation: Formation = Formation()
     running: int = -1
     seen: int = -1
@@ -119,6 +121,8 @@ class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
         store_host: Where its TCPStore listens.
         store_port: Port of the store.
         serve_store: This node serves the store.
+        first_local_rank: Local rank of its first worker, above 0 behind nodes on its machine.
+        local_world_size: Workers on its machine; 0 where they are those of this node.
     """
 
     node_rank: int
@@ -129,6 +133,8 @@ class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
     store_host: str
     store_port: int
     serve_store: bool
+    first_local_rank: int = 0
+    local_world_size: int = 0
 
 
 class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

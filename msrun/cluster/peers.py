@@ -158,7 +158,7 @@ class Peers:
         first there was none.
         """
         is_late = life <= self._lost.get(envelope.node_id, (-1, -1))
-        is_for_us = envelope.term == self.term or self.term == 1
+        is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
         return is_register and is_for_us and not is_late
 

@@ -26,6 +26,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Its place among the nodes.
         first_rank: Global rank of its local_rank 0.
         count: Its workers.
+        first_local_rank: As of `Start`, like the last one.
+        local_world_size: See there.
     """
 
     node_id: str
@@ -34,6 +36,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int
     first_rank: int
     count: int
+    first_local_rank: int = 0
+    local_world_size: int = 0
 
 
 class GenerationStarted(msgspec.Struct, frozen=True, tag=True):

@@ -45,7 +45,7 @@ from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import background, ending, worker_end
 from msrun.roles.console import Console, Status, open_console
 from msrun.roles.node_control import NodeControl
-from msrun.roles.node_resources import NodeResources
+from msrun.roles.node_resources import NodeResources, node_name
 from msrun.roles.scheduler_watch import SchedulerWatch
 from msrun.roles.worker_end import OomCounter, RunningWorker
 from msrun.supervise import logs, orders, process
@@ -134,6 +134,7 @@ class Agent:
                 store_port=int(self._node.store[1]),
                 node_rank=self._job.node_rank,
                 serves=self._job.serves,
+                shares_host=bool(self._job.node_name),
                 formation=self._node.formation,
             ),
             grace=self._job.grace,
@@ -197,12 +198,8 @@ class Agent:
             self._console.pump()
             self._console.show(self._status())
         self._scheduler.tick()
-<<<<<<< HEAD
-        self._keep_time()
-=======
         self._control.tick()
-        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
->>>>>>> w-control
+        self._keep_time()
         self._handle(Tick())
 
     def _keep_time(self) -> None:
@@ -402,11 +399,9 @@ class Agent:
 
 def _journal_name(plan: LaunchPlan) -> str:
     """Return the name of our own log, which several nodes may write to one directory."""
-    job = plan.job
-    if job.is_alone:
+    if plan.job.is_alone:
         return "msrun.log"
-    rank = "" if job.node_rank is None else f"_{job.node_rank}"
-    return f"msrun_{plan.machine.host}{rank}.log"
+    return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
 
 
 def _open_journal(plan: LaunchPlan) -> int:

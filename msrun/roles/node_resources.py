@@ -82,11 +82,7 @@ class NodeResources:
         self.scheduler_address = (job.listen_host, str(port))
         self._store_socket = _listen(job.address, 0, "the address of this node")
         self.store = (job.address, str(self._store_socket.getsockname()[1]))
-        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, self._rank_in_name()))
-
-    def _rank_in_name(self) -> int | None:
-        """Return the given rank of a node of several, of which one machine may have more."""
-        return None if self._job.is_alone else self._job.node_rank
+        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
 
     @property
     def scheduler_name(self) -> str:
@@ -98,9 +94,8 @@ class NodeResources:
     @property
     def node_id(self) -> str:
         """Name of this node in the job, the same whenever an agent is started on it again."""
-        words = [self._plan.machine.host, self._job.address]
-        rank = self._rank_in_name()
-        return "/".join([*words, *([] if rank is None else [str(rank)])])
+        words = (self._plan.machine.host, self._job.address, node_name(self._job))
+        return "/".join(filter(None, words))
 
     @property
     def lease(self) -> Lease:
@@ -226,6 +221,8 @@ class NodeResources:
             store=(start.store_host, str(start.store_port)),
             scheduler=self.scheduler_address,
             run_dir=str(self._dir),
+            first_local_rank=start.first_local_rank,
+            local_world_size=start.local_world_size,
         )
         (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
         self.let_live(generation, until)
@@ -292,6 +289,13 @@ class NodeResources:
         shutil.rmtree(self._dir, ignore_errors=True)
         os.close(self._lock)
         return stuck
+
+
+def node_name(job: JobSpec) -> str:
+    """Return what tells this node from others on its machine; empty where there are none."""
+    if job.node_name or job.is_alone or job.node_rank is None:
+        return job.node_name
+    return f"node{job.node_rank}"
 
 
 def formation(job: JobSpec) -> Formation:

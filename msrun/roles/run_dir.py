@@ -30,9 +30,9 @@ def location(name: str) -> Path:
     return _parent() / name
 
 
-def name(job_id: str, node_rank: int | None) -> str:
-    """Return the name of the directory of a job on a node, which may have been given a rank."""
-    return job_id if node_rank is None else f"{job_id}.node{node_rank}"
+def name(job_id: str, node_name: str) -> str:
+    """Return the name of the directory of a job on a node, which may have a name of its own."""
+    return f"{job_id}.{node_name}" if node_name else job_id
 
 
 def cookie(directory: Path) -> bytes:

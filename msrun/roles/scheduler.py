@@ -134,13 +134,8 @@ class Scheduler:
         losses, frames = self._peers.tick(now=now)
         self._send(frames)
         for loss in losses:
-<<<<<<< HEAD
             self._lose(loss)
-=======
-            log.warning("node=%s lost: %s", loss.node_id, loss.reason)
-            self._handle(loss)
         self._perform(self._control.tick(now=now))
->>>>>>> w-control
         self._handle(Tick())
 
     def _on_agent_gone(self) -> None:

@@ -32,6 +32,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         store: Host and port of the TCPStore.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
+        first_local_rank: Local rank of this node's first worker.
+        local_world_size: Workers on this machine; 0 for those of this node.
     """
 
     generation: int
@@ -42,6 +44,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     store: tuple[str, str]
     scheduler: tuple[str, str]
     run_dir: str
+    first_local_rank: int = 0
+    local_world_size: int = 0
 
 
 def expected(job: JobSpec, run_dir: str) -> Placement:
@@ -122,46 +126,48 @@ def plan_workers(
     interface = "lo" if placement.nnodes == 1 else network.interface_of(job.address)
     threads = affinity.plan_threads(bound, machine.cpus)
     base = {**base, **job.env}
-    return tuple(
-        WorkerPlan(
-            rank=placement.first_rank + i,
-            local_rank=i,
-            node_rank=placement.node_rank,
-            device=i if i < len(machine.devices) else None,
-            cpus=bound.cpus[i],
-            numa_nodes=bound.numa_nodes[i],
-            log_file=log_file(job, machine, placement.first_rank + i, i),
-            env={
-                **job.env,
-                **worker_env(_identity(job, placement, i, threads[i], interface), base),
-            },
+    plans = []
+    for i in range(job.workers_per_node):
+        who = _identity(job, placement, i, threads[i], interface)
+        plans.append(
+            WorkerPlan(
+                rank=who.rank,
+                local_rank=who.local_rank,
+                node_rank=placement.node_rank,
+                device=who.device if who.device < len(machine.devices) else None,
+                cpus=bound.cpus[i],
+                numa_nodes=bound.numa_nodes[i],
+                log_file=log_file(job, machine, who.rank, who.local_rank),
+                env={**job.env, **worker_env(who, base)},
+            )
         )
-        for i in range(job.workers_per_node)
-    )
+    return tuple(plans)
 
 
 def _identity(
-    job: JobSpec, placement: Placement, local_rank: int, threads: int, interface: str
+    job: JobSpec, placement: Placement, index: int, threads: int, interface: str
 ) -> WorkerIdentity:
-    rank = placement.first_rank + local_rank
+    rank, local_rank = placement.first_rank + index, placement.first_local_rank + index
+    local_world_size = placement.local_world_size or job.workers_per_node
     return WorkerIdentity(
         job_id=job.job_id,
         generation=placement.generation,
         rank=rank,
         world_size=placement.world_size,
         local_rank=local_rank,
-        local_world_size=job.workers_per_node,
+        local_world_size=local_world_size,
         node_rank=placement.node_rank,
         nnodes=placement.nnodes,
-        device=local_rank,
+        device=local_rank if job.device is None else job.device,
         role=job.role,
         max_restarts=job.restarts.max_restarts,
         store=placement.store,
         scheduler=placement.scheduler,
         run_dir=placement.run_dir,
         error_file=error_file(placement.run_dir, placement.generation, rank),
-        threads=threads,
-        virtual_local_rank=job.virtual_local_rank,
+        # The other nodes on this machine take their share of its cores.
+        threads=max(1, threads * job.workers_per_node // local_world_size),
+        virtual_local_rank=job.virtual_local_rank or job.device is not None,
         config=config_file(placement.run_dir) if job.parallel else "",
         interface=interface,
     )

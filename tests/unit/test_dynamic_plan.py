@@ -1,9 +1,11 @@
 """What a node of several would do, as far as that is known before the job forms."""
 
 import pytest
+from msgspec import structs
 
 from launchers.dynamic import DynamicLauncher
 from msrun.job import JobSpec, Program, ProgramKind
+from msrun.supervise import node_plan
 from msrun.topology import CpuTopology, Machine
 
 MACHINE = Machine(
@@ -121,3 +123,38 @@ def test_a_total_tells_how_many_equal_nodes_there_are():
     found = several(nnodes_min=1, nnodes_max=8, world_size=8, node_rank=0)
 
     assert variables(found, "WORLD_SIZE", "GROUP_WORLD_SIZE") == [("8", "4")] * 2
+
+
+def by_hand(device=None):
+    """Return what the third of four processes on this machine gives its worker."""
+    job = structs.replace(several().job, workers_per_node=1, node_name="c", device=device)
+    placement = node_plan.Placement(
+        generation=0,
+        node_rank=5,
+        nnodes=6,
+        first_rank=5,
+        world_size=6,
+        store=("10.0.0.1", "1"),
+        scheduler=("10.0.0.1", "2"),
+        run_dir="/run",
+        first_local_rank=2,
+        local_world_size=4,
+    )
+    (worker,) = node_plan.plan_workers(job, MACHINE, placement, {})
+    return worker
+
+
+def test_a_process_of_many_on_a_machine_has_its_local_rank_and_device_there():
+    worker = by_hand()
+
+    assert (worker.rank, worker.local_rank) == (5, 2)
+    assert variables_of(worker) == ("2", "4", "2", "1", None)
+
+
+def test_a_process_with_a_device_of_its_own_sees_no_other():
+    assert variables_of(by_hand(device=3)) == ("0", "1", "3", "1", "3")
+
+
+def variables_of(worker):
+    names = "LOCAL_RANK LOCAL_WORLD_SIZE DEVICE_ID OMP_NUM_THREADS CUDA_VISIBLE_DEVICES"
+    return tuple(worker.env.get(name) for name in names.split())

@@ -91,7 +91,7 @@ def test_gloo_uses_the_interface_to_the_other_workers():
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
-        ({}, {"CUDA_VISIBLE_DEVICES": "3"}),
+        ({}, {"CUDA_VISIBLE_DEVICES": "3", "ASCEND_RT_VISIBLE_DEVICES": "3"}),
         ({"CUDA_VISIBLE_DEVICES": "7,6,5,4"}, {"CUDA_VISIBLE_DEVICES": "4"}),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,GPU-c, GPU-d"}, {"CUDA_VISIBLE_DEVICES": "GPU-d"}),
         ({"CUDA_VISIBLE_DEVICES": ""}, {}),
