@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,29 @@ def positive_seconds(value: str) -> float:
     if seconds <= 0:
         msg = f"{quoted(value)} must be above zero"
         raise UsageError(msg)
+    return seconds
+
+
+def hang_timeout(value: str) -> float | None:
+    """Return a duration above zero, None for `auto`, inf for `off`."""
+    if value.lower() == "auto":
+        return None
+    if value.lower() in ("off", "0"):
+        return math.inf
+    try:
+        return positive_seconds(value)
+    except UsageError:
+        choices = choose(("auto", "off", "a duration above zero such as 90s"))
+        raise UsageError(f"{quoted(value)} is no time for a hang ({choices})") from None
+
+
+def idle_timeout(value: str) -> float:
+    """Return a duration of at least a second, inf for `off`."""
+    if value.lower() in ("off", "0"):
+        return math.inf
+    seconds = parse_duration(value)
+    if seconds < 1:
+        raise UsageError(f"{quoted(value)} is too short (choose off, or 1s or more)")
     return seconds
 
 

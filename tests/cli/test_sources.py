@@ -39,6 +39,8 @@ TEXTS = {
     "restart-window": "1h",
     "no-progress-limit": "1",
     "grace": "30s",
+    "hang-timeout": "90s",
+    "detect-idle": "5m",
     "log-dir": "logs",
     "worker-log-name": "w{rank}",
     "tail": "0",
