@@ -25,6 +25,13 @@ Table = tuple[Option[object], ...]
 VERBS = (
     ("run", "Start the job; this is what a first word means that is no verb."),
     ("plan", "Show what run would do."),
+    ("ls", "List your jobs on this machine."),
+    ("status", "Show where a job stands."),
+    ("logs", "Show what ranks have written."),
+    ("stacks", "Show where all ranks are in their programs."),
+    ("signal", "Send a signal to workers."),
+    ("drain", "Let a node leave a job, which goes on."),
+    ("stop", "Stop a job."),
     ("convert", "Turn a checkpoint into one file, or back."),
     ("ranktable", "Build, check, show, merge or convert rank tables."),
     ("search", "Find the fastest parallel plan of a model."),

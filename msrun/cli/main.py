@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from msrun.cli import convert, plan, ranktable, run, search
+from msrun.cli import control, convert, inspect, plan, ranktable, run, search, status
 from msrun.cli.output import say, say_error
 from msrun.cli.world import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
@@ -19,6 +19,13 @@ Verb = Callable[[Sequence[str], World], int]
 VERBS: dict[str, Verb] = {
     "run": run.run,
     "plan": plan.plan,
+    "ls": status.ls,
+    "status": status.status,
+    "logs": inspect.logs,
+    "stacks": inspect.stacks,
+    "signal": control.send_signal,
+    "drain": control.drain,
+    "stop": control.stop,
     "convert": convert.convert,
     "ranktable": ranktable.ranktable,
     "search": search.search,

@@ -327,6 +327,24 @@ GRACE = Option(
     torchrun="shutdown_timeout",
 )
 
+HANG_TIMEOUT: Option[float | None] = Option(
+    name="hang-timeout",
+    group=Group.STOPPING,
+    metavar="DURATION|auto|off",
+    help="Time without msrun.beat() after which a worker that ever beat hangs.",
+    parse=parsers.hang_timeout,
+    default_text="auto: 60s, or 5 times its longest interval",
+)
+DETECT_IDLE = Option(
+    name="detect-idle",
+    group=Group.STOPPING,
+    metavar="DURATION|off",
+    help="Time with less than 1 % of a CPU after which any worker hangs.",
+    parse=parsers.idle_timeout,
+    default=math.inf,
+    default_text="off",
+)
+
 LOG_DIR = Option(
     name="log-dir",
     group=Group.LOGS,
@@ -451,6 +469,8 @@ WORKING: tuple[Option[object], ...] = (
     NO_PROGRESS_LIMIT,
     EXCLUDE_AFTER,
     GRACE,
+    HANG_TIMEOUT,
+    DETECT_IDLE,
     LOG_DIR,
     WORKER_LOG_NAME,
     TAIL,

@@ -170,6 +170,29 @@ def positive_seconds(value: str) -> float:
     return seconds
 
 
+def hang_timeout(value: str) -> float | None:
+    """Return a duration above zero, None for `auto`, inf for `off`."""
+    if value.lower() == "auto":
+        return None
+    if value.lower() in ("off", "0"):
+        return math.inf
+    try:
+        return positive_seconds(value)
+    except UsageError:
+        choices = choose(("auto", "off", "a duration above zero such as 90s"))
+        raise UsageError(f"{quoted(value)} is no time for a hang ({choices})") from None
+
+
+def idle_timeout(value: str) -> float:
+    """Return a duration of at least a second, inf for `off`."""
+    if value.lower() in ("off", "0"):
+        return math.inf
+    seconds = parse_duration(value)
+    if seconds < 1:
+        raise UsageError(f"{quoted(value)} is too short (choose off, or 1s or more)")
+    return seconds
+
+
 def patience(value: str) -> float:
     """Return a duration above zero; MindSpore's negative numbers wait for ever."""
     is_negative = _WHOLE.fullmatch(value) and int(value) < 0

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from msrun.fleet import FleetLauncher
     from msrun.launch import Launcher
+    from msrun.roles.control_client import ControlClient
+    from msrun.roles.control_file import Card
     from msrun.topology import Machine
 
 
@@ -52,6 +54,18 @@ class World(Protocol):
 
     def is_terminal(self) -> bool:
         """Tell whether a person reads stdout."""
+
+    def jobs(self) -> list[Card]:
+        """Return this user's jobs on this machine, one for each launcher."""
+
+    def connect(self, card: Card, patience: float) -> ControlClient:
+        """Return a connection to a job, whose answers may take `patience` seconds."""
+
+    def now(self) -> float:
+        """Return seconds of the monotonic clock."""
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass."""
 
 
 class RealWorld:
@@ -138,6 +152,30 @@ class RealWorld:
         import sys
 
         return sys.stdout.isatty()
+
+    def jobs(self) -> list[Card]:
+        """Look into the private directories."""
+        from msrun.roles import control_file
+
+        return control_file.jobs()
+
+    def connect(self, card: Card, patience: float) -> ControlClient:
+        """Connect to the scheduler of `card`."""
+        from msrun.roles.control_client import ControlClient
+
+        return ControlClient(card, patience)
+
+    def now(self) -> float:
+        """Read the clock."""
+        from msrun.transport.loop import Loop
+
+        return Loop.now()
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        from msrun.transport.loop import pause
+
+        pause(seconds)
 
 
 def _bind(family: int, address: tuple[object, ...]) -> int:

@@ -154,7 +154,8 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Its place in the generation; None for a spare.
         ranks: Its first rank and how many it has; None for a spare.
         slots: Workers that it can run.
-        silent: Seconds since its last sign of life; None for a lost one.
+        silent: Seconds since its last sign of life; None for a lost one, and on one node,
+            which gives none.
         scheduler: The scheduler lives on it.
     """
 

@@ -72,7 +72,7 @@ def _node(
         node_rank=member.node_rank if member else None,
         ranks=(member.first_rank, member.count) if member else None,
         slots=body.slots if body else 0,
-        silent=peers.silence(node_id, now=now),
+        silent=peers.silence(node_id, now=now) if state.formation.lease else None,
         scheduler=bool(body and body.serves),
     )
 

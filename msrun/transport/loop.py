@@ -100,3 +100,8 @@ def wait_readable(source: socket.socket | int, timeout: float) -> bool:
     poller = zmq.Poller()
     poller.register(source, zmq.POLLIN)
     return bool(poller.poll(int(timeout * 1000)))
+
+
+def pause(seconds: float) -> None:
+    """Wait, where there is nothing to wait for but the time."""
+    zmq.Poller().poll(int(seconds * 1000))

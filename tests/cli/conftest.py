@@ -14,6 +14,8 @@ from msrun.errors import UsageError
 from msrun.fleet import FleetLauncher, FleetPlan
 from msrun.job import JobSpec, ProgramKind
 from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.roles.control_client import ControlClient
+from msrun.roles.control_file import Card
 from msrun.topology import CpuTopology, Device, DeviceKind, Machine
 
 CPUS = CpuTopology(numa={0: (0, 1), 1: (2, 3)}, siblings={cpu: (cpu,) for cpu in range(4)})
@@ -97,6 +99,27 @@ class FakeLauncher:
         return self.code
 
 
+class FakeClient(ControlClient):
+    """Answers with what the test has laid out, in that order, and remembers what it was asked."""
+
+    def __init__(self, card, replies):
+        self.card = card
+        self.asked = []
+        self.closed = False
+        self._replies = replies
+
+    def ask(self, request, kind):
+        self.asked.append(request)
+        reply = self._replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        assert isinstance(reply, kind)
+        return reply
+
+    def close(self):
+        self.closed = True
+
+
 @dataclass
 class FakeFleet:
     """Plans as the real backend does and only remembers what it was to submit."""
@@ -126,6 +149,10 @@ class FakeWorld:
     names: dict[str, tuple[str, ...]] = field(default_factory=NAMES.copy)
     own: tuple[str, ...] = ("10.0.0.1", "fd00::1")
     terminal: bool = False
+    cards: list[Card] = field(default_factory=list)
+    replies: list[object] = field(default_factory=list)
+    clients: list[FakeClient] = field(default_factory=list)
+    paused: list[float] = field(default_factory=list)
 
     def environment(self):
         return self.variables
@@ -173,6 +200,20 @@ class FakeWorld:
 
     def is_terminal(self):
         return self.terminal
+
+    def jobs(self):
+        return self.cards
+
+    def connect(self, card, patience):
+        assert patience > 0
+        self.clients.append(FakeClient(card, self.replies))
+        return self.clients[-1]
+
+    def now(self):
+        return 1000.0
+
+    def pause(self, seconds):
+        self.paused.append(seconds)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ FLAGS = words(
 --workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
 --virtual-local-rank --join --no-join
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
---shutdown-timeout
+--shutdown-timeout --hang-timeout --detect-idle
 --log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
 --hostfile --rank-table-file --include --exclude --remote-python --ssh --mpirun --mpirun-args

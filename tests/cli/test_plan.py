@@ -49,6 +49,8 @@ job:
   restart-window      1h                  flag --restart-window
   no-progress-limit   3                   default
   grace               10s                 default
+  hang-timeout        -                   default
+  detect-idle         inf                 default
   worker-log-name     w{local_rank}       flag --worker-log-name
   insecure            false               default
   launcher            dynamic             default
@@ -223,7 +225,7 @@ def test_the_json_schema(msrun, gpus):
         "containment": "subreaper",
         "notes": ["-r 3 changes nothing: the output of every worker goes to its log"],
     }
-    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:26]]
+    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:28]]
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}

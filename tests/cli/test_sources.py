@@ -42,6 +42,8 @@ TEXTS = {
     "no-progress-limit": "1",
     "exclude-after": "3",
     "grace": "30s",
+    "hang-timeout": "90s",
+    "detect-idle": "5m",
     "log-dir": "logs",
     "worker-log-name": "w{rank}",
     "tail": "0",
