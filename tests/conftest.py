@@ -17,6 +17,28 @@ from msrun.supervise import process
 
 # Every process that a test starts inherits this mark, also when its parent is gone.
 MARK = "MSRUN_TESTS_SESSION"
+# Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
+THOROUGH = (
+    "tests/cluster/test_fleet.py",
+    "tests/cluster/test_forming.py",
+    "tests/cluster/test_living.py",
+    "tests/process/test_fleet.py",
+    "tests/process/test_mpirun_wrapper.py",
+    "tests/process/test_slurm.py",
+    "tests/torch/test_checkpoint_layouts.py",
+    "tests/torch/test_digits.py",
+    "tests/torch/test_exact_dropout.py",
+    "tests/torch/test_fork_children.py",
+    "tests/torch/test_fork_endings.py",
+    "tests/torch/test_fork_like_python.py",
+    "tests/torch/test_grid.py",
+    "tests/torch/test_guard.py",
+    "tests/torch/test_launched.py",
+    "tests/torch/test_pipeline.py",
+    "tests/torch/test_preload.py",
+    "tests/torch/test_resume.py",
+    "tests/torch/test_zero_bubble.py",
+)
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")
 # What tests/torch/ranks.py calls its processes, which wait for the next test of their file.
@@ -34,6 +56,12 @@ def pytest_configure() -> None:
     # Tests start hundreds of processes, and each would compile what it imports.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if str(item.path.relative_to(config.rootpath)) in THOROUGH:
+            item.add_marker("thorough")
 
 
 @pytest.fixture(autouse=True)
