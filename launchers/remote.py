@@ -177,9 +177,14 @@ def _read_line(most: int) -> str:
 @contextlib.contextmanager
 def _secret_file(secret: str) -> Iterator[str]:
     """Yield the name of a private file that holds `secret` for as long as the agent runs."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="msrun-secret-", dir=environ.runtime_dir()
-    ) as file:
+    # The launcher's environment may name a directory that only its own node has.
+    named = environ.runtime_dir()
+    directory = named if named and os.access(named, os.W_OK | os.X_OK) else None
+    try:
+        file = tempfile.NamedTemporaryFile("w", prefix="msrun-secret-", dir=directory)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise UsageError(f"the secret cannot be kept here: {error.strerror}") from None
+    with file:
         file.write(secret)
         file.flush()
         yield file.name

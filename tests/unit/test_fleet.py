@@ -1,11 +1,14 @@
 """Orders of agents, and what they report."""
 
+import stat
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from launchers.remote import check_versions, find_host, read_versions
+from launchers.remote import _secret_file, check_versions, find_host, read_versions
 from msrun import __version__
 from msrun.errors import UsageError
 from msrun.fleet import (
@@ -125,6 +128,18 @@ def test_a_node_with_another_version_is_refused():
         check_versions({"torch": "2.13.0"}, {"torch": "none"})
 
     assert refusal.value.message == "torch is none here and 2.13.0 at the launcher"
+
+
+@pytest.mark.parametrize("runtime", ["", "here", "/run/user/none"])
+def test_the_secret_lies_in_a_private_file_while_the_agent_runs(monkeypatch, tmp_path, runtime):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path) if runtime == "here" else runtime)
+
+    with _secret_file("ab" * 32) as name:
+        path = Path(name)
+        assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("ab" * 32, 0o600)
+        assert (path.parent == tmp_path) is (runtime == "here")
+
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
