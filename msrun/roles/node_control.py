@@ -100,6 +100,11 @@ class NodeControl:
         if ages and len(ages) == len(self._workers):
             self._send(Running(pids=[worker.pid or 0 for worker in workers], age=min(ages)))
 
+    def rejoined(self) -> None:
+        """Tell a scheduler that knows nothing of this node what another may have known."""
+        self._watch.tell_again()
+        self.running()
+
     # Time.
 
     def deadline(self) -> float | None:

@@ -31,6 +31,14 @@ def test_it_is_told_once():
     assert len(look(HangWatch(), until=500, beats=[5])) == 1
 
 
+def test_it_is_told_again_to_a_scheduler_that_may_not_know():
+    watch = HangWatch()
+    look(watch, until=100, beats=[5])
+    watch.tell_again()
+
+    assert look(watch, since=101, until=101, beats=[5]) == [Hang(0, 96, "beat")]
+
+
 def test_long_steps_make_a_long_patience():
     watch = HangWatch()
 
