@@ -86,6 +86,10 @@ class HangWatch:
         self._told |= {hang.rank for hang in found}
         return found
 
+    def tell_again(self) -> None:
+        """Return hangs once more that were returned before, since nobody may know of them."""
+        self._told.clear()
+
     def silence(self, rank: int, *, now: float) -> float:
         """Return the seconds since a worker last beat; 0 for one that never did."""
         worker = self._workers.get(rank)

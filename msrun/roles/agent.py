@@ -326,7 +326,7 @@ class Agent:
                 case Join(register=register):
                     now, generation = self._loop.now(), self._state.generation
                     self._send(self._uplink.join(generation, register, now=now))
-                    self._control.running()
+                    self._control.rejoined()
                 case Send(generation=generation, body=body):
                     self._send(self._uplink.send(generation, body, now=self._loop.now()))
                 case StartWorkers():

@@ -100,6 +100,11 @@ class NodeControl:
         if ages and len(ages) == len(self._workers):
             self._send(Running(pids=[worker.pid or 0 for worker in workers], age=min(ages)))
 
+    def rejoined(self) -> None:
+        """Tell a scheduler that knows nothing of this node what another may have known."""
+        self._watch.tell_again()
+        self.running()
+
     # Time.
 
     def deadline(self) -> float | None:
@@ -192,8 +197,6 @@ class NodeControl:
         self._dump = _Dump(inquiry, now + _STACK_SECONDS, poll_at=now + _POLL_SECONDS)
         asked = []
         for rank, worker in self._workers.items():
-            if worker.pid == 0:
-                continue
             if problem := _why_silent(worker):
                 self._send(self._stack(inquiry, worker, problem=problem))
                 continue
@@ -267,6 +270,8 @@ def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
 
 def _why_silent(worker: RunningWorker) -> str:
     """Return why a worker could not show its stack, empty when it could."""
+    if worker.pid == 0:
+        return "it has ended"
     if worker.pid and process.state(worker.pid) in _STOPPED:
         return "it is stopped, by SIGSTOP or a debugger"
     if not worker.pid or not process.catches(worker.pid, AGENT_SIGNAL):

@@ -56,10 +56,10 @@ def test_the_pair_of_a_role_stays_what_it_is():
 
 
 def test_roles_and_secrets_have_pairs_of_their_own():
-    pairs = [key_pair(s, r) for s in (SECRET, bytes(32)) for r in ("agent", "scheduler")]
+    pairs = [key_pair(s, r) for s in (SECRET, bytes(32)) for r in ("agent", "control", "scheduler")]
 
-    assert len({pair.public for pair in pairs}) == 4
-    assert len({pair.secret for pair in pairs}) == 4
+    assert len({pair.public for pair in pairs}) == 6
+    assert len({pair.secret for pair in pairs}) == 6
 
 
 def test_secrets_are_fresh_and_long():

@@ -9,17 +9,26 @@ from msrun.cluster import codec
 from msrun.cluster.messages import (
     PROTOCOL_VERSION,
     Drained,
+    DumpStacks,
     Envelope,
     Finish,
+    Hung,
     Interrupted,
+    LogPart,
     NodeFailed,
+    ReadLog,
     Refused,
     Register,
     Restarting,
+    Running,
+    SignalRanks,
+    Stack,
+    Stalled,
     Start,
     Stop,
     WorkerExited,
 )
+from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import Group, RankExit, Verdict
 from msrun.errors import ProtocolError
 
@@ -41,6 +50,7 @@ exits = st.builds(
     ran_for=seconds,
     age=seconds,
     swept=st.booleans(),
+    stalled=seconds,
     error=text,
     tail=st.lists(text, max_size=3),
     log_file=text,
@@ -94,6 +104,27 @@ bodies = st.one_of(
     ),
     st.builds(Finish, verdict=verdicts),
     st.builds(Refused, reason=text),
+    st.builds(Running, pids=ranks, age=seconds),
+    st.builds(Stalled, rank=number, seconds=seconds, sign=text),
+    st.builds(DumpStacks, inquiry=number),
+    st.builds(
+        Stack,
+        inquiry=number,
+        worker=exits,
+        frames=st.lists(st.builds(Frame, text, number, text), max_size=3),
+        problem=text,
+    ),
+    st.builds(ReadLog, inquiry=number, rank=number, offset=st.none() | number, lines=number),
+    st.builds(
+        LogPart,
+        inquiry=number,
+        log_file=text,
+        data=st.binary(max_size=20),
+        offset=number,
+        problem=text,
+    ),
+    st.builds(SignalRanks, ranks=st.lists(st.tuples(number, number), max_size=3), signum=number),
+    st.builds(Hung, report=text),
 )
 envelopes = st.builds(
     Envelope, job_id=text, node_id=text, incarnation=number, generation=number, body=bodies

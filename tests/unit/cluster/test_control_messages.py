@@ -1,0 +1,114 @@
+"""Questions and answers on the wire: what is read, and what never is."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrun.cluster import codec, control_messages
+from msrun.cluster.control_messages import (
+    Answer,
+    Denied,
+    DrainNode,
+    GetLog,
+    GetStatus,
+    Log,
+    Question,
+    RankRow,
+    Ranks,
+    SignalJob,
+    StopJob,
+    fitting,
+)
+from msrun.cluster.messages import PROTOCOL_VERSION, Drained, Envelope
+from msrun.errors import ProtocolError, VersionError
+
+QUESTIONS = [
+    Question(question="", request=GetStatus()),
+    Question(question="train", request=GetLog(rank=3, lines=20)),
+    Question(question="train", request=SignalJob(signum=10, ranks=[(0, 3)])),
+    Question(question="train", request=StopJob(now=True)),
+    Question(question="train", request=DrainNode(node="b")),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda q: type(q.request).__name__)
+def test_a_question_arrives_as_it_was_asked(question):
+    frame = control_messages.encode(question)
+
+    assert control_messages.is_question(frame)
+    assert control_messages.decode_question(frame) == question
+
+
+def test_an_answer_arrives_as_it_was_given():
+    answer = Answer(answer=Log(host="a", log_file="log", data=b"\xff\n", offset=2))
+
+    assert control_messages.decode_answer(control_messages.encode(answer)) == answer
+
+
+def test_a_message_of_an_agent_is_no_question_and_the_reverse():
+    envelope = Envelope(job_id="j", node_id="a", incarnation=1, body=Drained())
+    frame = codec.encode(envelope)
+
+    assert not control_messages.is_question(frame)
+    with pytest.raises(ProtocolError):
+        control_messages.decode_question(frame)
+    with pytest.raises(ProtocolError):
+        codec.decode(control_messages.encode(QUESTIONS[0]))
+
+
+def test_another_version_is_named():
+    with pytest.raises(VersionError) as caught:
+        control_messages.decode_answer(codec.VERSION_FRAME.replace(b"\x03", b"\x63"))
+
+    assert caught.value.message == (
+        f"the job speaks protocol version 99, this msrun {PROTOCOL_VERSION}"
+    )
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"version": PROTOCOL_VERSION, "question": "j"}),
+        msgspec.msgpack.encode(
+            {"version": PROTOCOL_VERSION, "question": "j", "request": {"type": "Format"}}
+        ),
+        bytes(codec.FRAME_BYTES_MAX + 1),
+    ],
+    ids=["nothing", "no MessagePack", "no request", "an unknown request", "too large"],
+)
+def test_what_is_no_question_is_refused(frame):
+    with pytest.raises(ProtocolError):
+        control_messages.decode_question(frame)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_may_come(frame):
+    control_messages.is_question(frame)
+    for decode in (control_messages.decode_question, control_messages.decode_answer):
+        with pytest.raises(ProtocolError):
+            decode(frame)
+
+
+def test_what_is_too_large_is_not_sent():
+    with pytest.raises(ProtocolError, match="over the limit"):
+        control_messages.encode(Answer(answer=Denied(reason="x" * codec.FRAME_BYTES_MAX)))
+
+
+def test_a_page_fits_into_a_frame_however_long_its_rows():
+    rows = [
+        RankRow(rank=n, local_rank=0, host="h" * 255, pid=n, state="s" * 99, seconds=1.0)
+        for n in range(1000)
+    ]
+    page = fitting(rows)
+
+    assert 50 < len(page) < 1000
+    assert page == rows[: len(page)]
+    control_messages.encode(Answer(answer=Ranks(rows=page, following=len(page))))
+
+
+def test_a_page_has_at_least_one_row():
+    assert len(fitting(["x" * (1 << 17), "y"])) == 1
+    assert fitting([]) == []
