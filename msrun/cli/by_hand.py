@@ -36,6 +36,8 @@ from msrun.units import shown
 
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
 _SERVERS = ("MS_PSERVER", "MS_SERVER")
+# The program is a command of Python, whatever programs msrun is told to expect.
+_OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
 _WORKERS_MAX = 999_999
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -155,7 +157,13 @@ def _node_id(env: Mapping[str, str], workers: int) -> tuple[int | None, str]:
 
 def _device(env: Mapping[str, str], devices: int) -> int | None:
     """Return the device that a worker was given, None without one and where there is none."""
-    return _number(env, Hand.DEVICE, 0, devices - 1) if devices and env.get(Hand.DEVICE) else None
+    text = env.get(Hand.DEVICE, "")
+    if not devices or not text:
+        return None
+    if not _NUMBER.fullmatch(text) or int(text) >= devices:
+        msg = f"environment {Hand.DEVICE}={shown(text)} is no device of this machine"
+        raise UsageError(f"{msg} (choose {span(devices)})")
+    return int(text)
 
 
 def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> Prepared:
@@ -169,6 +177,7 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
         (options.NNODES, "--nnodes", f"1:{max(who.workers, 2)}"),
         (options.WORKERS_PER_NODE, "--workers-per-node", "1"),
         (options.LAUNCHER, "--launcher", "dynamic"),
+        *((option, option.flag, "false") for option in _OF_PROGRAMS),
         *(
             (option, spelling, text)
             for option, spelling, text in (
@@ -185,7 +194,12 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
         program=("python", *words),
     )
     world = _World(listens=not who.is_worker)
-    return prepare(read_request(line, TABLE, world), world)
+    request = read_request(line, TABLE, world)
+    stays = request.settings.get(options.JOIN)
+    if stays and not stays.value:
+        msg = f"{stays.cite()}: a process that is started by hand stays until the job is over"
+        raise UsageError(msg, hint="end its command with & instead")
+    return prepare(request, world)
 
 
 def _as_worker(job: JobSpec, rank: int | None, name: str, device: int | None) -> JobSpec:

@@ -67,11 +67,11 @@ class Keeper:
         self._restarts: list[float] = []
         self._signum = 0
         loop.on_signals(STOPS, self._on_signal)
-        journal = open_journal(job.log_dir, f"msrun_{machine.host}_scheduler.log")
+        journal = open_journal(job.log_dir, f"msrun_{machine.host}.log")
         self._console = Console(journal, ())
         secret = job_secret(job)
         self._listening = listen_or_refuse(job.listen_host, job.master_port, "--master-port")
-        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, "scheduler"))
+        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, ""))
         self._config = SchedulerConfig(
             job_id=job.job_id,
             formation=formation(job),

@@ -15,7 +15,6 @@ from pathlib import Path
 from msrun import environ
 from msrun.environ import Hand
 from msrun.errors import UsageError
-from msrun.supervise.tree import python_command
 from msrun.units import shown
 
 _STANDARD = (0, 1, 2)
@@ -40,6 +39,8 @@ def join() -> None:
         raise UsageError(msg, hint="call msrun.join() at the beginning of a script file")
     _say(f"msrun: {given}: {_BECOMES.get(role, 'the script goes no further')}\n")
     _flush()
+    from msrun.supervise.tree import python_command  # Whoever has a place needs none of it.
+
     _close_on_exec()
     os.execv(sys.executable, python_command("msrun.cli.by_hand:main", *sys.orig_argv[1:]))  # noqa: S606 - a list, and no shell
 

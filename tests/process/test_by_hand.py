@@ -12,6 +12,9 @@ import psutil
 import pytest
 from support import PATIENCE, alive, environment, kill, script, until
 
+from msrun.cli import by_hand
+from msrun.errors import UsageError
+
 pytestmark = pytest.mark.process
 
 JOIN = "import msrun, os, sys, time; msrun.join()"
@@ -293,6 +296,26 @@ def test_a_worker_that_is_killed_with_its_launcher_ends_the_job(cluster):
     assert "was lost" in workers[1].err
 
 
+def test_a_process_started_anew_takes_the_place_of_one_that_was_killed(cluster):
+    code = f"""{JOIN}
+print("up", *(os.environ[n] for n in ("RANK", "MSRUN_GENERATION")), flush=True)
+while os.environ["MSRUN_GENERATION"] == "0":
+    time.sleep(0.01)
+"""
+    options = {"workers": 2, "MSRUN_MAX_RESTARTS": 1}
+    cluster.scheduler(code, **options)
+    first, second = [cluster.worker(code, MS_NODE_ID=rank, **options) for rank in range(2)]
+    first.until_said("up 0 0")
+    second.until_said("up 1 0")
+    second.process.kill()
+    first.until_said("was lost")
+    third = cluster.worker(code, MS_NODE_ID=1, **options)
+
+    assert cluster.codes() == [0, 0, 137, 0]
+    assert "[rank 0] up 0 1" in first.out
+    assert third.out.endswith("[rank 1] up 1 1\n")
+
+
 def test_a_rank_that_is_taken_is_refused(cluster):
     code = f"{JOIN}\nprint('up', flush=True)\n{WAIT}"
     scheduler = cluster.scheduler(code, workers=2)
@@ -348,6 +371,10 @@ ALIKE = "MS_SCHED_HOST, MS_SCHED_PORT and MS_WORKER_NUM are the same in every pr
             {"MS_SCHED_HOST": "no-such-host.invalid"},
             "MS_SCHED_HOST no-such-host.invalid: the name resolver does not know",
         ),
+        (
+            {"MSRUN_JOIN": "false"},
+            "MSRUN_JOIN=false: a process that is started by hand stays until the job is over",
+        ),
         ({"MS_TOPO_TIMEOUT": "0"}, "MS_TOPO_TIMEOUT '0' must be above zero"),
         (
             {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1"},
@@ -364,6 +391,25 @@ def test_what_cannot_be_is_refused_with_the_variable(cluster, variables, sentenc
     assert sentence in process.err
     assert "Traceback" not in process.err
     assert process.out == ""
+
+
+@pytest.mark.parametrize("text", ["8", "x", "-1"])
+def test_a_device_that_is_not_there_is_refused(text):
+    with pytest.raises(UsageError) as refusal:
+        by_hand._device({"DEVICE_ID": text}, 8)
+
+    sentence = f"environment DEVICE_ID={text} is no device of this machine (choose 0 to 7)"
+    assert refusal.value.message == sentence
+
+
+def test_a_device_counts_where_there_are_devices():
+    given = {"DEVICE_ID": "3"}
+
+    assert [by_hand._device(given, 8), by_hand._device(given, 0), by_hand._device({}, 8)] == [
+        3,
+        None,
+        None,
+    ]
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder(cluster):
