@@ -330,6 +330,25 @@ def test_a_rank_that_is_taken_is_refused(cluster):
     assert (scheduler.wait(), first.wait()) == (143, 143)
 
 
+def test_a_process_with_another_secret_is_refused(cluster, tmp_path):
+    scheduler = cluster.scheduler(TELL, workers=1)
+    stranger = cluster.worker(TELL, workers=1, XDG_CONFIG_HOME=tmp_path / "of-another")
+
+    assert stranger.wait() == 122
+    cluster.worker(TELL, workers=1).wait()
+    assert scheduler.wait() == 0
+
+
+def test_one_worker_too_many_stands_by(cluster, tmp_path):
+    code = f"{JOIN}\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    cluster.scheduler(code, workers=1)
+    cluster.worker(code, workers=1).until_said("running 1/1")
+    cluster.worker(code, workers=1).until_said("stands by as a spare")
+    (tmp_path / "go").touch()
+
+    assert cluster.codes() == [0, 0, 0]
+
+
 def test_files_of_the_script_do_not_outlive_it(cluster, tmp_path):
     held = tmp_path / "held"
     begin = f"file = open({str(held)!r}, 'w'); import os; os.set_inheritable(file.fileno(), True)"
