@@ -23,12 +23,25 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def join() -> None:
+    """Take this process's place in a cluster that is started by hand with MS_ROLE.
+
+    Under any launcher and without MS_ROLE it does nothing.  Else it does not return: the
+    script begins again, in a worker that has a rank.  Call it first, before torch is used.
+
+    Raises:
+        UsageError: The script cannot begin again, such as in a notebook.
+    """
+    importlib.import_module("msrun.worker.by_hand").join()
+
+
 def init(
     config: Any = None,
     backend: str | None = None,
     device: Any = None,
     timeout: float | None = None,
 ) -> Runtime:
-    """Return this process's parallel runtime; see `msrun.parallel.runtime.init`."""
+    """Return this process's parallel runtime; see `join` and `msrun.parallel.runtime.init`."""
+    join()
     runtime = importlib.import_module("msrun.parallel.runtime")
     return cast("Runtime", runtime.init(config, backend, device, timeout))

@@ -128,7 +128,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         cwd: Working directory of every worker.
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
-        tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe.
+        tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe,
+            and the worker of a process that was started by hand wherever it is.
         tail_local: Local ranks beyond which the console shows none; None sets no limit.
         bind_core: CPU binding.
         bind_numa: Memory binding.
@@ -224,7 +225,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
         """Tell whether the console, which may be a terminal, shows the log of a worker."""
         if self.tail is None and self.tail_local is None:
-            return is_terminal and rank == 0
+            return bool(self.node_name) or (is_terminal and rank == 0)
         is_chosen = self.tail is None or rank in self.tail
         return is_chosen and (self.tail_local is None or local_rank in self.tail_local)
 

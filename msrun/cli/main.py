@@ -41,8 +41,13 @@ def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> in
     """
     words = list(sys.argv[1:] if argv is None else argv)
     verb = VERBS[words.pop(0)] if words and words[0] in VERBS else run.run
+    return guarded(verb, words, world or RealWorld())
+
+
+def guarded(verb: Verb, words: Sequence[str], world: World) -> int:
+    """Return the exit code of `verb`, after one sentence on whatever went wrong."""
     try:
-        return verb(words, world or RealWorld())
+        return verb(words, world)
     except MsrunError as error:
         say_error(error)
         return error.exit_code

@@ -37,6 +37,13 @@ class ControlledState(SchedulerState):
         """Whether the verdict is known."""
         return self.phase in (Phase.DONE, Phase.FAILED)
 
+    def interrupt(self, signum: int) -> list[Action]:
+        """Stop the job for its user, who sent `signum` to what keeps this scheduler."""
+        verdict = verdicts.interrupted(
+            self.job_id, signum, generation=self.generation, restarts=self.policy.used
+        )
+        return self._end(verdict, signum if signum == signal.SIGINT else signal.SIGTERM)
+
     def stop(self, *, at_once: bool) -> list[Action]:
         """Stop the job for its user; `at_once` gives its workers no time."""
         verdict = verdicts.interrupted(

@@ -110,13 +110,13 @@ class Roster:
         rank, most = body.node_rank, self.formation.nnodes_max
         if rank is None:
             return ""
+        given = f"{'MS_NODE_ID' if body.shares_host else '--node-rank'} {rank} of node {body.host}"
         if rank >= most:
-            return f"--node-rank {rank} of node {body.host} is outside 0 to {most - 1}"
+            return f"{given} is outside 0 to {most - 1}"
         holder = self._ranks.get(rank, node_id)
         if holder == node_id:
             return ""
-        taken = f"is that of node {self.nodes[holder].registration.host} already"
-        return f"--node-rank {rank} of node {body.host} {taken}"
+        return f"{given} is that of node {self.nodes[holder].registration.host} already"
 
     def ready(self) -> dict[str, Register]:
         """Return the nodes on which a generation could start, in the order they came."""

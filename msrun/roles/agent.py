@@ -57,7 +57,7 @@ REFRESH_SECONDS = 0.1
 # Whoever stopped the job does not want to read all of a long log first.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
-_STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -105,8 +105,8 @@ class Agent:
         self._running = 0
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
-        loop.on_signals((*_STOPS, *_FORWARDED), self._on_signal)
-        journal = _open_journal(plan)
+        loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
+        journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
         tails = _tails(plan.job, plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
@@ -210,7 +210,7 @@ class Agent:
         self._after_uplink(*self._uplink.tick(now=self._loop.now()))
 
     def _on_signal(self, signum: int) -> None:
-        if signum in _STOPS:
+        if signum in STOPS:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
 
@@ -404,10 +404,14 @@ def _journal_name(plan: LaunchPlan) -> str:
     return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
 
 
-def _open_journal(plan: LaunchPlan) -> int:
-    log_dir = plan.job.log_dir
+def open_journal(log_dir: str, name: str) -> int:
+    """Return the descriptor of our own log, which is ours alone from now on.
+
+    Raises:
+        UsageError: It is another job's, or cannot be written.
+    """
     try:
-        return logs.claim(str(Path(log_dir, _journal_name(plan))))
+        return logs.claim(str(Path(log_dir, name)))
     except BlockingIOError:
         msg = f"--log-dir {log_dir} is in use by a job that still runs"
         raise UsageError(msg, hint="choose another directory, or leave --log-dir out") from None

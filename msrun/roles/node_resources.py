@@ -73,14 +73,14 @@ class NodeResources:
         self._opened: set[str] = set()
         job = plan.job
         self.formation = formation(job)
-        self._secret = _secret(job)
+        self._secret = job_secret(job)
         self._scheduler_socket: socket.socket | None = None
         port = job.master_port
         if job.serves:
-            self._scheduler_socket = _listen(job.listen_host, port, "--master-port")
+            self._scheduler_socket = listen_or_refuse(job.listen_host, port, "--master-port")
             port = self._scheduler_socket.getsockname()[1]
         self.scheduler_address = (job.listen_host, str(port))
-        self._store_socket = _listen(job.address, 0, "the address of this node")
+        self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
         self.store = (job.address, str(self._store_socket.getsockname()[1]))
         self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
 
@@ -309,13 +309,23 @@ def formation(job: JobSpec) -> Formation:
     )
 
 
-def _secret(job: JobSpec) -> bytes | None:
+def job_secret(job: JobSpec) -> bytes | None:
+    """Return the secret of `job`, None without authentication.
+
+    Raises:
+        UsageError: Its file cannot be used.
+    """
     if job.insecure:
         return None
     return new_secret() if job.is_alone and not job.secret_file else read_secret(job.secret_file)
 
 
-def _listen(host: str, port: int, what: str) -> socket.socket:
+def listen_or_refuse(host: str, port: int, what: str) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        UsageError: There can be none; `what` named the place.
+    """
     try:
         return listen(host, port)
     except OSError as error:

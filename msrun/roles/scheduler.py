@@ -64,6 +64,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         wal_file: Where the state is written down.
         log_file: Where to log.
         parent: Pid of the agent.
+        alone: Its parent is no agent of this job, but passes on by standard input the signals
+            that it gets; the scheduler leaves by itself when all nodes know the verdict.
         listen_fd: Inherited listening socket.
     """
 
@@ -76,6 +78,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     wal_file: str
     log_file: str
     parent: int
+    alone: bool = False
     listen_fd: int = -1
 
 
@@ -112,7 +115,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until the agent, whose end of standard input closes, is gone."""
-        self._loop.watch(0, self._on_agent_gone)
+        self._loop.watch(0, self._on_parent)
         self._loop.watch(self._socket.socket, self._receive)
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
@@ -138,13 +141,23 @@ class Scheduler:
         self._perform(self._control.tick(now=now))
         self._handle(Tick())
 
-    def _on_agent_gone(self) -> None:
-        """Leave, but not before the other nodes know how the job ended."""
+    def _on_parent(self) -> None:
+        """Stop the job on a signal of the parent; leave when it is gone."""
+        if signum := os.read(0, 1):
+            if not self._state.is_over:
+                self._perform(self._state.interrupt(signum[0]))
+            return
         self._loop.forget(0)
-        is_over = self._state.phase in (Phase.DONE, Phase.FAILED)
-        if not is_over or self._peers.all_delivered:
-            self._loop.stop()
+        if self._state.is_over:
+            self._take_leave()
         else:
+            self._loop.stop()
+
+    def _take_leave(self) -> None:
+        """Leave, but not before the nodes know how the job ended."""
+        if self._peers.all_delivered:
+            self._loop.stop()
+        elif self._leave_by is None:
             self._leave_by = self._loop.now() + _FAREWELL_SECONDS
 
     # What agents say.
@@ -270,6 +283,8 @@ class Scheduler:
                     self._send(self._peers.send(node_id, generation, body, now=now))
                 case Reply(route=route, reply=reply):
                     self._socket.answer(route, _frame(reply))
+        if self._config.alone and self._state.is_over:
+            self._take_leave()
 
     def _write(self, record: wal.Record) -> None:
         os.write(self._wal, wal.encode(record))

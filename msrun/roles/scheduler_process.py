@@ -68,6 +68,12 @@ class SchedulerProcess:
         """Its pid."""
         return self._process.pid
 
+    def pass_on(self, signum: int) -> None:
+        """Tell one that is `alone` of a signal."""
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.write(bytes([signum]))
+            self._lifeline.flush()
+
     def how_it_ended(self) -> str:
         """Return the words for its end, after `pidfd` became readable."""
         code = self._process.wait()

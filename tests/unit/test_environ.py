@@ -300,7 +300,7 @@ def test_a_rank_that_is_0_may_lack_a_world_size():
         ({"RANK_ID": "1"}, "environment RANK_ID=1 is set and RANK_SIZE is not"),
         (
             {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "4"},
-            "environment MS_ROLE=MS_WORKER: this version forms no cluster by hand",
+            "environment MS_ROLE=MS_WORKER, and this process has not joined its cluster",
         ),
     ],
 )

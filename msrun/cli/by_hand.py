@@ -1,0 +1,209 @@
+"""A process of a cluster that is started by hand: variables in the place of options.
+
+`msrun.worker.by_hand` makes it of a script.  With `MS_ROLE=MS_WORKER` it is the agent of
+a node with one worker, which runs that script; with `MS_ROLE=MS_SCHED` it keeps the
+scheduler, which belongs to no node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from msgspec import structs
+
+import msrun
+from msrun import environ
+from msrun.cli import options
+from msrun.cli.command_line import CommandLine
+from msrun.cli.main import guarded
+from msrun.cli.option import Option
+from msrun.cli.output import say_notes
+from msrun.cli.parsers import span
+from msrun.cli.peer_options import TABLE
+from msrun.cli.prepare import Prepared, prepare, read_request
+from msrun.cli.world import RealWorld, World
+from msrun.environ import Hand
+from msrun.errors import UsageError
+from msrun.job import PORT_MAX, JobSpec
+from msrun.units import shown
+
+_SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
+_SERVERS = ("MS_PSERVER", "MS_SERVER")
+# The program is a command of Python, whatever programs msrun is told to expect.
+_OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
+_WORKERS_MAX = 999_999
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_ALIKE = f"{Hand.HOST}, {Hand.PORT} and {Hand.WORKERS} are the same in every process of a cluster"
+
+
+def main(words: list[str]) -> NoReturn:
+    """Do what the environment says for `python WORDS`, and end with the job's exit code."""
+    # The backends lie beside this package, which a script's own directory may have been.
+    sys.path.insert(0, str(Path(msrun.__file__).parent.parent))
+    sys.exit(guarded(take_place, words, RealWorld()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Membership:
+    """What the variables say.
+
+    Args:
+        is_worker: Whether it is a worker, or the scheduler.
+        host: Host of the scheduler.
+        port: Port of the scheduler.
+        workers: Workers of the cluster.
+        rank: This worker's rank, None when the scheduler decides.
+        name: What tells this process from others on its machine; empty leaves it to us.
+    """
+
+    is_worker: bool
+    host: str
+    port: int
+    workers: int
+    rank: int | None
+    name: str
+
+
+class _World(RealWorld):
+    """The world of a process that is one of many, and listens only if it has the scheduler."""
+
+    def __init__(self, *, listens: bool) -> None:
+        self._listens = listens
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that may hold options."""
+        return environ.without_copies(super().environment())
+
+    def port_problem(self, host: str, port: int) -> str | None:
+        """Look at the port, if it is to be ours."""
+        return super().port_problem(host, port) if self._listens else None
+
+
+def take_place(words: Sequence[str], world: World) -> int:
+    """Run this process's part of the cluster, for `python WORDS`; return the job's exit code."""
+    env = environ.current()
+    membership = _read(env)
+    prepared = _prepare(membership, words, env)
+    job = prepared.draft.job
+    if not membership.is_worker:
+        if not job.serves:
+            msg = f"environment {Hand.HOST}={membership.host} is no address of this machine"
+            raise UsageError(msg, hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there")
+        from msrun.roles.member import serve  # Only one process of the cluster needs it.
+
+        return serve(job, prepared.draft.machine)
+    say_notes(prepared.notes)
+    device = _device(env, len(prepared.draft.machine.devices))
+    name = membership.name or f"{os.getpid():07}-{world.token()}"
+    job = _as_worker(job, membership.rank, name, device)
+    return prepared.launcher.submit(prepared.launcher.plan(job, prepared.draft.machine))
+
+
+def _read(env: Mapping[str, str]) -> _Membership:
+    role = env.get(Hand.ROLE, "")
+    if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
+        asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
+        msg = f"environment {asking}={shown(env[asking])}: this version has no parameter servers"
+        raise UsageError(msg, hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}")
+    if role not in (_SCHEDULER, _WORKER):
+        msg = f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
+        raise UsageError(msg)
+    for needed in (Hand.HOST, Hand.PORT, Hand.WORKERS):
+        if not env.get(needed):
+            msg = f"environment {Hand.ROLE}={role} is set and {needed} is not"
+            raise UsageError(msg, hint=_ALIKE)
+    workers = _number(env, Hand.WORKERS, 1, _WORKERS_MAX)
+    is_worker = role == _WORKER
+    rank, name = _node_id(env, workers) if is_worker else (None, "")
+    return _Membership(
+        is_worker=is_worker,
+        host=env[Hand.HOST],
+        port=_number(env, Hand.PORT, 1, PORT_MAX),
+        workers=workers,
+        rank=rank,
+        name=name,
+    )
+
+
+def _number(env: Mapping[str, str], name: Hand, least: int, most: int) -> int:
+    text = env[name]
+    if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
+        msg = f"environment {name}={shown(text)} is no whole number from {least} to {most}"
+        raise UsageError(msg)
+    return int(text)
+
+
+def _node_id(env: Mapping[str, str], workers: int) -> tuple[int | None, str]:
+    """Return the rank or the name that a worker was given."""
+    text = env.get(Hand.NODE_ID, "")
+    if not _NUMBER.fullmatch(text):
+        if text and not _NAME.fullmatch(text):
+            msg = f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters"
+            raise UsageError(f"{msg}, digits, '_', '.' or '-'")
+        return None, text
+    if int(text) >= workers:
+        msg = f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers}"
+        raise UsageError(f"{msg} (choose {span(workers)})")
+    return int(text), ""
+
+
+def _device(env: Mapping[str, str], devices: int) -> int | None:
+    """Return the device that a worker was given, None without one and where there is none."""
+    text = env.get(Hand.DEVICE, "")
+    if not devices or not text:
+        return None
+    if not _NUMBER.fullmatch(text) or int(text) >= devices:
+        msg = f"environment {Hand.DEVICE}={shown(text)} is no device of this machine"
+        raise UsageError(f"{msg} (choose {span(devices)})")
+    return int(text)
+
+
+def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> Prepared:
+    """Return the job as on a node of several with one worker."""
+    chosen = hashlib.sha256(repr((who.host, who.port, who.workers)).encode()).hexdigest()[:6]
+    given: list[tuple[Option[object], str, str]] = [
+        (options.MASTER_ADDR, Hand.HOST, who.host),
+        (options.MASTER_PORT, Hand.PORT, str(who.port)),
+        (options.WORKER_NUM, Hand.WORKERS, str(who.workers)),
+        # One worker meets its scheduler as many do, and not as a job that is alone.
+        (options.NNODES, "--nnodes", f"1:{max(who.workers, 2)}"),
+        (options.WORKERS_PER_NODE, "--workers-per-node", "1"),
+        (options.LAUNCHER, "--launcher", "dynamic"),
+        *((option, option.flag, "false") for option in _OF_PROGRAMS),
+        *(
+            (option, spelling, text)
+            for option, spelling, text in (
+                (options.LOCAL_ADDR, Hand.ADDRESS, env.get(Hand.ADDRESS, "")),
+                (options.JOIN_TIMEOUT, Hand.TIMEOUT, env.get(Hand.TIMEOUT, "")),
+                (options.JOB_ID, "--job-id", f"by-hand-{chosen}"),
+            )
+            if text and not any(map(env.get, option.variables))
+        ),
+    ]
+    line = CommandLine(
+        texts={option: (text,) for option, _, text in given},
+        spellings={option: spelling for option, spelling, _ in given},
+        program=("python", *words),
+    )
+    world = _World(listens=not who.is_worker)
+    request = read_request(line, TABLE, world)
+    stays = request.settings.get(options.JOIN)
+    if stays and not stays.value:
+        msg = f"{stays.cite()}: a process that is started by hand stays until the job is over"
+        raise UsageError(msg, hint="end its command with & instead")
+    return prepare(request, world)
+
+
+def _as_worker(job: JobSpec, rank: int | None, name: str, device: int | None) -> JobSpec:
+    """Return `job` for a process that runs one worker and no scheduler."""
+    return structs.replace(
+        job, serves=False, node_rank=rank, node_name=name, device=device, tail_local=None
+    )

@@ -1,0 +1,135 @@
+"""What keeps the scheduler of a cluster that is started by hand: a process without workers.
+
+It holds the socket on which the scheduler listens, starts it again when it dies, and
+passes on to it the signals with which its user stops the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+from msrun import environ
+from msrun.cluster.verdict import Verdict
+from msrun.errors import ExitCode
+from msrun.job import JobSpec
+from msrun.roles import ending, run_dir
+from msrun.roles.agent import STOPS, open_journal
+from msrun.roles.console import Console
+from msrun.roles.node_resources import (
+    formation,
+    job_secret,
+    listen_or_refuse,
+)
+from msrun.roles.scheduler import SchedulerConfig
+from msrun.roles.scheduler_process import SchedulerProcess
+from msrun.roles.scheduler_watch import RESTARTS_MAX
+from msrun.supervise import logs, process
+from msrun.topology import Machine
+from msrun.transport.loop import Loop
+
+_MINUTE = 60.0
+
+
+def serve(job: JobSpec, machine: Machine) -> int:
+    """Keep the scheduler of `job` until the job is over; return its exit code.
+
+    Raises:
+        MsrunError: It could not be started.
+    """
+    process.open_standard_streams()
+    logs.make_log_dir(job.log_dir)
+    loop = Loop()
+    try:
+        return Keeper(job, machine, loop).run().code
+    finally:
+        loop.close()
+
+
+class Keeper:
+    """Keeps the scheduler of a job.
+
+    Args:
+        job: The job, whose scheduler belongs here.
+        machine: This machine.
+        loop: This process's loop.
+    """
+
+    _scheduler: SchedulerProcess
+    _verdict: Verdict
+
+    def __init__(self, job: JobSpec, machine: Machine, loop: Loop) -> None:
+        self._job = job
+        self._loop = loop
+        self._began_at = loop.now()
+        self._restarts: list[float] = []
+        self._signum = 0
+        loop.on_signals(STOPS, self._on_signal)
+        journal = open_journal(job.log_dir, f"msrun_{machine.host}.log")
+        self._console = Console(journal, ())
+        secret = job_secret(job)
+        self._listening = listen_or_refuse(job.listen_host, job.master_port, "--master-port")
+        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, ""))
+        self._config = SchedulerConfig(
+            job_id=job.job_id,
+            formation=formation(job),
+            join_timeout=job.join_timeout,
+            last_call=job.last_call,
+            restarts=job.restarts,
+            secret=secret,
+            wal_file=str(self._dir / run_dir.WAL),
+            log_file=str(Path(job.log_dir, "scheduler.log")),
+            parent=os.getpid(),
+            alone=True,
+        )
+
+    def run(self) -> Verdict:
+        """Keep it until its verdict, and report that."""
+        job = self._job
+        try:
+            self._start()
+            self._console.say(
+                f"msrun: {job.job_id}: scheduler of {job.world_size} worker(s) at "
+                f"{job.listen_host}:{job.master_port}; log: {self._config.log_file}"
+            )
+            self._loop.run(lambda: None, lambda: None)
+        finally:
+            self._listening.close()
+            shutil.rmtree(self._dir, ignore_errors=True)
+            os.close(self._lock)
+        took = self._loop.now() - self._began_at
+        workers = job.world_size or 0
+        ending.report(self._verdict, self._console, job.log_dir, workers=workers, took=took)
+        return self._verdict
+
+    def _start(self) -> None:
+        env = environ.current()
+        again = bool(self._restarts)
+        self._scheduler = SchedulerProcess(self._config, self._listening, env, again=again)
+        self._loop.watch(self._scheduler.pidfd, self._on_end)
+
+    def _on_signal(self, signum: int) -> None:
+        self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the job")
+        self._signum = self._signum or signum
+        self._scheduler.pass_on(signum)
+
+    def _on_end(self) -> None:
+        """Take the verdict of a scheduler that has left, or start one that died again."""
+        self._loop.forget(self._scheduler.pidfd)
+        how, verdict = self._scheduler.how_it_ended(), self._scheduler.verdict()
+        self._scheduler.close()
+        now = self._loop.now()
+        self._restarts = [at for at in self._restarts if now - at < _MINUTE]
+        if verdict is None and len(self._restarts) < RESTARTS_MAX:
+            self._restarts.append(now)
+            self._console.say(f"warning: {how}; it is started again")
+            self._start()
+            if self._signum:
+                self._scheduler.pass_on(self._signum)
+            return
+        self._verdict = verdict or Verdict(
+            job_id=self._job.job_id, code=ExitCode.INTERNAL, reason=how, generation=0, restarts=0
+        )
+        self._loop.stop()

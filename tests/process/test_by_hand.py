@@ -1,0 +1,510 @@
+"""One script in many terminals: MS_ROLE and its neighbours make a cluster of its processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+from support import PATIENCE, alive, environment, kill, script, until
+
+from msrun.cli import by_hand
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.process
+
+JOIN = "import msrun, os, sys, time; msrun.join()"
+TELL = f"""{JOIN}
+print(*(os.environ[n] for n in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MS_NODE_ID".split()))
+"""
+WAIT = """
+while True:
+    time.sleep(0.01)
+"""
+
+
+class Process:
+    """A process of a cluster, started by hand with `python WORDS`."""
+
+    def __init__(self, folder, name, words, env):
+        self.name = name
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def out(self):
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self):
+        return self._err.read_text(errors="replace")
+
+    def wait(self, seconds=PATIENCE):
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.name} did not end within {seconds:g} s")
+        return 128 - code if code < 0 else code
+
+    def until_said(self, text):
+        until(
+            lambda: text in self.err + self.out or self.process.poll() is not None,
+            f"for {text!r} of {self.name}",
+        )
+        assert text in self.err + self.out
+
+
+class Cluster:
+    """Processes that have a scheduler's address and a number of workers in common."""
+
+    def __init__(self, folder, runtime):
+        self._folder = folder
+        self._env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.processes = []
+
+    def start(self, role, *words, workers=4, **variables):
+        given = {
+            "MS_ROLE": role,
+            "MS_SCHED_HOST": "127.0.0.1",
+            "MS_SCHED_PORT": self.port,
+            "MS_WORKER_NUM": workers,
+            **variables,
+        }
+        env = self._env | {name: str(value) for name, value in given.items() if value is not None}
+        name = f"{len(self.processes)}-{role}"
+        self.processes.append(Process(self._folder, name, words, env))
+        return self.processes[-1]
+
+    def scheduler(self, code, **options):
+        return self.start("MS_SCHED", "-c", code, **options)
+
+    def worker(self, code, **options):
+        return self.start("MS_WORKER", "-c", code, **options)
+
+    def codes(self):
+        return [process.wait() for process in self.processes]
+
+
+@pytest.fixture
+def cluster(tmp_path, runtime):
+    """Start processes by hand; at the end of the test nothing of them may be left."""
+    found = Cluster(tmp_path, runtime)
+    yield found
+    running = [each for each in found.processes if each.process.poll() is None]
+    for each in running:
+        each.process.kill()
+        each.process.wait()
+    for each in found.processes:
+        code = each.process.returncode
+        print(f"======== {each.name}, exit code {code}\n== out\n{each.out}\n== err\n{each.err}")
+    for path in sorted(tmp_path.glob("msrun_logs/*/*.log")):
+        print(f"======== {path.name}\n{path.read_text(errors='replace')[-4000:]}")
+    if running:
+        until(lambda: not alive(runtime), "for the trees of killed processes")
+        return
+    assert alive(runtime) == []
+    left = [path.name for path in (runtime / "msrun").glob("*")]
+    assert left in ([], [".guard"])
+
+
+TRAIN = """
+    import os, sys
+    print("begins", flush=True)
+    import msrun
+    msrun.join()
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1) + dist.get_rank()
+    dist.all_reduce(total)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MS_ROLE")
+    print("sum", total.item(), *(os.environ[name] for name in names), *sys.argv[1:], flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("first", ["MS_SCHED", "MS_WORKER"])
+def test_the_same_script_in_each_terminal_is_one_job(cluster, tmp_path, first):
+    words = (script(tmp_path, TRAIN), "--lr", "3")
+    numbers = {"MS_SCHED": 1, "MS_WORKER": 4}
+    for role in sorted(numbers, key=lambda role: role != first):
+        for _ in range(numbers[role]):
+            cluster.start(role, *words).until_said("msrun: by-hand-")
+
+    assert [process.wait(90) for process in cluster.processes] == [0] * 5
+    scheduler = cluster.processes[0 if first == "MS_SCHED" else -1]
+    workers = [process for process in cluster.processes if process is not scheduler]
+    assert sorted(worker.out.splitlines()[-1] for worker in workers) == [
+        f"[rank {rank}] sum 10.0 {rank} 4 {rank} 4 MS_WORKER --lr 3" for rank in range(4)
+    ]
+    assert scheduler.out == "begins\n"
+    assert "msrun: 4/4 workers finished after" in scheduler.err
+    assert all("the script begins again as a worker" in worker.err for worker in workers)
+
+
+def test_the_runtime_joins_by_itself_before_it_imports_torch(cluster, tmp_path):
+    (tmp_path / "package").mkdir()
+    program = """
+        import sys, msrun
+        print("torch" in sys.modules, flush=True)
+        with msrun.init() as rt:
+            import torch
+            print(rt.rank, rt.world_size, rt.mean_over_data(torch.ones(1) + rt.rank).item())
+    """
+    script(tmp_path / "package", program, name="train.py")
+    cluster.start("MS_SCHED", "-m", "package.train", workers=2)
+    workers = [
+        cluster.start("MS_WORKER", "-m", "package.train", workers=2, MS_NODE_ID=f"0{i}")
+        for i in range(2)
+    ]
+
+    assert [process.wait(90) for process in cluster.processes] == [0, 0, 0]
+    for rank, worker in enumerate(workers):
+        assert worker.out.splitlines()[0] == "False"
+        assert worker.out.splitlines()[-1] == f"[rank {rank}] {rank} 2 1.5"
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranks"),
+    [
+        (("3", "0", "02", "1"), ("3", "0", "2", "1")),
+        (("w10", "w9", "w1", "a"), ("2", "3", "1", "0")),
+        (("worker_b", "0", "worker_a", "worker_c"), ("2", "0", "1", "3")),
+    ],
+)
+def test_a_number_is_the_rank_and_names_follow_in_their_order(cluster, ids, ranks):
+    workers = [cluster.worker(TELL, MS_NODE_ID=node_id) for node_id in ids]
+    cluster.scheduler(TELL, MS_NODE_ID="sched")
+
+    assert cluster.codes() == [0] * 5
+    assert [worker.out for worker in workers] == [
+        f"[rank {rank}] {rank} 4 {rank} 4 {rank}\n" for rank in ranks
+    ]
+
+
+def test_one_worker_and_a_scheduler_are_a_cluster(cluster):
+    cluster.scheduler(TELL, workers=1)
+    worker = cluster.worker(TELL, workers=1)
+
+    assert cluster.codes() == [0, 0]
+    assert worker.out == "[rank 0] 0 1 0 1 0\n"
+
+
+def test_options_of_python_and_arguments_are_those_of_the_worker(cluster, tmp_path):
+    begin = "print(sys.flags.utf8_mode, sys.warnoptions, sys.argv[1:])"
+    words = ("-Xutf8", "-u", "-W", "ignore", script(tmp_path, f"{JOIN}\n{begin}"), "-m", "--x=1")
+    cluster.start("MS_SCHED", *words, workers=1)
+    worker = cluster.start("MS_WORKER", *words, workers=1)
+
+    assert cluster.codes() == [0, 0]
+    assert worker.out == "[rank 0] 1 ['ignore'] ['-m', '--x=1']\n"
+
+
+def test_the_first_failure_is_the_result_of_every_process(cluster):
+    code = f"{JOIN}\nos.environ['RANK'] == '2' and sys.exit(3)\n{WAIT}"
+    scheduler = cluster.scheduler(code)
+    for _ in range(4):
+        cluster.worker(code)
+
+    assert cluster.codes() == [3] * 5
+    for process in cluster.processes:
+        assert "error: rank 2 (node" in process.err
+        assert "exited with code 3" in process.err
+    assert "local_rank 2" in scheduler.err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("receiver", [0, 2])
+def test_a_signal_to_any_process_stops_the_job(cluster, signum, receiver):
+    code = f"{JOIN}\nprint('up', flush=True)\n{WAIT}"
+    cluster.scheduler(code, workers=2)
+    workers = [cluster.worker(code, workers=2) for _ in range(2)]
+    for worker in workers:
+        worker.until_said("] up")
+    cluster.processes[receiver].process.send_signal(signum)
+
+    assert cluster.codes() == [128 + signum] * 3
+    for process in cluster.processes:
+        assert f"error: stopped by {signum.name}" in process.err
+
+
+def test_a_signal_stops_a_scheduler_that_waits_for_workers(cluster):
+    scheduler = cluster.scheduler(TELL)
+    scheduler.until_said("scheduler of 4 worker(s) at")
+    scheduler.process.terminate()
+
+    assert scheduler.wait() == 143
+    assert "error: stopped by SIGTERM" in scheduler.err
+
+
+def test_a_missing_worker_ends_the_others_at_the_deadline(cluster):
+    cluster.scheduler(TELL, MS_TOPO_TIMEOUT="4")
+    for _ in range(2):
+        cluster.worker(TELL, MSRUN_JOIN_TIMEOUT="40s")
+
+    assert cluster.codes() == [121] * 3
+    for process in cluster.processes:
+        assert "error: 2 of 4 workers registered" in process.err
+        assert "after 4s" in process.err
+
+
+def test_a_missing_scheduler_is_named_at_the_deadline(cluster):
+    worker = cluster.worker(TELL, MS_TOPO_TIMEOUT="1")
+
+    assert worker.wait() == 121
+    assert f"127.0.0.1:{cluster.port}" in worker.err
+
+
+def test_a_scheduler_that_dies_is_started_again_and_the_job_goes_on(cluster, tmp_path):
+    code = f"{JOIN}\nprint('up', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    scheduler = cluster.scheduler(code, workers=2)
+    workers = [cluster.worker(code, workers=2) for _ in range(2)]
+    for worker in workers:
+        worker.until_said("] up")
+    (child,) = psutil.Process(scheduler.process.pid).children()
+    kill(child)
+    scheduler.until_said("was killed by SIGKILL")
+    (tmp_path / "go").touch()
+
+    assert cluster.codes() == [0, 0, 0]
+    assert "it is started again" in scheduler.err
+
+
+def test_a_worker_that_is_killed_with_its_launcher_ends_the_job(cluster):
+    code = f"{JOIN}\nprint('up', flush=True)\n{WAIT}"
+    cluster.scheduler(code, workers=2)
+    workers = [cluster.worker(code, workers=2) for _ in range(2)]
+    for worker in workers:
+        worker.until_said("] up")
+    workers[0].process.kill()
+
+    assert cluster.codes() == [120, 137, 120]
+    assert "was lost" in workers[1].err
+
+
+def test_a_process_started_anew_takes_the_place_of_one_that_was_killed(cluster):
+    code = f"""{JOIN}
+print("up", *(os.environ[n] for n in ("RANK", "MSRUN_GENERATION")), flush=True)
+while os.environ["MSRUN_GENERATION"] == "0":
+    time.sleep(0.01)
+"""
+    options = {"workers": 2, "MSRUN_MAX_RESTARTS": 1}
+    cluster.scheduler(code, **options)
+    first, second = [cluster.worker(code, MS_NODE_ID=rank, **options) for rank in range(2)]
+    first.until_said("up 0 0")
+    second.until_said("up 1 0")
+    second.process.kill()
+    first.until_said("was lost")
+    third = cluster.worker(code, MS_NODE_ID=1, **options)
+
+    assert cluster.codes() == [0, 0, 137, 0]
+    assert "[rank 0] up 0 1" in first.out
+    assert third.out.endswith("[rank 1] up 1 1\n")
+
+
+def test_a_rank_that_is_taken_is_refused(cluster):
+    code = f"{JOIN}\nprint('up', flush=True)\n{WAIT}"
+    scheduler = cluster.scheduler(code, workers=2)
+    first = cluster.worker(code, workers=2, MS_NODE_ID=1)
+    first.until_said("of 2 workers registered")
+    second = cluster.worker(code, workers=2, MS_NODE_ID=1)
+
+    assert second.wait() == 2
+    assert "MS_NODE_ID 1 of node" in second.err
+    assert "already" in second.err
+    scheduler.process.terminate()
+    assert (scheduler.wait(), first.wait()) == (143, 143)
+
+
+def test_a_process_with_another_secret_is_refused(cluster, tmp_path):
+    scheduler = cluster.scheduler(TELL, workers=1)
+    stranger = cluster.worker(TELL, workers=1, XDG_CONFIG_HOME=tmp_path / "of-another")
+
+    assert stranger.wait() == 122
+    cluster.worker(TELL, workers=1).wait()
+    assert scheduler.wait() == 0
+
+
+def test_one_worker_too_many_stands_by(cluster, tmp_path):
+    code = f"{JOIN}\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    cluster.scheduler(code, workers=1)
+    cluster.worker(code, workers=1).until_said("running 1/1")
+    cluster.worker(code, workers=1).until_said("stands by as a spare")
+    (tmp_path / "go").touch()
+
+    assert cluster.codes() == [0, 0, 0]
+
+
+def test_files_of_the_script_do_not_outlive_it(cluster, tmp_path):
+    held = tmp_path / "held"
+    begin = f"file = open({str(held)!r}, 'w'); import os; os.set_inheritable(file.fileno(), True)"
+    cluster.scheduler(f"{begin}\n{JOIN}", workers=1)
+    worker = cluster.worker(f"{begin}\n{JOIN}\nprint('up', flush=True)\n{WAIT}", workers=1)
+    worker.until_said("] up")
+    files = [psutil.Process(process.process.pid).open_files() for process in cluster.processes]
+    worker.process.terminate()
+
+    assert cluster.codes() == [143, 143]
+    assert str(held) not in [file.path for found in files for file in found]
+
+
+ALIKE = "MS_SCHED_HOST, MS_SCHED_PORT and MS_WORKER_NUM are the same in every process of a cluster"
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"MS_ROLE": "MS_BOSS"}, "MS_ROLE=MS_BOSS is no role (choose MS_SCHED or MS_WORKER)"),
+        ({"MS_ROLE": "MS_PSERVER"}, "MS_ROLE=MS_PSERVER: this version has no parameter servers"),
+        ({"MS_SERVER_NUM": "2"}, "MS_SERVER_NUM=2: this version has no parameter servers"),
+        *(
+            ({name: None}, f"MS_ROLE=MS_WORKER is set and {name} is not\n  hint: {ALIKE}")
+            for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
+        ),
+        ({"MS_SCHED_PORT": "x"}, "MS_SCHED_PORT=x is no whole number from 1 to 65535"),
+        ({"MS_SCHED_PORT": "65536"}, "MS_SCHED_PORT=65536 is no whole number from 1 to 65535"),
+        ({"workers": 0}, "MS_WORKER_NUM=0 is no whole number from 1 to 999999"),
+        (
+            {"MS_NODE_ID": "4"},
+            "MS_NODE_ID=4 is no rank of MS_WORKER_NUM=4 (choose 0 to 3)",
+        ),
+        (
+            {"MS_NODE_ID": "../x"},
+            "MS_NODE_ID=../x must be a rank, or 1 to 64 letters, digits, '_', '.' or '-'",
+        ),
+        (
+            {"MS_SCHED_HOST": "no-such-host.invalid"},
+            "MS_SCHED_HOST no-such-host.invalid: the name resolver does not know",
+        ),
+        (
+            {"MSRUN_JOIN": "false"},
+            "MSRUN_JOIN=false: a process that is started by hand stays until the job is over",
+        ),
+        ({"MS_TOPO_TIMEOUT": "0"}, "MS_TOPO_TIMEOUT '0' must be above zero"),
+        (
+            {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1"},
+            "MS_SCHED_HOST=192.0.2.1 is no address of this machine",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_variable(cluster, variables, sentence):
+    role = variables.get("MS_ROLE", "MS_WORKER")
+    options = {name: value for name, value in variables.items() if name != "MS_ROLE"}
+    process = cluster.start(role, "-c", TELL, **options)
+
+    assert process.wait() == 2
+    assert sentence in process.err
+    assert "Traceback" not in process.err
+    assert process.out == ""
+
+
+@pytest.mark.parametrize("text", ["8", "x", "-1"])
+def test_a_device_that_is_not_there_is_refused(text):
+    with pytest.raises(UsageError) as refusal:
+        by_hand._device({"DEVICE_ID": text}, 8)
+
+    sentence = f"environment DEVICE_ID={text} is no device of this machine (choose 0 to 7)"
+    assert refusal.value.message == sentence
+
+
+def test_a_device_counts_where_there_are_devices():
+    given = {"DEVICE_ID": "3"}
+
+    assert [by_hand._device(given, 8), by_hand._device(given, 0), by_hand._device({}, 8)] == [
+        3,
+        None,
+        None,
+    ]
+
+
+def test_a_port_that_is_taken_is_refused_with_its_holder(cluster):
+    with socket.create_server(("127.0.0.1", cluster.port)):
+        scheduler = cluster.scheduler(TELL)
+
+        assert scheduler.wait() == 2
+    assert f"MS_SCHED_PORT {cluster.port}: port {cluster.port} is in use" in scheduler.err
+    assert f"pid {os.getpid()}" in scheduler.err
+
+
+SPAWN = """
+    import multiprocessing, sys
+    def join():
+        import msrun
+        msrun.join()
+    if __name__ == "__main__":
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=join)
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_of_multiprocessing_does_not_become_a_worker(cluster, tmp_path, method):
+    process = cluster.start("MS_WORKER", script(tmp_path, SPAWN), method)
+
+    assert process.wait() == 1
+    assert "because it is a child of multiprocessing" in process.err
+
+
+def test_a_session_and_a_program_on_standard_input_cannot_begin_again(cluster):
+    interactive = cluster.start("MS_WORKER", "-i", "-c", TELL)
+    piped = subprocess.run(
+        [sys.executable, "-"],
+        input=TELL,
+        env=cluster._env | {"MS_ROLE": "MS_WORKER"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+    interactive.wait()
+    assert "because it is an interactive session" in interactive.err
+    assert "because its program came from standard input" in piped.stderr
+
+
+def test_a_process_with_a_process_group_does_not_leave_it(cluster):
+    code = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{JOIN}
+"""
+    process = cluster.worker(code)
+
+    assert process.wait() == 1
+    assert "because it has a process group already" in process.err
+
+
+def test_a_worker_of_a_launcher_has_its_place_already(msrun, tmp_path):
+    job = msrun("--workers-per-node", 2, "--tail", "all", "--no-python", sys.executable, "-c", TELL)
+
+    assert job.wait() == 0
+    assert job.log(0) == "0 2 0 2 0\n"
+    variables = json.dumps({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+    code = f"import json, os; os.environ |= json.loads({variables!r}); {JOIN}; print('still here')"
+    env = {**os.environ, "MS_ROLE": "MS_WORKER"}
+    torchrun = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert torchrun.stdout == "still here\n"
