@@ -62,6 +62,11 @@ class Peers:
         """Whether every body has reached its agent."""
         return all(peer.link.deadline is None for peer in self._peers.values())
 
+    def expect(self, node_id: str, incarnation: int, *, now: float) -> None:
+        """Take a node for lost that does not register as if it had just been silent."""
+        self._peers[node_id] = _Peer(incarnation, session=0, heard_at=now)
+        self._check_by(now)
+
     def send(
         self, node_id: str, generation: int, body: FromScheduler, *, now: float
     ) -> list[Envelope]:
@@ -139,7 +144,7 @@ class Peers:
         first there was none.
         """
         is_late = life <= self._lost.get(envelope.node_id, (-1, -1))
-        is_for_us = envelope.term == self.term or self.term == 1
+        is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
         return is_register and is_for_us and not is_late
 

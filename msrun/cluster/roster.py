@@ -44,6 +44,12 @@ class Roster:
     excluded: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
 
+    def lose(self, node_id: str, incarnation: int) -> None:
+        """Forget a life of a node, if it is the one that is known."""
+        if node_id in self.nodes and self.nodes[node_id].incarnation == incarnation:
+            del self.nodes[node_id]
+            self.stale.discard(node_id)
+
     def misfit(self, node_id: str, body: Register) -> str:
         """Return why a node cannot take part, empty when it can."""
         mine, theirs = self.formation, body.formation
