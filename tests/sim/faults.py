@@ -6,7 +6,8 @@ import random
 import signal
 
 import transcript
-from world import Driver, Settings, Violation, World
+from observer import Violation
+from world import Driver, Settings, World
 
 # Faults stop here; from then on everything answers within a moment.
 CALM = 60.0

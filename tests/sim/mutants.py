@@ -2,7 +2,8 @@
 
 import msgspec
 from faults import Chaos
-from world import Build, Violation
+from observer import Violation
+from world import Build
 
 from msrun.cluster import agent_events
 from msrun.cluster.agent_state import AgentState
@@ -20,16 +21,6 @@ class StartsLate(AgentState):
         if isinstance(event, agent_events.Received):
             event = msgspec.structs.replace(event, age=0.0)
         return super().handle(event, now=now)
-
-
-class KeepsStart(AgentState):
-    """Keeps a Start that waits for imports when it registers anew."""
-
-    def _join(self, now):
-        pending = self._pending
-        actions = super()._join(now)
-        self._pending = pending
-        return actions
 
 
 class TakesStaleIdle(SchedulerState):
@@ -114,7 +105,6 @@ MUTANTS = {
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
     "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
     "lateregister": (Build(peers=TakesLateRegister), {}),
-    "keepsstart": (Build(agent_state=KeepsStart), {}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),
 }
 

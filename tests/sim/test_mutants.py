@@ -8,7 +8,16 @@ pytestmark = pytest.mark.sim
 SEEDS_MAX = 10_000
 # The smallest seed that shows it, from where the search goes on when the faults change.
 FIRST = {
-    "agentstop": 1,
+    "agentstop": 16,
+    "lateassign": 471,
+    "lateregister": 0,
+    "nodrain": 0,
+    "nofence": 8,
+    "nowal": 1,
+    "receipt": 27,
+    "stale": 134,
+    "staleidle": 493,
+    "wallclock": 4,
 }
 
 

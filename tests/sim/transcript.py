@@ -4,7 +4,8 @@ The first line has the settings; each further one is the time, an input and its 
 What the machines said to it follows, indented, for the reader and for a comparison.
 """
 
-from world import Settings, Violation, World
+from observer import Violation
+from world import Settings, World
 
 
 def render(settings, inputs, build=None):

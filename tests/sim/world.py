@@ -6,13 +6,13 @@
 """
 
 import signal
-from collections import defaultdict
 from dataclasses import dataclass, field
 
+from observer import Observer
 from spoken import show_message, worker_end
 
 from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
-from msrun.cluster.agent_state import AgentState, Phase
+from msrun.cluster.agent_state import AgentState
 from msrun.cluster.messages import Formation, Register
 from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
@@ -22,10 +22,6 @@ from msrun.job import RestartLimits
 
 JOB = "train"
 GRACE = 5.0
-
-
-class Violation(AssertionError):  # noqa: N818 - a verdict on what is tested, no error in it
-    """A promise was broken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +108,17 @@ class Driver:
         """The scheduler has ended in the middle of what it did."""
 
 
-class World:
+class World(Observer):
     """One job.
 
     An input is a method's name and its words; `do` applies it.
     """
 
     def __init__(self, settings, build=None, driver=None):
-        self.settings = settings
+        super().__init__(settings)
         self.build = build or Build()
         self.driver = driver or Driver()
         self.now = 0.0
-        self.hosts = {}
         self.frames = []
         self.outputs = None
         self.peers = None
@@ -133,13 +128,6 @@ class World:
         self.dies_at_write = ""
         self.held = {}
         self.reachable = set()
-        # What only the observer knows.
-        self.live = {}  # (node, rank) -> generation
-        self.started = defaultdict(dict)  # generation -> rank -> node
-        self.codes = defaultdict(dict)  # generation -> rank -> exit code
-        self.announced = {}  # generation -> GenerationStarted
-        self.verdict = None
-        self.changes = 0
 
     def do(self, at, verb, *words):
         """Let something happen at time `at`."""
@@ -231,7 +219,7 @@ class World:
         if self.peers is None:
             return
         if isinstance(event, scheduler_events.Lost):
-            self._observe_loss(event)
+            self.observe_loss(event)
             self.held.pop((event.node_id, event.incarnation), None)
         now = self.now + self.clock_offset
         for action in self.scheduler.handle(event, now=now):
@@ -256,7 +244,7 @@ class World:
             return True
         self.wal += line
         self._say(f"scheduler wrote {type(record).__name__}", None)
-        self._observe_record(record)
+        self.observe_record(record)
         return bool(how)
 
     def _send_down(self, frames):
@@ -382,7 +370,7 @@ class World:
 
     def _start(self, host, generation, start):
         ranks = range(start.first_rank, start.first_rank + start.count)
-        self._observe_start(host, generation, start, ranks)
+        self.observe_start(host, generation, start, ranks)
         for rank in ranks:
             host.live[rank] = generation
             self.live[host.name, rank] = generation
@@ -431,8 +419,7 @@ class World:
     def _conclude(self, host, verdict):
         host.verdict = verdict
         host.is_up = False
-        told = self.verdict is not None and self.verdict.code == 0
-        self.require(verdict.code or told, "I4 a node ends with a success that was none", verdict)
+        self.observe_end(verdict)
         self._say(f"{host.name} ends with {verdict.code}: {verdict.reason}", None)
         self._clear(host)
         self.driver.concluded(host)
@@ -442,77 +429,6 @@ class World:
             del self.live[host.name, rank]
         host.live.clear()
         host.notices.clear()
-
-    # The observer.
-
-    def require(self, condition, promise, *details):
-        if not condition:
-            raise Violation(" ".join([f"{promise}:", *map(str, details)]))
-
-    def _observe_loss(self, loss):
-        host = self.hosts[loss.node_id]
-        is_dead = host.incarnation != loss.incarnation or not host.live or self.verdict
-        self.require(is_dead, "I2 a node is lost on which workers live", loss, host.live)
-
-    def _observe_start(self, host, generation, start, ranks):
-        self.require(generation in self.announced, "R5 a generation was not written", generation)
-        others = {g for g in self.live.values() if g != generation}
-        self.require(not others, "I2 two generations live", generation, others)
-        again = self.started[generation].keys() & set(ranks)
-        self.require(not again, "I1 a rank was started twice", generation, again)
-        member = next(
-            (m for m in self.announced[generation].members if m.node_id == host.name), None
-        )
-        expected = (host.incarnation, start.first_rank, start.count)
-        actual = member and (member.incarnation, member.first_rank, member.count)
-        self.require(actual == expected, "I1 a rank has two places", expected, actual)
-        size = sum(m.count for m in self.announced[generation].members)
-        self.require(start.world_size == size, "I1 the world is another", start)
-        self.require(host.state.phase is Phase.RUNNING, "an agent runs no generation", host)
-
-    def _observe_record(self, record):
-        if isinstance(record, wal.Decided):
-            self._observe_verdict(record.verdict)
-            return
-        generation, members = record.generation, record.members
-        self.require(self.verdict is None, "I4 a generation after the verdict", generation)
-        self.require(
-            generation > max(self.announced, default=-1), "I3 a generation again", generation
-        )
-        self.require(not self.live, "I2 workers live at a new generation", generation, self.live)
-        ranks = [r for m in members for r in range(m.first_rank, m.first_rank + m.count)]
-        self.require(ranks == list(range(len(ranks))), "I1 ranks are not dense", members)
-        names = [member.node_id for member in members]
-        self.require(len(names) == len(set(names)), "I1 a node has two places", names)
-        within = self.settings.least <= len(names) <= self.settings.most
-        self.require(within, "I1 too few or too many nodes", names)
-        budget = self.settings.restarts
-        is_within = record.restarts <= budget and record.losses <= budget
-        self.require(is_within, "I5 the budget is overspent", record)
-        spent = record.restarts + record.losses + self.changes
-        self.require(
-            generation <= spent or self.settings.least < self.settings.most,
-            "I5 a restart was not counted",
-            record,
-        )
-        self.announced[generation] = record
-
-    def _observe_verdict(self, verdict):
-        self.require(self.verdict is None, "I4 two verdicts", self.verdict, verdict)
-        self.verdict = verdict
-        if root := verdict.root:
-            code = self.codes[verdict.generation].get(root.rank)
-            self.require(
-                code == (root.code or -(root.signum or 0)), "P8 a root that was none", root
-            )
-        if verdict.code:
-            return
-        members = self.announced[verdict.generation].members
-        size = sum(member.count for member in members)
-        codes = self.codes[verdict.generation]
-        self.require(
-            codes == dict.fromkeys(range(size), 0), "I4 a success that was none", verdict, codes
-        )
 
     def _say(self, text, body):
         if self.outputs is not None:
