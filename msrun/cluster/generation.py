@@ -74,6 +74,11 @@ class Generation:
         ends = [end for end, _ in self.exits.values()]
         return len(ends) == self.world_size and all(end.succeeded for end in ends)
 
+    def lives(self, node_id: str, incarnation: int) -> bool:
+        """Whether workers of it may live in that life of a node."""
+        is_member = node_id in self.undrained
+        return is_member and self.members[node_id].incarnation == incarnation
+
     def ranks(self, node_id: str) -> range:
         """Return the ranks of a member."""
         member = self.members[node_id]

@@ -81,6 +81,11 @@ class Peers:
         """Whether every body has reached its agent."""
         return all(peer.link.deadline is None for peer in self._peers.values())
 
+    def expect(self, node_id: str, incarnation: int, *, now: float) -> None:
+        """Take a node for lost that does not register as if it had just been silent."""
+        self._peers[node_id] = _Peer(incarnation, session=0, heard_at=now)
+        self._check_by(now)
+
     def send(
         self, node_id: str, generation: int, body: FromScheduler, *, now: float
     ) -> list[Envelope]:

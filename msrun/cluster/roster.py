@@ -68,6 +68,11 @@ class Roster:
         self._count(node_id)
         return node
 
+    def lose(self, node_id: str, incarnation: int) -> None:
+        """Forget a life of a node, if it is the one that is known."""
+        if node_id in self.nodes and self.nodes[node_id].incarnation == incarnation:
+            self.remove(node_id)
+
     def mark_stale(self, node_id: str, *, is_stale: bool) -> None:
         """Note whether workers of an earlier generation may live on a node."""
         (self.stale.add if is_stale else self.stale.discard)(node_id)

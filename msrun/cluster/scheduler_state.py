@@ -13,7 +13,6 @@ must have it on disk before it goes on to the next action.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,7 +85,6 @@ class SchedulerState:
     _obstacle: Verdict | None = None
     _forming: Forming = field(init=False)
     _grow_at: float | None = None
-    _recover_by: float | None = None
 
     def __post_init__(self) -> None:
         """Count the time for the first forming from the start."""
@@ -97,23 +95,23 @@ class SchedulerState:
             give_up_at=self.started_at + self.join_timeout,
         )
 
-    def recover(self, records: Sequence[wal.Record], *, within: float, now: float) -> None:
+    def recover(self, records: Sequence[wal.Record], *, now: float) -> list[wal.Member]:
         """Go on where the scheduler that wrote `records` left off.
 
-        Its agents register again and say what runs on their nodes; one that has not done
-        so `within` that many seconds is lost.
+        Returns the members of its last generation.  Each must be seen to register again,
+        and to say what runs there, or to be lost.
         """
         self.verdict = wal.verdict_of(records)
         if self.verdict:
             self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
         last = wal.last_generation(records)
         if last is None or self.verdict:
-            return
+            return []
         self.policy.restore(last.restarts, last.losses, now=now)
         self.generation = last.generation
         self.phase = Phase.RUNNING
         self._current = Generation.of(last.members, (last.store_host, last.store_port))
-        self._recover_by = now + within
+        return last.members
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         """Apply `event` at time `now` and return what the caller must do, in order."""
@@ -128,24 +126,18 @@ class SchedulerState:
             return [self._send(event.node_id, Refused(reason=event.problem, code=ExitCode.USAGE))]
         if isinstance(event, Received) and isinstance(event.body, Register):
             return self._register(event, event.body, now)
+        if isinstance(event, Lost):
+            return self._lost(event, now)
         node = self._roster.nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
             return []
-        if isinstance(event, Lost):
-            return self._lost(event.node_id, event.reason, event.heard_at, now)
         return self._received(event, node, now)
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self.phase in (Phase.DONE, Phase.FAILED):
-            return None
-        dues: list[float | None] = [self._recover_by]
-        if self.phase is Phase.RUNNING:
-            dues.append(self._grow_at)
-        elif self.phase is Phase.FORMING:
-            dues.append(self._forming.deadline(is_full=self._roster.is_full()))
-        due = min((due for due in dues if due is not None), default=math.inf)
-        return due if due != math.inf else None
+        if self.phase is Phase.FORMING:
+            return self._forming.deadline(is_full=self._roster.is_full())
+        return self._grow_at if self.phase is Phase.RUNNING else None
 
     # Nodes that come.
 
@@ -155,13 +147,11 @@ class SchedulerState:
         if known and event.incarnation < known.incarnation:
             return []
         is_member = node_id in self._current.undrained
-        is_known = is_member and self._current.members[node_id].incarnation == event.incarnation
+        is_known = self._current.lives(node_id, event.incarnation)
         if not is_known and (problem := self._roster.misfit(node_id, body)):
             code = ExitCode.NODE_LOST if node_id in self._roster.excluded else ExitCode.USAGE
             return [self._send(node_id, Refused(reason=problem, code=code))]
         self._roster.add(node_id, Node(event.incarnation, body))
-        if self._recover_by is not None and self._current.undrained <= self._roster.nodes.keys():
-            self._recover_by = None
         self._forming.someone_came(now=now)
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
@@ -230,9 +220,12 @@ class SchedulerState:
     ) -> list[Action]:
         if node_id in self._roster.stale:
             return self._newcomer(node_id, -1, now)
-        if not is_of_now or self.phase is not Phase.STOPPING:
+        if not is_of_now or self.phase is Phase.FORMING:
             return []
         self._current.stuck[node_id] = stuck
+        if self.phase is Phase.RUNNING:  # which an earlier scheduler had ended
+            host = self._current.members[node_id].host
+            return self._gone(node_id, f"node {host} has stopped its workers", now, now)
         return self._is_drained(node_id, now)
 
     def _interrupted(self, node_id: str, node: Node, signum: int, now: float) -> list[Action]:
@@ -270,13 +263,15 @@ class SchedulerState:
 
     # Nodes that go.
 
-    def _lost(self, node_id: str, reason: str, heard_at: float, now: float) -> list[Action]:
-        host = self._roster.remove(node_id).registration.host
+    def _lost(self, loss: Lost, now: float) -> list[Action]:
+        node_id = loss.node_id
+        self._roster.lose(node_id, loss.incarnation)
         if self.phase is Phase.FORMING:
             return self._form_if_possible(now)
-        if node_id not in self._current.undrained:
+        if not self._current.lives(node_id, loss.incarnation):
             return []
-        return self._gone(node_id, f"node {host} was lost: {reason}", heard_at, now)
+        sentence = f"node {self._current.members[node_id].host} was lost: {loss.reason}"
+        return self._gone(node_id, sentence, loss.heard_at, now)
 
     def _gone(self, node_id: str, sentence: str, at: float, now: float) -> list[Action]:
         """Go on without the workers of a member, none of which lives any more."""
@@ -411,8 +406,6 @@ class SchedulerState:
         due = self.deadline()
         if due is None or now < due:
             return []
-        if self._recover_by is not None and now >= self._recover_by:
-            return self._give_up_waiting_for_members(now)
         if self.phase is Phase.RUNNING:
             return self._grow()
         actions: list[Action] = []
@@ -421,15 +414,6 @@ class SchedulerState:
         if self._forming.is_over(now=now):
             return self._decide(self._join_timeout())
         return actions + self._form_if_possible(now)
-
-    def _give_up_waiting_for_members(self, now: float) -> list[Action]:
-        self._recover_by = None
-        actions: list[Action] = []
-        for node_id in sorted(self._current.undrained - self._roster.nodes.keys()):
-            host = self._current.members[node_id].host
-            sentence = f"node {host} was lost while the scheduler was away"
-            actions += self._gone(node_id, sentence, now, now)
-        return actions
 
     def _grow(self) -> list[Action]:
         self._grow_at = None

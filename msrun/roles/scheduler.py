@@ -27,7 +27,6 @@ from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
     Event,
     Lost,
-    Phase,
     Received,
     Send,
     Tick,
@@ -45,8 +44,6 @@ from msrun.transport.sockets import Asked, SchedulerSocket
 
 log = logging.getLogger(__name__)
 
-# How long the agents of a job may take to register with a scheduler that was started again.
-_RECOVERY_SECONDS = 10.0
 # After its agent has let go, until the last node knows the verdict.
 _FAREWELL_SECONDS = 5.0
 
@@ -104,12 +101,12 @@ class Scheduler:
             policy=RestartPolicy(config.job_id, config.restarts),
             started_at=self._loop.now(),
         )
-        within = min(times.lost, _RECOVERY_SECONDS) + times.grace
-        within = _RECOVERY_SECONDS if within == float("inf") else within
-        self._state.recover(records, within=within, now=self._loop.now())
         self._control = Control(state=self._state, peers=self._peers)
         self._held: dict[tuple[str, int], list[Received]] = {}
         self._reachable: set[tuple[str, int]] = set()
+        for member in self._state.recover(records, now=self._loop.now()):
+            self._peers.expect(member.node_id, member.incarnation, now=self._loop.now())
+            self._reachable.add((member.node_id, member.incarnation))
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
 
@@ -196,12 +193,14 @@ class Scheduler:
     def _admit(self, event: Received) -> None:
         """Pass `event` on once it is known that other nodes can reach its node."""
         life = (event.node_id, event.incarnation)
+        if isinstance(event.body, Register):
+            address = (event.body.store_host, event.body.store_port)
+            self._addresses[event.node_id] = (event.incarnation, *address)
         if life in self._held:
             self._held[life].append(event)
         elif isinstance(event.body, Register) and self._must_probe(life):
             self._held[life] = [event]
-            host, port = event.body.store_host, event.body.store_port
-            self._prober.probe(host, port, partial(self._on_probed, life))
+            self._prober.probe(*address, partial(self._on_probed, life))
         else:
             self._handle(event)
 
@@ -223,9 +222,6 @@ class Scheduler:
             self._handle(Unreachable(*life, problem))
             return
         self._reachable.add(life)
-        if isinstance(register, Register):
-            node_id, incarnation = life
-            self._addresses[node_id] = (incarnation, register.store_host, register.store_port)
         for event in held:
             self._handle(event)
 

@@ -110,10 +110,10 @@ class SchedulerScript(Script):
         policy = RestartPolicy("train", self.limits)
         return scheduler_state.SchedulerState(**self.settings, policy=policy, started_at=self.now)
 
-    def restart(self, within="12"):
+    def restart(self):
         """Let another scheduler take over with what the first wrote down."""
         self.state = self._machine()
-        self.state.recover(self.written, within=float(within), now=self.now)
+        self.state.recover(self.written, now=self.now)
 
     def register(  # noqa: PLR0917 - all that a node may say
         self,

@@ -1,0 +1,120 @@
+"""Protocols with one rule left out each, which the simulation has to notice."""
+
+import msgspec
+from faults import Chaos
+from observer import Violation
+from world import Build
+
+from msrun.cluster import agent_events
+from msrun.cluster.agent_state import AgentState
+from msrun.cluster.messages import Drained, Register
+from msrun.cluster.peers import Peers
+from msrun.cluster.scheduler_events import Received
+from msrun.cluster.scheduler_state import SchedulerState
+from msrun.cluster.uplink import Uplink
+
+
+class StartsLate(AgentState):
+    """Starts workers however old the news is that the scheduler had of the node."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, agent_events.Received):
+            event = msgspec.structs.replace(event, age=0.0)
+        return super().handle(event, now=now)
+
+
+class TakesStaleIdle(SchedulerState):
+    """Takes a node without workers for drained, of whichever generation it speaks."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, Received) and isinstance(event.body, Register):
+            body = event.body
+            if body.running < 0 and event.node_id in self._current.undrained:
+                body = msgspec.structs.replace(body, seen=self.generation, exits=[])
+            event = msgspec.structs.replace(event, body=body)
+        return super().handle(event, now=now)
+
+
+class TakesLateRegister(Peers):
+    """Takes every registration for a new one, also one that another scheduler was sent."""
+
+    def _is_first(self, envelope, life):
+        del life
+        return envelope.seq == 1 and isinstance(envelope.body, Register)
+
+
+class DoesNotDrain(SchedulerState):
+    """Starts the next generation before the nodes say that the last one is gone."""
+
+    def _stop(self, *arguments):
+        actions = super()._stop(*arguments)
+        for action in actions:
+            node = self._roster.nodes[action.node_id]
+            drained = Received(action.node_id, node.incarnation, self.generation, Drained())
+            actions = actions + super().handle(drained, now=self._now)
+        return actions
+
+    def handle(self, event, *, now):
+        type(self)._now = now
+        return super().handle(event, now=now)
+
+
+class ComparesClocks(Peers):
+    """Judges a node's silence by the node's own clock."""
+
+    def receive(self, envelope, *, now):
+        result = super().receive(envelope, now=now)
+        peer = self._peers.get(envelope.node_id)
+        if peer and envelope.stamp:
+            peer.heard_at = envelope.stamp
+        return result
+
+
+class CountsStaleExits(SchedulerState):
+    """Counts the ends of an earlier generation's workers as ends of this one's."""
+
+    def _member_is_back(self, node_id, incarnation, body, now):
+        actions = [a for end in body.exits for a in self._count_exit(node_id, end, now)]
+        return actions + super()._member_is_back(node_id, incarnation, body, now)
+
+
+class ForgetsTheFence(Uplink):
+    """Never finds out that the scheduler is silent."""
+
+    def _fence_at(self):
+        return None
+
+
+class CountsFromReceipt(Uplink):
+    """Counts the lease from when an answer came, and not from what it answers."""
+
+    def receive(self, envelope, *, now):
+        if envelope.stamp:
+            envelope = msgspec.structs.replace(envelope, stamp=now)
+        return super().receive(envelope, now=now)
+
+
+# Name -> what is wrong, and by how much the dice are loaded against it.
+MUTANTS = {
+    "lateassign": (Build(agent_state=StartsLate), {}),
+    "staleidle": (Build(scheduler_state=TakesStaleIdle, peers=TakesLateRegister), {}),
+    "nofence": (Build(uplink=ForgetsTheFence), {}),
+    "nodrain": (Build(scheduler_state=DoesNotDrain), {}),
+    "nowal": (Build(log=False), {}),
+    "wallclock": (Build(peers=ComparesClocks), {}),
+    "stale": (Build(scheduler_state=CountsStaleExits), {}),
+    "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
+    "lateregister": (Build(peers=TakesLateRegister), {}),
+    "receipt": (Build(uplink=CountsFromReceipt), {}),
+}
+
+
+def killed_by(name, seeds):
+    """Return the first of `seeds` that shows what is wrong, and how; None when none does."""
+    build, odds = MUTANTS[name]
+    for seed in seeds:
+        try:
+            Chaos(seed, build, **odds).run()
+        except Violation as violation:
+            return seed, str(violation)
+    return None

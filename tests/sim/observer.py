@@ -1,0 +1,102 @@
+"""Who sees every node of a world, and what none of them may ever do."""
+
+from collections import defaultdict
+
+from msrun.cluster import wal
+from msrun.cluster.agent_state import Phase
+
+
+class Violation(AssertionError):  # noqa: N818 - a verdict on what is tested, no error in it
+    """A promise was broken."""
+
+
+class Observer:
+    """Sees one job from outside, and knows what really happened.
+
+    Args:
+        settings: What its users asked for.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.hosts = {}
+        self.live = {}  # (node, rank) -> generation
+        self.started = defaultdict(dict)  # generation -> rank -> node
+        self.codes = defaultdict(dict)  # generation -> rank -> exit code
+        self.announced = {}  # generation -> GenerationStarted
+        self.verdict = None
+        self.changes = 0
+
+    def require(self, condition, promise, *details):
+        if not condition:
+            raise Violation(" ".join([f"{promise}:", *map(str, details)]))
+
+    def observe_loss(self, loss):
+        host = self.hosts[loss.node_id]
+        is_dead = host.incarnation != loss.incarnation or not host.live or self.verdict
+        self.require(is_dead, "I2 a node is lost on which workers live", loss, host.live)
+
+    def observe_start(self, host, generation, start, ranks):
+        self.require(generation in self.announced, "R5 a generation was not written", generation)
+        others = {g for g in self.live.values() if g != generation}
+        self.require(not others, "I2 two generations live", generation, others)
+        again = self.started[generation].keys() & set(ranks)
+        self.require(not again, "I1 a rank was started twice", generation, again)
+        member = next(
+            (m for m in self.announced[generation].members if m.node_id == host.name), None
+        )
+        expected = (host.incarnation, start.first_rank, start.count)
+        actual = member and (member.incarnation, member.first_rank, member.count)
+        self.require(actual == expected, "I1 a rank has two places", expected, actual)
+        size = sum(m.count for m in self.announced[generation].members)
+        self.require(start.world_size == size, "I1 the world is another", start)
+        self.require(host.state.phase is Phase.RUNNING, "an agent runs no generation", host)
+
+    def observe_record(self, record):
+        if isinstance(record, wal.Decided):
+            self.observe_verdict(record.verdict)
+            return
+        generation, members = record.generation, record.members
+        self.require(self.verdict is None, "I4 a generation after the verdict", generation)
+        self.require(
+            generation > max(self.announced, default=-1), "I3 a generation again", generation
+        )
+        self.require(not self.live, "I2 workers live at a new generation", generation, self.live)
+        ranks = [r for m in members for r in range(m.first_rank, m.first_rank + m.count)]
+        self.require(ranks == list(range(len(ranks))), "I1 ranks are not dense", members)
+        names = [member.node_id for member in members]
+        self.require(len(names) == len(set(names)), "I1 a node has two places", names)
+        within = self.settings.least <= len(names) <= self.settings.most
+        self.require(within, "I1 too few or too many nodes", names)
+        budget = self.settings.restarts
+        is_within = record.restarts <= budget and record.losses <= budget
+        self.require(is_within, "I5 the budget is overspent", record)
+        spent = record.restarts + record.losses + self.changes
+        self.require(
+            generation <= spent or self.settings.least < self.settings.most,
+            "I5 a restart was not counted",
+            record,
+        )
+        self.announced[generation] = record
+
+    def observe_verdict(self, verdict):
+        self.require(self.verdict is None, "I4 two verdicts", self.verdict, verdict)
+        self.verdict = verdict
+        if root := verdict.root:
+            code = self.codes[verdict.generation].get(root.rank)
+            self.require(
+                code == (root.code or -(root.signum or 0)), "P8 a root that was none", root
+            )
+        if verdict.code:
+            return
+        members = self.announced[verdict.generation].members
+        size = sum(member.count for member in members)
+        codes = self.codes[verdict.generation]
+        self.require(
+            codes == dict.fromkeys(range(size), 0), "I4 a success that was none", verdict, codes
+        )
+
+    def observe_end(self, verdict):
+        is_success = self.verdict is not None and self.verdict.code == 0
+        told = "I4 a node ends with a success that was none"
+        self.require(verdict.code or is_success, told, verdict)

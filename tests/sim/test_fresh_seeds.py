@@ -1,0 +1,20 @@
+"""2,000 clusters under faults that no run before has seen."""
+
+import secrets
+
+import faults
+import pytest
+
+pytestmark = pytest.mark.sim
+
+CHUNK = 250
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_promises_hold_under_faults(chunk):
+    base = secrets.randbelow(2**48)
+    print(f"chunk {chunk}: seeds {base} to {base + CHUNK - 1}")
+
+    broken = next(filter(None, map(faults.check, range(base, base + CHUNK))), None)
+
+    assert broken is None, "{1} (seed {0})\n{2}".format(*broken)

@@ -1,0 +1,33 @@
+"""The same 2,000 clusters under faults, each time."""
+
+import hashlib
+
+import faults
+import pytest
+import transcript
+
+pytestmark = pytest.mark.sim
+
+CHUNK = 250
+
+
+@pytest.mark.parametrize("start", range(0, 2000, CHUNK))
+def test_promises_hold_under_faults(start):
+    broken = next(filter(None, map(faults.check, range(start, start + CHUNK))), None)
+
+    assert broken is None, "{1} (seed {0})\n{2}".format(*broken)
+
+
+@pytest.mark.parametrize("seed", [1, 26, 65])
+def test_a_seed_tells_the_whole_story(seed):
+    """I9: what happens follows from the seed alone, and a transcript repeats it."""
+    stories = []
+    for _ in range(2):
+        chaos = faults.Chaos(seed)
+        chaos.run()
+        stories.append(transcript.render(chaos.world.settings, chaos.inputs))
+
+    first, second = (hashlib.sha256(story.encode()).hexdigest() for story in stories)
+
+    assert first == second
+    assert stories[0] == transcript.replay(stories[0])

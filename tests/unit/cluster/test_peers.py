@@ -1,0 +1,170 @@
+"""The scheduler's ends: who has registered, who is lost, what is late."""
+
+import pytest
+
+from msrun.cluster.lease import Lease, lease
+from msrun.cluster.messages import Drained, Envelope, Register, Stop, Unknown
+from msrun.cluster.peers import Peers
+from msrun.cluster.scheduler_events import Lost, Received
+
+REGISTER = Register(host="a", slots=1, store_host="a", store_port=1)
+STOP = Stop(reason="so")
+
+
+@pytest.fixture
+def peers():
+    return Peers(job_id="train", lease=Lease(10.0), term=1)
+
+
+def frame(**words):
+    known = {"job_id": "train", "node_id": "a", "incarnation": 7, "session": 1}
+    return Envelope(**{**known, **words})
+
+
+def join(peers, *, now=100.0, **words):
+    return peers.receive(frame(seq=1, stamp=1.0, body=REGISTER, **words), now=now)
+
+
+def test_a_registration_is_passed_on_once_and_echoed(peers):
+    events, (answer,) = join(peers)
+
+    assert events == [Received("a", 7, -1, REGISTER)]
+    assert (answer.ack, answer.stamp, answer.term, answer.body) == (1, 1.0, 1, None)
+    assert "a" in peers
+    assert join(peers)[0] == []
+
+
+def test_the_largest_stamp_is_echoed(peers):
+    join(peers)
+    peers.receive(frame(stamp=3.0), now=101.0)
+    _, (answer,) = peers.receive(frame(stamp=2.0), now=102.0)
+
+    assert answer.stamp == 3.0
+
+
+def test_an_acknowledgement_alone_is_not_answered(peers):
+    join(peers)
+    (sent,) = peers.send("a", 0, STOP, now=100.0)
+
+    assert not peers.all_delivered
+    assert peers.receive(frame(ack=sent.seq), now=100.1) == ([], [])
+    assert peers.all_delivered
+
+
+def test_a_body_is_repeated_until_it_is_acknowledged(peers):
+    join(peers)
+    (sent,) = peers.send("a", 4, STOP, now=100.0)
+    _, (again,) = peers.tick(now=101.0)
+
+    assert sent == again
+    assert (sent.seq, sent.generation, sent.session) == (1, 4, 1)
+
+
+def test_nothing_is_sent_to_a_node_that_is_not_there(peers):
+    assert peers.send("a", 0, STOP, now=100.0) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"stamp": 1.0},
+        {"stamp": 1.0, "seq": 2, "body": Drained()},
+        {"stamp": 1.0, "seq": 1, "body": Drained()},
+        {"stamp": 1.0, "seq": 2, "body": REGISTER},
+    ],
+)
+def test_who_has_not_registered_is_told_so(peers, words):
+    events, (answer,) = peers.receive(frame(**words), now=100.0)
+
+    assert events == []
+    assert answer == frame(term=1, body=Unknown())
+
+
+def test_an_acknowledgement_of_who_has_not_registered_is_not_answered(peers):
+    assert peers.receive(frame(ack=3), now=100.0) == ([], [])
+
+
+def test_a_silent_node_is_lost_after_the_lease(peers):
+    join(peers, now=100.0)
+
+    assert peers.tick(now=109.9)[0] == []
+    assert peers.tick(now=110.2)[0] == [Lost("a", 7, "no sign of life for 10s", 100.0)]
+    assert "a" not in peers
+    assert peers.tick(now=120.0) == ([], [])
+
+
+def test_a_late_registration_of_a_lost_session_counts_for_nothing(peers):
+    join(peers)
+    peers.tick(now=110.0)
+
+    events, (answer,) = join(peers, now=111.0)
+
+    assert events == []
+    assert isinstance(answer.body, Unknown)
+    assert join(peers, session=2)[0] == [Received("a", 7, -1, REGISTER)]
+
+
+def test_what_is_known_to_be_dead_is_lost_at_once(peers):
+    join(peers)
+
+    assert peers.lose("a", 7, "it ended") == [Lost("a", 7, "it ended", 100.0)]
+    assert peers.lose("a", 7, "it ended") == []
+
+
+def test_the_end_of_an_earlier_life_says_nothing_of_this_one(peers):
+    join(peers, incarnation=8)
+
+    assert peers.lose("a", 7, "it ended") == []
+    assert "a" in peers
+
+
+def test_a_new_life_voids_the_one_before(peers):
+    join(peers)
+    events, _ = join(peers, incarnation=8, now=101.0)
+
+    lost = Lost("a", 7, "it was started anew", 100.0)
+    assert events == [lost, Received("a", 8, -1, REGISTER)]
+    assert join(peers, incarnation=7, session=2) == ([], [])
+
+
+def test_a_new_session_begins_anew(peers):
+    join(peers)
+    peers.send("a", 0, STOP, now=100.0)
+    events, _ = join(peers, session=2)
+
+    assert events == [Received("a", 7, -1, REGISTER)]
+    assert peers.all_delivered
+    assert peers.receive(frame(session=1, stamp=2.0), now=101.0) == ([], [])
+
+
+def test_a_later_life_of_the_scheduler_wants_to_be_registered_with():
+    peers = Peers(job_id="train", lease=Lease(10.0), term=2)
+
+    for term in (0, 1):
+        events, (answer,) = join(peers, term=term)
+        assert (events, answer.body, answer.term) == ([], Unknown(), 2)
+    assert join(peers, session=2, term=2)[0] == [Received("a", 7, -1, REGISTER)]
+
+
+def test_an_expected_node_is_lost_when_it_does_not_come(peers):
+    peers.expect("a", 7, now=100.0)
+    peers.expect("b", 3, now=100.0)
+    assert join(peers, now=105.0)[0] == [Received("a", 7, -1, REGISTER)]
+
+    assert peers.tick(now=110.0)[0] == [Lost("b", 3, "no sign of life for 10s", 100.0)]
+
+
+def test_a_single_node_is_never_lost():
+    peers = Peers(job_id="train", lease=lease(0), term=1)
+    join(peers, now=100.0)
+    peers.tick(now=1e9)
+
+    assert peers.deadline() is None
+    assert "a" in peers
+
+
+def test_what_only_a_scheduler_says_is_counted_and_dropped(peers):
+    join(peers)
+    events, (answer,) = peers.receive(frame(seq=2, body=STOP), now=101.0)
+
+    assert (events, answer.ack) == ([], 2)
