@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -117,6 +116,7 @@ class Scheduler:
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
             self._loop.watch(gate.socket, gate.answer)
+        process.raise_priority()  # by now there are ZeroMQ's threads
         log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
         self._loop.run(self._deadline, self._tick)
 
@@ -221,11 +221,9 @@ class Scheduler:
         for node_id in self._socket.broken():
             if node_id in self._peers and node_id in self._addresses:
                 incarnation, host, port = self._addresses[node_id]
-                self._prober.probe(host, port, partial(self._on_answer, node_id, incarnation))
+                self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
 
-    def _on_answer(self, node_id: str, incarnation: int, code: int) -> None:
-        if code != errno.ECONNREFUSED:
-            return
+    def _on_end(self, node_id: str, incarnation: int) -> None:
         # The agent and all that it started held that socket, so nothing of them lives.
         for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
             self._lose(loss)
@@ -300,6 +298,7 @@ def main(arguments: list[str]) -> NoReturn:
     """Serve the job that standard input describes in its first line."""
     del arguments
     ignore_signals()
+    process.raise_priority()
     title.set_name("msrun scheduler")
     line = _read_line()
     if not line:

@@ -72,7 +72,7 @@ def launch(new_lab):  # noqa: ARG001 - hosts outlive the launchers on them
         words = f"{node.name} on {node.host.name}, exit code {node.process.returncode}"
         print(f"======== {words}\n{node.report()}")
     if not was_running:
-        assert [line for node in nodes if node.host.pid for line in node.leftovers()] == []
+        assert [line for node in nodes for line in node.leftovers()] == []
 
 
 @pytest.fixture
