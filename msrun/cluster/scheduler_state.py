@@ -113,6 +113,7 @@ class SchedulerState:
         self.generation = last.generation
         self.phase = Phase.RUNNING
         self._current = Generation.of(last.members, (last.store_host, last.store_port))
+        self._roster.expect(last.members)
         self._recover_by = now + within
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
@@ -424,11 +425,11 @@ class SchedulerState:
 
     def _give_up_waiting_for_members(self, now: float) -> list[Action]:
         self._recover_by = None
+        self._roster.expect([])
         actions: list[Action] = []
         for node_id in sorted(self._current.undrained - self._roster.nodes.keys()):
-            host = self._current.members[node_id].host
-            sentence = f"node {host} was lost while the scheduler was away"
-            actions += self._gone(node_id, sentence, now, now)
+            who = f"node {self._current.members[node_id].host}"
+            actions += self._gone(node_id, f"{who} was lost while the scheduler was away", now, now)
         return actions
 
     def _grow(self) -> list[Action]:

@@ -108,6 +108,9 @@ class Scheduler:
         self._reachable: set[tuple[str, int]] = set()
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
+        last = wal.last_generation(records)
+        self._untold = {member.node_id for member in last.members} if last else set()
+        """Nodes that do not know from this life how the job ended, or that it goes on."""
 
     def run(self) -> None:
         """Serve until the agent, whose end of standard input closes, is gone."""
@@ -127,7 +130,7 @@ class Scheduler:
 
     def _tick(self) -> None:
         now = self._loop.now()
-        if self._leave_by is not None and (now >= self._leave_by or self._peers.all_delivered):
+        if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
             self._loop.stop()
             return
         self._prober.tick()
@@ -142,10 +145,14 @@ class Scheduler:
         """Leave, but not before the other nodes know how the job ended."""
         self._loop.forget(0)
         is_over = self._state.phase in (Phase.DONE, Phase.FAILED)
-        if not is_over or self._peers.all_delivered:
+        if not is_over or self._has_told_all:
             self._loop.stop()
         else:
             self._leave_by = self._loop.now() + _FAREWELL_SECONDS
+
+    @property
+    def _has_told_all(self) -> bool:
+        return not self._untold and self._peers.all_delivered
 
     # What agents say.
 
@@ -169,7 +176,7 @@ class Scheduler:
                 self._admit(event)
         for asked in self._socket.asked():
             self._answer(asked)
-        if self._leave_by is not None and self._peers.all_delivered:
+        if self._leave_by is not None and self._has_told_all:
             self._loop.stop()
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
@@ -237,6 +244,8 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()
+        if isinstance(event, Received):
+            self._untold.discard(event.node_id)
         if isinstance(event, Received) and self._control.is_for(event):
             self._perform(self._control.receive(event, now=now))
             return

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from nodes import Node
 from support import script, until
+
+LEASE = 5.0
+LIVING = ["--lease", f"{LEASE:g}s", "--max-restarts", 5, "--last-call", "1s", "--grace", "2s"]
+"""Options of jobs that go on when something fails."""
 
 # Alive every few milliseconds until it is told that the job is done, or to fail.
 PROGRAM = """
@@ -22,6 +28,8 @@ PROGRAM = """
 
     def asked_to_stop(signum, frame):
         note("stop")
+        while told("slow"):
+            note("stop")
         os._exit(0)
 
     def told(what):
@@ -98,6 +106,17 @@ class Audit:
         assert {life.world_size for life in lives} == {len(hosts)}
         return max(life.began for life in lives)
 
+    def until_later(self, generation: int, *hosts: str, seconds: float = 30.0) -> int:
+        """Wait until a generation after `generation` runs on `hosts`; return its number."""
+
+        def later() -> int:
+            lives = self.lives()
+            last = max(life.generation for life in lives)
+            there = sorted(life.host for life in lives if life.generation == last)
+            return last if last > generation and there == sorted(hosts) else 0
+
+        return until(later, f"for another generation on {', '.join(hosts)}", seconds=seconds)
+
     def stops(self, generation: int) -> dict[str, float]:
         """Return by host when its worker was asked to stop."""
         lives = self.lives(generation)
@@ -126,6 +145,12 @@ class Audit:
             assert max(earlier, default=0.0) <= began, lives
 
 
-def hosts_of(lives: Sequence[Life]) -> list[str]:
-    """Return where workers lived, by rank."""
-    return [life.host for life in lives]
+def codes(nodes: Iterable[Node]) -> list[int]:
+    """Return the exit codes of launchers, which end soon."""
+    return [node.wait(40) for node in nodes]
+
+
+def wait(seconds: float) -> None:
+    """Let time pass in which nothing may happen."""
+    end = time.monotonic() + seconds
+    until(lambda: time.monotonic() >= end, "for time to pass", seconds=seconds + 1)
