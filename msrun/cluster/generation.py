@@ -70,7 +70,9 @@ class Generation:
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether every rank exited with code 0."""
+        """Whether every rank exited with code 0, and not because it was asked to end."""
+        if self.because is Because.CHANGE:
+            return False
         ends = [end for end, _ in self.exits.values()]
         return len(ends) == self.world_size and all(end.succeeded for end in ends)
 

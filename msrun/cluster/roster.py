@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from msrun.cluster import seats
 from msrun.cluster.messages import Formation, Register
 from msrun.cluster.seats import node_order
 from msrun.cluster.verdict import render_ranges
+from msrun.cluster.wal import Member
 from msrun.errors import signal_name
 
 _NAMES_MAX = 8
@@ -50,9 +51,15 @@ class Roster:
     _ready: dict[str, int] = field(default_factory=dict)
     _slots: int = 0
     _ranks: dict[int, str] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
+
+    def expect(self, members: Sequence[Member]) -> None:
+        """Count on nodes that an earlier scheduler knew and that have yet to register here."""
+        self._expected = {member.node_id: member.count for member in members}
 
     def add(self, node_id: str, node: Node) -> None:
         """Take in a node, or a new registration of a known one."""
+        self._expected.pop(node_id, None)
         self.nodes[node_id] = node
         if node.registration.node_rank is not None:
             self._ranks[node.registration.node_rank] = node_id
@@ -70,6 +77,7 @@ class Roster:
 
     def lose(self, node_id: str, incarnation: int) -> None:
         """Forget a life of a node, if it is the one that is known."""
+        self._expected.pop(node_id, None)
         if node_id in self.nodes and self.nodes[node_id].incarnation == incarnation:
             self.remove(node_id)
 
@@ -149,8 +157,9 @@ class Roster:
         if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
             return False
         slots = self._ready.get(node_id)
-        nodes = len(self._ready) - (slots is not None)
-        return seats.is_enough(nodes, self._slots - (slots or 0), self.formation)
+        nodes = len(self._ready) - (slots is not None) + len(self._expected)
+        others = self._slots - (slots or 0) + sum(self._expected.values())
+        return seats.is_enough(nodes, others, self.formation)
 
     def leaving(self) -> list[str]:
         """Return the nodes that are to be sent home."""

@@ -111,6 +111,7 @@ class SchedulerState:
         self.generation = last.generation
         self.phase = Phase.RUNNING
         self._current = Generation.of(last.members, (last.store_host, last.store_port))
+        self._roster.expect(last.members)
         return last.members
 
     def handle(self, event: Event, *, now: float) -> list[Action]:

@@ -129,7 +129,7 @@ class Uplink:
         self._term = envelope.term
         if is_another or isinstance(body, Unknown):
             return [Forgotten()], []
-        events: list[UplinkEvent] = self._echoed(envelope.stamp)
+        events: list[UplinkEvent] = self._echoed(envelope.stamp, now)
         self._link.acknowledge(envelope.ack, now=now)
         if not envelope.seq:
             return events, []
@@ -138,13 +138,14 @@ class Uplink:
             events.append(Received(envelope.generation, body, age))
         return events, [self._frame(0.0)]
 
-    def _echoed(self, stamp: float) -> list[UplinkEvent]:
+    def _echoed(self, stamp: float, now: float) -> list[UplinkEvent]:
         """Count the lease from `stamp`, when the latest frame that was answered left here."""
         if not stamp or (self._echo is not None and stamp <= self._echo):
             return []
-        is_news = self._echo is None or self._is_cut
+        is_late = now >= stamp + self.lease.fence
+        is_news = self._echo is None or (self._is_cut and not is_late)
         self._echo = stamp
-        self._is_cut = False
+        self._is_cut = self._is_cut and is_late
         return [Reached()] if is_news else []
 
     def _cut_at(self) -> float | None:

@@ -279,6 +279,7 @@ class NodeResources:
     def close(self) -> list[str]:
         """End every process and remove what they left; return what could not be killed."""
         stuck: list[str] = []
+        self._tell_verdict_again()
         if "tree" in self._opened:
             stuck = self.tree.end(TREE_SECONDS)
         if self.scheduler:
@@ -289,6 +290,17 @@ class NodeResources:
         shutil.rmtree(self._dir, ignore_errors=True)
         os.close(self._lock)
         return stuck
+
+    def _tell_verdict_again(self) -> None:
+        """Have another scheduler tell the other nodes what the one that died had written down."""
+        told_by = self.scheduler
+        if self._job.is_alone or not told_by or not told_by.has_died or not told_by.verdict():
+            return
+        told_by.close()
+        self.start_scheduler(again=True)
+        if self.scheduler:
+            self.scheduler.end(FAREWELL_SECONDS)
+        self.scheduler = None
 
 
 def node_name(job: JobSpec) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -109,6 +108,9 @@ class Scheduler:
             self._reachable.add((member.node_id, member.incarnation))
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
+        last = wal.last_generation(records)
+        self._untold = {member.node_id for member in last.members} if last else set()
+        """Nodes that do not know from this life how the job ended, or that it goes on."""
 
     def run(self) -> None:
         """Serve until the agent, whose end of standard input closes, is gone."""
@@ -117,6 +119,7 @@ class Scheduler:
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
             self._loop.watch(gate.socket, gate.answer)
+        process.raise_priority()  # by now there are ZeroMQ's threads
         log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
         self._loop.run(self._deadline, self._tick)
 
@@ -127,7 +130,7 @@ class Scheduler:
 
     def _tick(self) -> None:
         now = self._loop.now()
-        if self._leave_by is not None and (now >= self._leave_by or self._peers.all_delivered):
+        if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
             self._loop.stop()
             return
         self._prober.tick()
@@ -152,10 +155,14 @@ class Scheduler:
 
     def _take_leave(self) -> None:
         """Leave, but not before the nodes know how the job ended."""
-        if self._peers.all_delivered:
+        if self._has_told_all:
             self._loop.stop()
         elif self._leave_by is None:
             self._leave_by = self._loop.now() + _FAREWELL_SECONDS
+
+    @property
+    def _has_told_all(self) -> bool:
+        return not self._untold and self._peers.all_delivered
 
     # What agents say.
 
@@ -179,7 +186,7 @@ class Scheduler:
                 self._admit(event)
         for asked in self._socket.asked():
             self._answer(asked)
-        if self._leave_by is not None and self._peers.all_delivered:
+        if self._leave_by is not None and self._has_told_all:
             self._loop.stop()
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
@@ -230,11 +237,9 @@ class Scheduler:
         for node_id in self._socket.broken():
             if node_id in self._peers and node_id in self._addresses:
                 incarnation, host, port = self._addresses[node_id]
-                self._prober.probe(host, port, partial(self._on_answer, node_id, incarnation))
+                self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
 
-    def _on_answer(self, node_id: str, incarnation: int, code: int) -> None:
-        if code != errno.ECONNREFUSED:
-            return
+    def _on_end(self, node_id: str, incarnation: int) -> None:
         # The agent and all that it started held that socket, so nothing of them lives.
         for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
             self._lose(loss)
@@ -248,6 +253,8 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()
+        if isinstance(event, Received):
+            self._untold.discard(event.node_id)
         if isinstance(event, Received) and self._control.is_for(event):
             self._perform(self._control.receive(event, now=now))
             return
@@ -311,6 +318,7 @@ def main(arguments: list[str]) -> NoReturn:
     """Serve the job that standard input describes in its first line."""
     del arguments
     ignore_signals()
+    process.raise_priority()
     title.set_name("msrun scheduler")
     line = _read_line()
     if not line:

@@ -80,6 +80,11 @@ class SchedulerProcess:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"the scheduler {how}; log: {self._log_file}"
 
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended before it was let go."""
+        return self._process.poll() not in (None, 0)
+
     def verdict(self) -> Verdict | None:
         """Return the verdict that it wrote down, None when there is none."""
         try:

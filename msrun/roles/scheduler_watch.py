@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
 from msrun.cluster.agent_events import SchedulerLost
@@ -122,9 +121,8 @@ class SchedulerWatch:
         """Find out whether its node's agent, which holds its socket, is still there."""
         host, port = self._node.scheduler_address
         if self._node.scheduler is None:
-            self._prober.probe(host, int(port), self._on_answer)
+            self._prober.watch_end(host, int(port), self._on_master_end)
 
-    def _on_answer(self, code: int) -> None:
-        if code == errno.ECONNREFUSED:
-            reason = f"the launcher on the scheduler's node, {self._node.scheduler_name}, has ended"
-            self._tell(SchedulerLost(reason, code=ExitCode.NODE_LOST))
+    def _on_master_end(self) -> None:
+        reason = f"the launcher on the scheduler's node, {self._node.scheduler_name}, has ended"
+        self._tell(SchedulerLost(reason, code=ExitCode.NODE_LOST))

@@ -14,6 +14,9 @@ from msrun.transport.loop import Loop
 PROBE_SECONDS = 4.0
 # Of connections under way at a time, so that no limit of open files is met.
 _PROBES_MAX = 256
+# An agent that was killed ends before its tree, which holds its sockets until it is gone.
+_WATCH_FIRST = 0.02
+_WATCH_TIMES = 8
 
 Answer = Callable[[int], None]
 
@@ -36,6 +39,7 @@ class Prober:
         self._loop = loop
         self._waiting: list[_Probe] = []
         self._open: dict[socket.socket, tuple[_Probe, float]] = {}
+        self._later: list[tuple[float, Callable[[], None]]] = []
 
     def probe(self, host: str, port: int, answer: Answer) -> None:
         """Call `answer` with 0 when `host` takes a connection to `port`, else with an errno.
@@ -46,13 +50,37 @@ class Prober:
         self._waiting.append(_Probe(host, port, answer))
         self._start()
 
+    def watch_end(self, host: str, port: int, ended: Callable[[], None]) -> None:
+        """Call `ended` once the machine at `host` lives and nobody listens at `port` any more.
+
+        Looks again, less and less often, for some 5 s while somebody does.
+        """
+        self._watch(host, port, ended, _WATCH_FIRST, _WATCH_TIMES)
+
+    def _watch(
+        self, host: str, port: int, ended: Callable[[], None], pause: float, times: int
+    ) -> None:
+        def on_answer(code: int) -> None:
+            if code == errno.ECONNREFUSED:
+                ended()
+            elif code == 0 and times:
+                again = partial(self._watch, host, port, ended, pause * 2, times - 1)
+                self._later.append((self._loop.now() + pause, again))
+
+        self.probe(host, port, on_answer)
+
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
-        return min((due for _, due in self._open.values()), default=None)
+        dues = [due for _, due in self._open.values()] + [due for due, _ in self._later]
+        return min(dues, default=None)
 
     def tick(self) -> None:
-        """Give up the connections whose time is over."""
+        """Give up the connections whose time is over, and try again what is due."""
         now = self._loop.now()
+        due = [again for at, again in self._later if at <= now]
+        self._later = [(at, again) for at, again in self._later if at > now]
+        for again in due:
+            again()
         for sock in [sock for sock, (_, due) in self._open.items() if due <= now]:
             self._end(sock, errno.ETIMEDOUT)
 

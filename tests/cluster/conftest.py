@@ -9,6 +9,7 @@ import uuid
 import hosts
 import pytest
 import wall_clock
+from audit import LIVING, Audit
 from hosts import Lab
 from nodes import Node
 
@@ -72,7 +73,7 @@ def launch(new_lab):  # noqa: ARG001 - hosts outlive the launchers on them
         words = f"{node.name} on {node.host.name}, exit code {node.process.returncode}"
         print(f"======== {words}\n{node.report()}")
     if not was_running:
-        assert [line for node in nodes if node.host.pid for line in node.leftovers()] == []
+        assert [line for node in nodes for line in node.leftovers()] == []
 
 
 @pytest.fixture
@@ -87,5 +88,23 @@ def form(launch):
         pairs = zip(size[::2], size[1::2], strict=True)
         own = [word for pair in pairs if pair[0] not in given for word in pair]
         return [launch(host, *own, *arguments, **options) for host in hosts]
+
+    return start
+
+
+@pytest.fixture
+def audit(lab_folder):
+    """Workers that keep an account of their lives; at the end it must be in order."""
+    account = Audit(lab_folder)
+    yield account
+    account.check()
+
+
+@pytest.fixture
+def living(form, audit):
+    """Start one job of such workers on hosts, one worker on each."""
+
+    def start(hosts, *arguments):
+        return form(hosts, *LIVING, *arguments, *audit.words)
 
     return start

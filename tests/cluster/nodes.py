@@ -22,6 +22,7 @@ class Node(Job):
 
     def __init__(self, host: Host, arguments: Sequence[object], **options: object) -> None:
         self.host = host
+        self.is_expected_clean = True
         folder = host.lab.folder
         runtime = folder / f"run-{host.name}"
         runtime.mkdir(mode=0o700, exist_ok=True)
@@ -32,6 +33,15 @@ class Node(Job):
     def pid(self) -> int:
         """The launcher itself, not the process that entered its host."""
         return psutil.Process(self.process.pid).children()[0].pid
+
+    def kill_host(self) -> None:
+        """SIGKILL all processes of its host at once, so that nothing there can clean up."""
+        self.host.kill_all()
+        self.is_expected_clean = False
+
+    def leftovers(self) -> list[str]:
+        """Describe what an ended launcher has left on a host that still is what it was."""
+        return super().leftovers() if self.host.pid and self.is_expected_clean else []
 
 
 class Identity(NamedTuple):

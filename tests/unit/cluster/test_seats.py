@@ -67,5 +67,7 @@ def test_as_many_nodes_as_have_the_workers_that_were_asked_for():
     ],
 )
 def test_enough_and_full(formation, there, enough, full):
-    assert seats.is_enough(nodes(**there), formation) is enough
-    assert seats.is_full(nodes(**there), formation) is full
+    count, slots = len(there), sum(there.values())
+
+    assert seats.is_enough(count, slots, formation) is enough
+    assert seats.is_full(count, slots, formation) is full

@@ -1,0 +1,92 @@
+"""The scheduler may be killed at any time; its node may not."""
+
+import signal
+import time
+
+import pytest
+from audit import LEASE, codes, wait
+from support import until
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def test_a_scheduler_may_be_killed_while_workers_stop(lab, living, audit):
+    nodes = living(lab.hosts, "--nnodes", "1:3")
+    audit.until_running(0, "a", "b", "c")
+    scheduler = nodes[0].find("msrun scheduler")
+    (audit.folder / "slow").touch()
+    nodes[1].send(signal.SIGTERM)
+    until(lambda: audit.stops(0), "for a worker to be asked to stop")
+    scheduler.kill()
+    wait(1.0)
+    (audit.folder / "slow").unlink()
+    audit.until_running(1, "a", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 143, 0]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
+    nodes = living(lab.hosts, "--max-restarts", 0)
+    audit.until_running(0, "a", "b", "c")
+    scheduler = nodes[0].find("msrun scheduler")
+    log = nodes[0].run_dir / "scheduler.wal"
+    audit.fail(0, attempt)
+    until(lambda: b"Decided" in log.read_bytes(), "for the verdict", pause=0)
+    scheduler.kill()
+
+    assert codes(nodes) == [3, 3, 3]
+
+
+def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    for _ in range(3):
+        nodes[0].find("msrun scheduler").kill()
+        wait(1.0)
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert nodes[0].err.count("it is started again") == 3
+    assert {life.generation for life in audit.lives()} == {0}
+
+
+def test_a_job_forms_although_its_scheduler_is_killed(lab, living, audit):
+    nodes = living(lab.hosts[:2])
+    nodes[0].until_said("2 of 3 nodes registered")
+    nodes[0].find("msrun scheduler").kill()
+    nodes += living(lab.hosts[2:])
+    audit.until_running(0, "a", "b", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+
+
+def test_a_failure_is_dealt_with_although_the_scheduler_is_killed(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    scheduler = nodes[0].find("msrun scheduler")
+    scheduler.suspend()
+    audit.fail(0, 1)
+    until(lambda: "fail" in [life.how for life in audit.lives(0)], "for the failure")
+    scheduler.kill()
+    audit.until_running(1, "a", "b", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert "rank 1 (node b" in nodes[0].err
+
+
+def test_all_nodes_end_when_that_of_the_scheduler_is_killed(lab, living, audit):
+    a, b, c = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    killed_at = time.monotonic()
+    a.kill_host()
+
+    assert codes([b, c]) == [120, 120]
+    assert time.monotonic() - killed_at <= LEASE
+    for node in (b, c):
+        assert "the launcher on the scheduler's node, a (10.77.0.1), port 29500, has ended" in (
+            node.block()
+        )
