@@ -27,7 +27,7 @@ from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
 from msrun.transport.keys import new_secret
 from msrun.transport.loop import new_context
-from msrun.transport.sockets import AgentSocket, endpoint, listen
+from msrun.transport.sockets import AgentSocket, check_own_library, endpoint, listen
 
 # DDP imports the second after `init_process_group`: then its default arguments hold the
 # group, which cannot end its threads any more, and the exit may abort.
@@ -49,7 +49,7 @@ class NodeResources:
         stderr: As of `ProcessTree`.
 
     Raises:
-        UsageError: A port is in use, or the job runs already.
+        UsageError: A port is in use, the job runs already, or libzmq is too old.
     """
 
     tree: ProcessTree
@@ -65,6 +65,7 @@ class NodeResources:
         self._opened: set[str] = set()
         job = plan.job
         self.formation = formation(job)
+        check_own_library()
         self._secret = _secret(job)
         self._scheduler_socket: socket.socket | None = None
         port = job.master_port
