@@ -294,7 +294,7 @@ def pump_until(near, far, goal, timeout=PATIENCE):
 
 
 def test_a_key_holder_cannot_take_the_place_of_another(start, connect):
-    """Not by its name and life, which others may know: its routing id is known to nobody."""
+    """S-11: not by name and life, which others may know, but not its routing id."""
     server = start()
     node, thief = connect(server), connect(server)
     node.send(envelope())
@@ -387,6 +387,7 @@ def record(server, connect, messages):
 
 
 def test_a_recorded_conversation_says_nothing_the_second_time(start, connect):
+    """S-10."""
     server = start()
     recorded, near, far = record(server, connect, [envelope(), envelope()])
     with near, far, socket.create_connection(("127.0.0.1", server.port)) as replay:
