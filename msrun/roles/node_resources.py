@@ -34,7 +34,13 @@ from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
 from msrun.transport.keys import new_secret
 from msrun.transport.loop import Loop, new_context
-from msrun.transport.sockets import AgentSocket, control_keys, endpoint, listen
+from msrun.transport.sockets import (
+    AgentSocket,
+    check_own_library,
+    control_keys,
+    endpoint,
+    listen,
+)
 from msrun.worker.stacks import AGENT_SIGNAL
 
 # DDP imports the second after `init_process_group`: then its default arguments hold the
@@ -57,7 +63,7 @@ class NodeResources:
         stderr: As of `ProcessTree`.
 
     Raises:
-        UsageError: A port is in use, or the job runs already.
+        UsageError: A port is in use, the job runs already, or libzmq is too old.
     """
 
     tree: ProcessTree
@@ -73,6 +79,7 @@ class NodeResources:
         self._opened: set[str] = set()
         job = plan.job
         self.formation = formation(job)
+        check_own_library()
         self._secret = job_secret(job)
         self._scheduler_socket: socket.socket | None = None
         port = job.master_port

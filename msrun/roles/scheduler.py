@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -34,8 +34,10 @@ from msrun.cluster.scheduler_events import (
 )
 from msrun.errors import ExitCode, ProtocolError, VersionError
 from msrun.job import RestartLimits
-from msrun.supervise import process, title
+from msrun.roles.dropped import Dropped
+from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
+from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
@@ -45,6 +47,12 @@ log = logging.getLogger(__name__)
 
 # After its agent has let go, until the last node knows the verdict.
 _FAREWELL_SECONDS = 5.0
+# Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
+_FILES_RESERVED = 512
+# A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
+# machine's memory this process ends; its agent starts it again, and its log has everything.
+_MEMORY_BYTES = 1 << 30
+_OTHER_JOBS = "messages of other jobs"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +95,7 @@ class Scheduler:
         self._prober = Prober(self._loop)
         listening = socket.socket(fileno=config.listen_fd)
         self._socket = SchedulerSocket(new_context(), listening, config.secret)
+        self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
         term = wal.term(records) + 1
         self._write(wal.Began(term))
@@ -124,7 +133,7 @@ class Scheduler:
         self._loop.run(self._deadline, self._tick)
 
     def _deadline(self) -> float | None:
-        machines = (self._state, self._peers, self._prober, self._control)
+        machines = (self._state, self._peers, self._prober, self._control, self._dropped)
         dues = [machine.deadline() for machine in machines] + [self._leave_by]
         return min((due for due in dues if due is not None), default=None)
 
@@ -134,6 +143,7 @@ class Scheduler:
             self._loop.stop()
             return
         self._prober.tick()
+        self._dropped.tick(now=now)
         losses, frames = self._peers.tick(now=now)
         self._send(frames)
         for loss in losses:
@@ -191,7 +201,7 @@ class Scheduler:
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
         """Tell a node of another job that it is wrong here."""
-        log.warning("node=%s is of job=%s", envelope.node_id, envelope.job_id)
+        self._socket.dropped[_OTHER_JOBS] += 1
         reason = f"the scheduler here runs job {self._config.job_id}, not {envelope.job_id}"
         refused = Refused(reason=f"{reason}: choose another --master-port", code=ExitCode.USAGE)
         answer = msgspec.structs.replace(envelope, seq=1, ack=0, term=1, body=refused)
@@ -326,11 +336,8 @@ def main(arguments: list[str]) -> NoReturn:
     config = cast("SchedulerConfig", load(line, SchedulerConfig))
     process.die_with_parent(config.parent)
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
-    logging.basicConfig(
-        stream=_open_log(config.log_file),
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
+    _log_to(config.log_file)
+    _set_limits(config.formation.nnodes_max)
     try:
         Scheduler(config).run()
     except Exception:
@@ -351,6 +358,30 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def _open_log(path: str) -> TextIO:
+class _OneLine(logging.Formatter):
+    """Keeps what a message quotes from becoming lines or acting on a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line of `record`."""
+        record.message = printable(record.message[:LINE_CHARS_MAX])
+        return super().formatMessage(record)
+
+
+def _log_to(path: str) -> None:
     Path(path).touch(mode=0o600)
-    return Path(path).open("a", buffering=1)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _set_limits(nnodes: int) -> None:
+    limits.bound_memory(_MEMORY_BYTES)
+    files = limits.raise_open_files()
+    if files < nnodes + _FILES_RESERVED:
+        log.warning(
+            "open files are limited to %d (ulimit -Hn), which is not enough for %d nodes: "
+            "raise the limit to %d where the scheduler runs",
+            files,
+            nnodes,
+            nnodes + _FILES_RESERVED,
+        )

@@ -15,8 +15,10 @@ from msrun.transport.sockets import Line
 # A scheduler that ends more often than this in a minute will not do better the next time.
 RESTARTS_MAX = 5
 _MINUTE = 60.0
-# One connection may be refused for another reason than its key.
-_REJECTIONS_MAX = 3
+# A connection may end for another reason than its key: a scheduler that is started again,
+# a tunnel whose other end is not there yet.
+_REJECTED_SECONDS = 2.0
+_RECONNECT_SECONDS = 0.5
 # Whoever starts before the scheduler's node does is told what it waits for.
 _WAITING_SECONDS = 3.0
 
@@ -48,7 +50,9 @@ class SchedulerWatch:
         self._prober = Prober(loop)
         self._restarts: list[float] = []
         self._was_up = False
-        self._rejections = 0
+        self._has_warned = False
+        self._rejected_at: float | None = None
+        self._reconnect_at: float | None = None
         self._waiting_at: float | None = None
 
     def start(self) -> None:
@@ -60,7 +64,7 @@ class SchedulerWatch:
 
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
-        dues = (self._prober.deadline(), self._waiting_at)
+        dues = (self._prober.deadline(), self._waiting_at, self._reconnect_at)
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self) -> None:
@@ -69,6 +73,9 @@ class SchedulerWatch:
         if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
             self._waiting_at = None
             self._console.say(f"msrun: waiting for the scheduler at {self._node.scheduler_name}")
+        if self._reconnect_at is not None and self._loop.now() >= self._reconnect_at:
+            self._reconnect_at = None
+            self._node.socket.reconnect()
 
     def _watch_process(self) -> None:
         if self._node.scheduler:
@@ -94,23 +101,36 @@ class SchedulerWatch:
 
     def _on_line(self) -> None:
         for line in self._node.socket.line():
+            is_again = line is Line.RETRYING
+            self._reconnect_at = None if is_again else self._loop.now() + _RECONNECT_SECONDS
             if line is Line.UP:
                 if self._was_up:
                     self._greet()
-                self._was_up, self._rejections, self._waiting_at = True, 0, None
+                self._was_up, self._rejected_at = True, None
+                self._waiting_at = self._reconnect_at = None
+            elif is_again:
+                continue
             elif self._was_up:
                 self._ask_whether_it_lives()
             elif line is Line.SILENT:
-                self._console.say(
-                    f"warning: what listens at {self._node.scheduler_name} does not answer as a "
-                    "scheduler does; is that the port of another program?"
-                )
+                self._warn_of_silence()
             else:
                 self._reject()
 
+    def _warn_of_silence(self) -> None:
+        """Say that the port may be another program's, once; a scheduler may be slow to start."""
+        self._rejected_at = None
+        if not self._has_warned:
+            self._has_warned = True
+            self._console.say(
+                f"warning: what listens at {self._node.scheduler_name} does not answer as a "
+                "scheduler does; is that the port of another program?"
+            )
+
     def _reject(self) -> None:
-        self._rejections += 1
-        if self._rejections == _REJECTIONS_MAX:
+        now = self._loop.now()
+        self._rejected_at = self._rejected_at or now
+        if now - self._rejected_at >= _REJECTED_SECONDS:
             reason = (
                 f"{self._node.scheduler_name} refuses this node: it has another secret, or is "
                 "no scheduler of msrun"

@@ -17,6 +17,9 @@ _PROBES_MAX = 256
 # An agent that was killed ends before its tree, which holds its sockets until it is gone.
 _WATCH_FIRST = 0.02
 _WATCH_TIMES = 8
+# Where there is no free descriptor: strangers hold them until their handshakes are over.
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_RETRY_SECONDS = 0.25
 
 Answer = Callable[[int], None]
 
@@ -40,6 +43,7 @@ class Prober:
         self._waiting: list[_Probe] = []
         self._open: dict[socket.socket, tuple[_Probe, float]] = {}
         self._later: list[tuple[float, Callable[[], None]]] = []
+        self._retry_at: float | None = None
 
     def probe(self, host: str, port: int, answer: Answer) -> None:
         """Call `answer` with 0 when `host` takes a connection to `port`, else with an errno.
@@ -72,7 +76,7 @@ class Prober:
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
         dues = [due for _, due in self._open.values()] + [due for due, _ in self._later]
-        return min(dues, default=None)
+        return min(dues if self._retry_at is None else [*dues, self._retry_at], default=None)
 
     def tick(self) -> None:
         """Give up the connections whose time is over, and try again what is due."""
@@ -83,12 +87,22 @@ class Prober:
             again()
         for sock in [sock for sock, (_, due) in self._open.items() if due <= now]:
             self._end(sock, errno.ETIMEDOUT)
+        if self._retry_at is not None and self._retry_at <= now:
+            self._retry_at = None
+            self._start()
 
     def _start(self) -> None:
-        while self._waiting and len(self._open) < _PROBES_MAX:
-            probe = self._waiting.pop(0)
+        while self._waiting and len(self._open) < _PROBES_MAX and self._retry_at is None:
+            probe = self._waiting[0]
             family = socket.AF_INET6 if ":" in probe.host else socket.AF_INET
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:
+                if error.errno not in _NO_FILES:
+                    raise
+                self._retry_at = self._loop.now() + _RETRY_SECONDS
+                return
+            del self._waiting[0]
             self._open[sock] = (probe, self._loop.now() + PROBE_SECONDS)
             code = sock.connect_ex((probe.host, probe.port))
             if code == errno.EINPROGRESS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,14 +17,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
-from msrun.errors import ProtocolError, VersionError
+from msrun.errors import ProtocolError, UsageError, VersionError
 from msrun.transport.keys import KeyPair, key_pair
 
 SCHEDULER = "scheduler"
 AGENT = "agent"
 CONTROL = "control"
 _DOMAIN = "msrun"
+# An agent gives up first, so that it has said within 5 s that nobody answers.
 _HANDSHAKE_MS = 5_000
+_ANSWER_MS = 4_000
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
 _HEARTBEAT_MS = 1_000
 _HEARTBEAT_TIMEOUT_MS = 3_000
@@ -31,6 +35,38 @@ _RECONNECT_MS = (20, 500)
 _QUEUE_MAX = 64
 _CURVE_BYTES = 64
 _BACKLOG = 4096
+# Of frames taken at once, so that no sender keeps the loop from everything else.
+_FRAMES_MAX = 1024
+# Before, a stranger could crash or block a CURVE server (CVE-2019-13132, CVE-2020-15166),
+# and one unfinished message of a peer could be told to grow without end.
+_LIBZMQ_MIN = (4, 3, 5)
+
+# What a scheduler drops, in words for its log.
+STRANGERS = "connections without the job's key"
+GARBAGE = "frames that are no message"
+FORGED = "frames in the name of another connection's node"
+
+
+def check_library(version: tuple[int, ...], *, has_curve: bool) -> None:
+    """Refuse a libzmq that cannot keep strangers out.
+
+    Raises:
+        UsageError: It is too old, or was built without CURVE.
+    """
+    found = ".".join(map(str, version))
+    hint = "pip install --upgrade pyzmq brings a libzmq that can"
+    if version < _LIBZMQ_MIN:
+        least = ".".join(map(str, _LIBZMQ_MIN))
+        msg = f"libzmq is version {found}, and the control connection needs {least} or newer"
+        raise UsageError(msg, hint=hint)
+    if not has_curve:
+        msg = f"libzmq {found} was built without CURVE, which authenticates the control connection"
+        raise UsageError(msg, hint=hint)
+
+
+def check_own_library() -> None:
+    """Refuse this process's libzmq as `check_library` does."""
+    check_library(zmq.zmq_version_info(), has_curve=zmq.has("curve"))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -90,7 +126,6 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     # The limit counts what CURVE puts around a frame; the codec has the exact one.
     sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
     sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     sock.setsockopt(zmq.IPV6, 1)
@@ -103,14 +138,28 @@ class Asked(NamedTuple):
     frame: bytes
 
 
+_Life = tuple[str, str, int]
+
+
+def _life(envelope: Envelope) -> _Life:
+    return envelope.job_id, envelope.node_id, envelope.incarnation
+
+
 class SchedulerSocket:
     """The scheduler's end: serves every agent that holds the job's key, and who controls it.
+
+    An agent's routing id is 16 random bytes that it tells nobody else.  So it is what shows
+    that another connection is of the same agent, and may take the place of one that broke;
+    nobody else who holds the key can speak, or be spoken to, as the life of that node.
 
     Args:
         context: ZeroMQ context, owned by the caller.
         listening: An already listening socket; owned by this object from now on.
         secret: The job's secret; None serves everybody who can reach the socket.
     """
+
+    dropped: Counter[str]
+    """What was dropped so far, by kind; the caller may clear it."""
 
     def __init__(
         self,
@@ -119,12 +168,15 @@ class SchedulerSocket:
         secret: bytes | None,
     ) -> None:
         self.gate: Gate | None = None
-        self._routes: dict[str, bytes] = {}
+        self.dropped = Counter()
+        self._routes: dict[_Life, bytes] = {}
+        self._lives: dict[bytes, _Life] = {}
         self._nodes: dict[int, str] = {}
         self._asked: list[Asked] = []
         self.socket = context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _bound(self.socket)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
@@ -144,29 +196,42 @@ class SchedulerSocket:
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def receive(self) -> list[Envelope]:
-        """Return the messages that wait; garbage from a key holder is dropped."""
+        """Return messages that wait; garbage from a key holder is dropped."""
         messages: list[Envelope] = []
-        while True:
+        for _ in range(_FRAMES_MAX):
             try:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return messages
-            if len(frames) != 1:
-                continue
-            if self._is_control(frames[0]):
+                break
+            if len(frames) == 1 and self._is_control(frames[0]):
                 self._asked.append(Asked(route.bytes, frames[0].bytes))
                 continue
-            try:
-                envelope = codec.decode(frames[0].buffer)
-            except VersionError:
-                with contextlib.suppress(zmq.ZMQError):
-                    self.socket.send_multipart([route.bytes, codec.VERSION_FRAME], zmq.NOBLOCK)
-                continue
-            except ProtocolError:
-                continue
-            self._routes[envelope.node_id] = route.bytes
-            self._nodes[frames[0].get(zmq.SRCFD)] = envelope.node_id
-            messages.append(envelope)
+            self._nodes.setdefault(route.get(zmq.SRCFD), "")
+            envelope = self._decode(route.bytes, frames)
+            if envelope is not None:
+                self._nodes[route.get(zmq.SRCFD)] = envelope.node_id
+                messages.append(envelope)
+        return messages
+
+    def _decode(self, route: bytes, frames: list[zmq.Frame]) -> Envelope | None:
+        """Return what an agent said; None when it is no message, or not the agent's own."""
+        try:
+            envelope = codec.decode(frames[0].buffer) if len(frames) == 1 else None
+        except VersionError:
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.send_multipart([route, codec.VERSION_FRAME], zmq.NOBLOCK)
+            return None
+        except ProtocolError:
+            envelope = None
+        if envelope is None:
+            self.dropped[GARBAGE] += 1
+            return None
+        life = _life(envelope)
+        is_one_life = self._lives.setdefault(route, life) == life
+        if not is_one_life or self._routes.setdefault(life, route) != route:
+            self.dropped[FORGED] += 1
+            return None
+        return envelope
 
     def _is_control(self, frame: zmq.Frame) -> bool:
         """Tell who sent `frame`: by the key; without keys, by what it says it is."""
@@ -189,13 +254,16 @@ class SchedulerSocket:
         nodes = []
         while self.monitor.poll(0):
             descriptor = recv_monitor_message(self.monitor)["value"]
-            if node_id := self._nodes.pop(descriptor, None):
+            node_id = self._nodes.pop(descriptor, None)
+            if node_id is None:
+                self.dropped[STRANGERS] += 1
+            elif node_id:
                 nodes.append(node_id)
         return nodes
 
     def send(self, envelope: Envelope) -> None:
-        """Send `envelope` to its node; dropped when that node is not connected."""
-        route = self._routes.get(envelope.node_id)
+        """Send `envelope` to its node; dropped when that life of it is not connected."""
+        route = self._routes.get(_life(envelope))
         if route is None:
             return
         try:
@@ -206,12 +274,20 @@ class SchedulerSocket:
 
 
 class Line(enum.Enum):
-    """What became of an agent's connection."""
+    """What became of an agent's connection.
+
+    UP: The scheduler is there and has admitted this node.
+    DOWN: The connection was ended by the other side, or broke.
+    REJECTED: The other side is no scheduler of this job, or does not admit this node.
+    SILENT: The other side took the connection and has said nothing.
+    RETRYING: ZeroMQ will connect again by itself, which it does not after a protocol error.
+    """
 
     UP = "up"
     DOWN = "down"
     REJECTED = "rejected"
     SILENT = "silent"
+    RETRYING = "retrying"
 
 
 _LINES = {
@@ -219,7 +295,8 @@ _LINES = {
     zmq.EVENT_DISCONNECTED: Line.DOWN,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: Line.REJECTED,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Line.REJECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Line.SILENT,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Line.REJECTED,
+    zmq.EVENT_CONNECT_RETRIED: Line.RETRYING,
 }
 
 
@@ -235,13 +312,16 @@ class AgentSocket:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, secret: bytes | None
     ) -> None:
+        self._address = address
+        self._has_failed = False
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _ANSWER_MS)
         self.socket.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self.monitor = self.socket.get_monitor_socket(sum(_LINES))
-        # One identity for all of its connections, so that an agent whose connection broke
-        # need not speak first to be reached again.  The first byte must not be zero.
+        # One for all of its connections, and its own secret: see `SchedulerSocket`.  The
+        # first byte must not be zero.
         self.socket.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
@@ -260,12 +340,24 @@ class AgentSocket:
         with contextlib.suppress(zmq.Again):
             self.socket.send(codec.encode(envelope), zmq.NOBLOCK)
 
+    def reconnect(self) -> None:
+        """Connect again, where ZeroMQ has given the address up."""
+        with contextlib.suppress(zmq.ZMQError):  # it has forgotten the address already
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
+
     def line(self) -> list[Line]:
         """Return what has happened to the connection since the last call."""
-        events = []
+        lines = []
         while self.monitor.poll(0):
-            events.append(_LINES[zmq.Event(recv_monitor_message(self.monitor)["event"])])
-        return events
+            event = recv_monitor_message(self.monitor)
+            line = _LINES[zmq.Event(event["event"])]
+            if line is Line.REJECTED and event["value"] == errno.EAGAIN:
+                line = Line.SILENT
+            if line is not Line.DOWN or not self._has_failed:  # else the end has been told
+                lines.append(line)
+            self._has_failed = line in (Line.REJECTED, Line.SILENT)
+        return lines
 
     def receive(self) -> list[Envelope]:
         """Return the messages that wait; garbage is dropped.

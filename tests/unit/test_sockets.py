@@ -11,7 +11,16 @@ from msrun.cluster import codec
 from msrun.cluster.messages import Drained, Envelope, Stop
 from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context, wait_readable
-from msrun.transport.sockets import AgentSocket, SchedulerSocket, endpoint, listen
+from msrun.transport.sockets import (
+    FORGED,
+    GARBAGE,
+    STRANGERS,
+    AgentSocket,
+    Line,
+    SchedulerSocket,
+    endpoint,
+    listen,
+)
 
 SECRET = bytes(range(32))
 PATIENCE = 10.0
@@ -281,13 +290,202 @@ def pump_until(near, far, goal, timeout=PATIENCE):
             copy(far, near)
 
 
-def test_a_used_port_is_refused():
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", first.getsockname()[1])
+# Whose words they are.
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"), [("10.0.0.1", "tcp://10.0.0.1:80"), ("::1", "tcp://[::1]:80")]
-)
-def test_an_endpoint_has_brackets_where_they_are_needed(host, expected):
-    assert endpoint(host, 80) == expected
+def test_a_key_holder_cannot_take_the_place_of_another(start, connect):
+    """S-11: not by name and life, which others may know, but not its routing id."""
+    server = start()
+    node, thief = connect(server), connect(server)
+    node.send(envelope())
+    received = server.receive()
+    thief.send(envelope(stuck=["a lie"]))
+    received += server.receive(SILENCE)
+    server.end.send(STOP)
+
+    assert received == [envelope()]
+    assert wait_readable(node.socket, PATIENCE)
+    assert (node.receive(), thief.receive()) == ([STOP], [])
+    assert server.end.dropped == {FORGED: 1}
+    assert len({agent.socket.getsockopt(zmq.ROUTING_ID) for agent in (node, thief)}) == 2
+
+
+def test_a_key_holder_cannot_take_a_place_before_it_is_taken(start, connect):
+    server = start()
+    node, thief = connect(server), connect(server)
+    thief.send(envelope("thief"))
+    received = server.receive()
+    thief.send(envelope())
+    received += server.receive(SILENCE)
+    node.send(envelope())
+    received += server.receive()
+
+    assert received == [envelope("thief"), envelope()]
+
+
+def test_a_stranger_with_the_same_routing_id_changes_nothing(start, connect):
+    server = start()
+    node = connect(server)
+    node.send(envelope())
+    received = server.receive()
+    stranger = connect.new_socket()
+    stranger.setsockopt(zmq.ROUTING_ID, node.socket.getsockopt(zmq.ROUTING_ID))
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.curve_serverkey = key_pair(SECRET, "scheduler").public
+    stranger.connect(endpoint("127.0.0.1", server.port))
+    stranger.send(codec.encode(envelope("bad")))
+    received += server.receive(SILENCE)
+    server.end.send(STOP)
+
+    assert received == [envelope()]
+    assert wait_readable(node.socket, PATIENCE)
+    assert node.receive() == [STOP]
+
+
+def test_a_node_of_another_job_does_not_take_the_place_of_ours(start, connect):
+    server = start()
+    ours, theirs = connect(server), connect(server)
+    other = Envelope(job_id="other", node_id="a", incarnation=2)
+    ours.send(envelope())
+    received = server.receive()
+    theirs.send(other)
+    received += server.receive()
+    server.end.send(STOP)
+
+    assert received == [envelope(), other]
+    assert wait_readable(ours.socket, PATIENCE)
+    assert (ours.receive(), theirs.receive()) == ([STOP], [])
+
+
+def record(server, connect, messages):
+    """Pass on a conversation; return the bytes of the agent, and the open connections."""
+    with listen("127.0.0.1", 0) as wire:
+        wire.settimeout(PATIENCE)
+        agent = connect(Wire(wire))
+        near, _ = wire.accept()
+    far = socket.create_connection(("127.0.0.1", server.port))
+    poller = zmq.Poller()
+    sources = (near, far, server.end.socket, server.end.gate.socket)
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    for message in messages:
+        agent.send(message)
+    recorded, received = b"", []
+    deadline = time.monotonic() + PATIENCE
+    while len(received) < len(messages) and time.monotonic() < deadline:
+        ready = dict(poller.poll(PATIENCE * 1000))
+        if near.fileno() in ready:
+            recorded += (data := near.recv(1 << 16))
+            far.sendall(data)
+        if far.fileno() in ready:
+            copy(far, near)
+        if server.end.gate.socket in ready:
+            server.end.gate.answer()
+        received += server.end.receive()
+    assert received == messages
+    return recorded, near, far
+
+
+def test_a_recorded_conversation_says_nothing_the_second_time(start, connect):
+    """S-10."""
+    server = start()
+    recorded, near, far = record(server, connect, [envelope(), envelope()])
+    with near, far, socket.create_connection(("127.0.0.1", server.port)) as replay:
+        replay.sendall(recorded)
+        assert server.receive(0.2) == []
+    assert_serves(server, connect)
+
+
+def test_a_recorded_frame_in_the_same_connection_ends_it(start, connect):
+    server = start()
+    message = envelope(stuck=["x" * 300])
+    recorded, near, far = record(server, connect, [message])
+    start_of_box = recorded.rindex(b"\x07MESSAGE")
+    frame = recorded[start_of_box - 9 :]  # a flag and 8 bytes of length before it
+    with near, far:
+        far.sendall(frame)
+        assert server.receive(0.2) == []
+        far.settimeout(PATIENCE)
+        while far.recv(1 << 16):  # what was on its way before
+            pass
+
+    assert int.from_bytes(frame[1:9]) == len(frame) - 9
+    assert_serves(server, connect)
+
+
+# What is dropped is counted.
+
+
+def test_strangers_and_garbage_are_counted(start, connect):
+    server = start()
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    agent = send_raw(connect, server, b"garbage")
+    agent.send(envelope())
+    received = server.receive()
+    deadline = time.monotonic() + PATIENCE
+    while server.end.dropped[STRANGERS] < 3 and time.monotonic() < deadline:
+        server.end.monitor.poll(100)
+        assert server.end.broken() == []
+
+    assert received == [envelope()]
+    assert server.end.dropped == {STRANGERS: 3, GARBAGE: 1}
+
+
+# What an agent learns of what it is connected to.
+
+
+def until_line(agent, wanted):
+    """Return what became of an agent's connection, up to the line that is waited for."""
+    lines = []
+    deadline = time.monotonic() + PATIENCE
+    while wanted not in lines and time.monotonic() < deadline:
+        agent.monitor.poll(100)
+        lines += agent.line()
+    return lines
+
+
+def test_an_agent_connects_again_after_something_else_answered(start, connect):
+    """ZeroMQ itself does not."""
+    server = start()
+    with listen("127.0.0.1", 0) as wire:
+        wire.settimeout(PATIENCE)
+        agent = connect(Wire(wire))
+        other, _ = wire.accept()
+        other.recv(64)
+        other.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        other.close()
+        lines = until_line(agent, Line.DOWN)
+        agent.reconnect()
+        near, _ = wire.accept()
+    far = socket.create_connection(("127.0.0.1", server.port))
+    agent.send(envelope())
+    with near, far:
+        received = pass_on(server, near, far)
+
+    assert lines == [Line.DOWN]
+    assert received == [envelope()]
+
+
+def pass_on(server, near, far):
+    """Pass bytes on both ways until the server has a message; return what it got."""
+    received = []
+    deadline = time.monotonic() + PATIENCE
+    while not received and time.monotonic() < deadline:
+        pump_until(near, far, server.end.gate.socket, timeout=0.05)
+        received = server.receive(0.01)
+    return received
+
+
+def test_another_key_and_silence_are_told_apart(start, connect):
+    server = start()
+    with listen("127.0.0.1", 0) as silent:
+        agent = connect(Wire(silent))
+        stranger = connect(server, bytes(32))
+        rejected = until_line(stranger, Line.REJECTED)
+        silence = until_line(agent, Line.SILENT)
+
+    assert rejected[:1] == [Line.REJECTED]
+    assert Line.DOWN not in rejected
+    assert [line for line in silence if line is not Line.RETRYING] == [Line.SILENT]

@@ -1,0 +1,48 @@
+"""Probing an address when there is no file left to do it with."""
+
+import errno
+import os
+import resource
+import socket
+
+from msrun.transport.loop import Loop
+from msrun.transport.probe import Prober
+
+
+def test_a_probe_waits_for_a_free_file():
+    loop = Loop()
+    prober = Prober(loop)
+    answers = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        descriptor = os.dup(0)
+        os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, before[1]))
+        try:
+            prober.probe("127.0.0.1", server.getsockname()[1], answers.append)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        waiting = (list(answers), prober.deadline() is not None)
+        loop.run(lambda: prober.deadline() if not answers else stop(loop), prober.tick)
+    loop.close()
+
+    assert waiting == ([], True)
+    assert answers == [0]
+
+
+def stop(loop):
+    loop.stop()
+    return loop.now()
+
+
+def test_a_probe_of_a_port_at_which_nobody_listens_is_refused():
+    loop = Loop()
+    prober = Prober(loop)
+    answers = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    prober.probe("127.0.0.1", port, answers.append)
+    loop.run(lambda: prober.deadline() if not answers else stop(loop), prober.tick)
+    loop.close()
+
+    assert answers == [errno.ECONNREFUSED]

@@ -1,0 +1,35 @@
+"""Every promise of docs/security.md names a test, and the test is there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/security.md").read_text()
+
+
+def test_every_test_that_the_page_names_exists():
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    found = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+
+    assert len(named) > 20
+    assert named - found == set()
+
+
+def test_every_file_that_the_page_names_exists():
+    paths = re.findall(r"`(tests/\S+?)`", PAGE)
+
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_attack_has_its_row_and_its_test():
+    rows = {f"S-{number:02}" for number in range(1, 14)}
+    tests = (ROOT / "tests/process/test_attacks.py").read_text()
+    tests += (ROOT / "tests/unit/test_sockets.py").read_text()
+
+    assert set(re.findall(r"S-\d\d", PAGE)) == rows
+    assert rows - set(re.findall(r"S-\d\d", tests)) == set()
