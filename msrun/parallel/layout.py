@@ -14,6 +14,9 @@ import msgspec
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, WHOLE, ParallelConfig, Rule
 
+# Modes in which axes need no rule.
+_FREE = ("manual", "auto")
+
 
 class MeshLayout(msgspec.Struct, frozen=True):
     """Named axes over the ranks 0 to `world_size` - 1.
@@ -123,7 +126,7 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
         raise UsageError(f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})")
     named = {axis for rule in config.plan for axis in _axes_of(rule, layout)}
     for name in others:
-        if name != PIPELINE_AXIS and name not in named and config.mode != "manual":
+        if name != PIPELINE_AXIS and name not in named and config.mode not in _FREE:
             hint = (
                 "name it in a rule, or say `mode: manual` when the script itself divides its work"
             )

@@ -119,7 +119,7 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
-    if config.plan:
+    if config.plan and config.mode != "auto":
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
         plans = plan_modules(config.plan, layout, shapes)
     return _Choice(
@@ -150,6 +150,9 @@ def shard_model(
     originals = _Originals(model, is_strong=weights is not None)
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
+    if config.mode == "auto":
+        _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
+        return model, ShardedModel(model, originals.references(), [], contextlib.nullcontext)
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
