@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -291,9 +292,20 @@ def _module(where: str) -> ModuleType:
     # As a script would find its neighbours.
     sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
     try:
-        return importlib.import_module(path.stem if path.suffix == ".py" else where)
+        return _execute(path) if path.suffix == ".py" else importlib.import_module(where)
     except Exception as error:
         raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    """Return the file's module, under a name that no other module has."""
+    name = f"msrun_search_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no module")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _batch_of(sample: Sequence[Any]) -> int:
