@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from auto_models import MODELS, GPTBlock
+from auto_models import GPT, MODELS, GPTBlock
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,10 +191,44 @@ def test_wishes_are_kept():
         assert shapes["blocks.0.up.weight"][0] == 32
 
 
-def refused(config, sample):
+def dropped(sizes):
+    """Return the losses of a model that drops, in training and then in evaluation."""
+    torch.manual_seed(1)
+    inputs = batch("gpt")
+    torch.manual_seed(0)
+    net = GPT(dropout=0.5).double()
+    traced = trace(net, inputs)
+    setting = Setting(sizes=sizes, topology=PRESETS["cpu"])
+    problem = build(traced.program, setting)
+    plan = drawn(problem, np.random.default_rng(5))
+    rules = {node.name: node.rule for node in problem.nodes}
+    mesh = init_device_mesh("cpu", sizes)
+    run = Executor(net, traced, rules, plan, setting=setting, mesh=mesh, seed=7)
+    losses = [run(*inputs).item() for _ in range(2)]
+    net.eval()
+    return [*losses, run(*inputs).item()]
+
+
+def test_what_is_dropped_does_not_depend_on_the_plan():
+    (want,) = run_ranks(dropped, 1, (1,))
+    assert len(set(want)) == 3
+    for losses in run_ranks(dropped, 4, (2, 2)):
+        assert losses == pytest.approx(want, rel=1e-10)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x, y):
+        return functional.mse_loss(self.norm(x), y)
+
+
+def refused(config, sample, model=MODELS["perceptron"][0]):
     torch.manual_seed(0)
     with pytest.raises(UsageError) as caught:
-        msrun.init({"mode": "auto", **config}).shard(MODELS["perceptron"][0](), sample=sample)
+        msrun.init({"mode": "auto", **config}).shard(model(), sample=sample)
     return caught.value.message
 
 
@@ -205,5 +239,7 @@ def test_what_cannot_be_searched_is_one_sentence():
     said, other = run_ranks(refused, 2, {"mesh": {"dp": 2}, "memory": "1KiB"}, (x, y))
     assert said == other
     assert said.startswith("parallel.memory: no plan fits; the smallest takes")
+    (said,) = run_ranks(refused, 1, {}, (x, y), Normed)
+    assert said == "parallel.mode: auto cannot run batch_norm, as norm does"
     (said,) = run_ranks(refused, 1, {}, (x,))
     assert said.startswith("search: the forward of Perceptron cannot be traced")

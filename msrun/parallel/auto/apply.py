@@ -86,7 +86,7 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> N
     if answer.error:
         raise UsageError(answer.error)
     blocks = find_blocks(traced.program)
-    cuts = blocks.cuts if blocks and not pins else ()
+    cuts = blocks.cuts if blocks else ()
     problem = build(traced.program, setting, cuts=[c for c in cuts if f"hub:{c}" in answer.chosen])
     rules = {node.name: node.rule for node in problem.nodes}
     executor = Executor(
