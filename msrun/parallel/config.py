@@ -355,6 +355,10 @@ def parse_config(tree: object) -> ParallelConfig:
     for key, feature in _ELSEWHERE.items():
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
+    if tree.get("mesh") == "auto":
+        raise UsageError(
+            f"{ROOT}.mesh: auto is for `msrun search`, which finds one: write the axes it prints"
+        )
     try:
         return msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -107,6 +107,14 @@ def test_plan_in_words(capsys):
     assert err.endswith(" s: 0.01426 s a step, 1 stages of 4, 1 micro-batches\n")
 
 
+def test_a_budget_ends_the_search_with_the_best_so_far(capsys):
+    code, out, err = search(capsys, "tinynet.py:make", *CPU, "--budget", "0s")
+    assert code == 0
+    assert err.endswith("the budget of 0 s is spent: this is the best so far\n")
+    assert out.startswith("plan:\n  model      tinynet.py:make\n")
+    assert out.endswith(" layouts were not looked at\n")
+
+
 def test_what_one_module_does(capsys):
     words = ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "layers.1*")
     assert search(capsys, *words) == (0, EXPLAINED, "")
@@ -170,7 +178,7 @@ def test_a_file_describes_the_cluster(capsys, here):
         ),
         (
             ("tinynet.py:make", "--world", "4", "--topology", "b200"),
-            "topology: 'b200' is no preset (choose a100, h100, h200, ascend910, cpu, or a file)",
+            "topology: 'b200' is no preset (choose a100, h100, h200, ascend910, cpu)",
         ),
         (
             ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "no"),

@@ -191,6 +191,40 @@ def test_wishes_are_kept():
         assert shapes["blocks.0.up.weight"][0] == 32
 
 
+def half(config, folder, *, is_second):
+    """Return the losses of the last two of four steps, after a checkpoint or without one."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    net = GPT()
+    torch.manual_seed(1)
+    parts, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    batches = [[x.chunk(parts)[index] for x in MODELS["gpt"][1]()] for _ in range(4)]
+    net = rt.shard(net, sample=batches[0])
+    optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    if is_second:
+        assert rt.load(net, optimizer, path=folder) == 2
+        return [rt.step(net, optimizer, inside, x, y, y).item() for x, y in batches[2:]]
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            rt.save(net, optimizer, step=2, path=folder)
+        losses.append(rt.step(net, optimizer, inside, x, y, y).item())
+    return losses[2:]
+
+
+def inside(loss, _):
+    return loss
+
+
+def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    first = {"mode": "auto", "mesh": {"dp": 2, "tp": 2}}
+    want = run_ranks(partial(half, is_second=False), 4, first, folder)[0]
+    for config in ({"mode": "auto", "mesh": {"tp": 2}}, {"mesh": {"dp": 2}}):
+        (found, _) = run_ranks(partial(half, is_second=True), 2, config, folder)
+        assert found == pytest.approx(want, abs=1e-6)
+
+
 def dropped(sizes):
     """Return the losses of a model that drops, in training and then in evaluation."""
     torch.manual_seed(1)

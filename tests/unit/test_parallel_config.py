@@ -110,6 +110,10 @@ def test_rendering_reads_back():
             {"mode": "data", "plan": [COLWISE]},
             "parallel.plan: mode data has none (choose semi_auto)",
         ),
+        (
+            {"mode": "auto", "mesh": "auto"},
+            "parallel.mesh: auto is for `msrun search`, which finds one: write the axes it prints",
+        ),
         ({"search": "exact"}, "parallel.search: belongs to mode auto"),
         ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
         (

@@ -20,7 +20,7 @@ from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.search import Mode, search
-from msrun.parallel.auto.topology import preset
+from msrun.parallel.auto.topology import Topology, preset
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, ROOT, Dim
 from msrun.parallel.tensor import describe_modules
@@ -77,7 +77,7 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> N
     data_axes = frozenset(at for at, name in enumerate(names) if name == DATA_AXIS)
     setting = Setting(
         sizes=tuple(runtime.layout.axes.values()),
-        topology=preset(runtime.config.topology or _PRESETS.get(runtime.device.type, "a100")),
+        topology=_topology(runtime),
         data_axes=data_axes,
         batch=batch,
     )
@@ -93,6 +93,14 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> N
         model, traced, rules, answer.chosen, setting=setting, mesh=runtime.mesh, seed=_seed()
     )
     model.forward = executor
+
+
+def _topology(runtime: Runtime) -> Topology:
+    """Return the machine that is named, or what goes for this device."""
+    try:
+        return preset(runtime.config.topology or _PRESETS.get(runtime.device.type, "a100"))
+    except UsageError as error:
+        raise UsageError(f"{ROOT}.{error.message}") from None
 
 
 def _whole_batch(sample: Sequence[Any], ranks: int) -> tuple[list[Any], int]:

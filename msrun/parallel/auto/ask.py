@@ -56,7 +56,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         topology: What it runs on.
         mesh: Axis -> size, in order; empty to find it too.
         mode: How plans are searched.
-        budget: Seconds after which the best so far is taken.
+        budget: Seconds after which the best so far is taken, if there is one.
     """
 
     target: str
@@ -126,7 +126,7 @@ def _within(
     clock: Callable[[], float],
     tell: Callable[[str], None],
 ) -> Progress:
-    """Run a search to its end, its budget, or an interrupt."""
+    """Run a search to its end, or its budget or an interrupt once there is a plan."""
     start = clock()
     progress = Progress()
     best: Outcome | None = None
@@ -135,7 +135,7 @@ def _within(
             if progress.best is not best and progress.best:
                 best = progress.best
                 tell(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
-            if clock() - start > budget:
+            if progress.best and clock() - start > budget:
                 tell(f"the budget of {budget:g} s is spent: this is the best so far")
                 break
     except KeyboardInterrupt:
