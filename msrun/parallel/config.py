@@ -38,13 +38,22 @@ Schedule = Literal[
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ELSEWHERE = {
-    "search": "automatic strategy search",
     "cost": "automatic strategy search",
     "copies": "multiple-copy parallel",
     "place": "heterogeneous placement",
     "ps": "the parameter server",
     "alltoall": "a switch of redistribution",
 }
+
+
+Search = Literal[
+    "exact",
+    "recursive",
+    "propagation",
+    "dynamic_programming",
+    "recursive_programming",
+    "sharding_propagation",
+]
 
 
 class Section(
@@ -252,8 +261,11 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     Args:
         mesh: Axis name -> size, the slowest-varying first; one may be -1, the rest.
         mode: What is allowed beside the mesh; None follows from the rest.
-        plan: Operator-level rules; the first that matches a module counts.  Or a strategy file,
-            which says for each parameter how it is divided.
+        search: With mode auto, how a plan is found; None is exact.
+        memory: With mode auto, bytes that a plan may take on a rank; None is any.
+        topology: With mode auto, name of the machine that costs are of; None follows the device.
+        plan: Operator-level rules; the first that matches a module counts.  With mode auto, wishes
+            for parameters.  Or a strategy file, which says for each parameter how it is divided.
         optimizer: Optimizer parallel.
         pipeline: Pipeline parallel; None without.
         recompute: Recomputation; None without.
@@ -267,6 +279,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     mesh: dict[str, int] = msgspec.field(default_factory=lambda: {DATA_AXIS: REST})
     mode: Literal["stand_alone", "data", "semi_auto", "auto", "manual"] | None = None
+    search: Search | None = None
+    memory: int | str | None = None
+    topology: str | None = None
     plan: list[Rule] | str = []
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline | None = None
@@ -287,11 +302,27 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
                 raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
         if self.plan == "":
             raise ValueError("plan: '' names no file")
-        if self.mode == "auto":
-            raise ValueError("mode: auto: automatic strategy search is not part of this version")
+        self._check_search()
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
+
+    def _check_search(self) -> None:
+        """Check what mode auto has, and what it has not."""
+        if self.mode != "auto":
+            for key in ("search", "memory", "topology"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key}: belongs to mode auto")
+            return
+        if isinstance(self.plan, str):
+            raise ValueError(
+                f"plan: {self.plan} is a file, and mode auto searches (leave mode out)"
+            )
+        for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
+            if key in _given(self):
+                raise ValueError(f"{key}: mode auto has none: the search decides")
+        if self.memory is not None:
+            msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
 
 def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
@@ -332,6 +363,10 @@ def parse_config(tree: object) -> ParallelConfig:
     for key, feature in _ELSEWHERE.items():
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
+    if tree.get("mesh") == "auto":
+        raise UsageError(
+            f"{ROOT}.mesh: auto is for `msrun search`, which finds one: write the axes it prints"
+        )
     try:
         return msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:

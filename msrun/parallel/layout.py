@@ -18,6 +18,9 @@ from msrun.units import quoted
 # Of a plan, where `fully_shard` divides its parameters once more.
 _SHARDED_AXES_MAX = 2
 
+# Modes in which axes need no rule.
+_FREE = ("manual", "auto")
+
 
 class MeshLayout(msgspec.Struct, frozen=True):
     """Named axes over the ranks 0 to `world_size` - 1.
@@ -70,7 +73,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     """
     layout = MeshLayout(_fill(config.mesh, world_size))
     _check_plan_file(config)
-    for index, rule in enumerate(_rules(config)):
+    for index, rule in enumerate(rules_of(config)):
         _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
@@ -119,7 +122,8 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     return {name: rest if size == REST else size for name, size in mesh.items()}
 
 
-def _rules(config: ParallelConfig) -> list[Rule]:
+def rules_of(config: ParallelConfig) -> list[Rule]:
+    """Return the rules that the configuration itself has: none where it names a file."""
     return [] if isinstance(config.plan, str) else config.plan
 
 
@@ -140,11 +144,11 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
     others = {name: size for name, size in layout.axes.items() if size > 1 and name != DATA_AXIS}
     if config.mode == "data" and others:
         raise UsageError(f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})")
-    named = {axis for rule in _rules(config) for axis in _axes_of(rule, layout)}
+    named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
     if isinstance(config.plan, str):
         named |= set(plan_axes(layout))  # the file is read with the model
     for name in others:
-        if name != PIPELINE_AXIS and name not in named and config.mode != "manual":
+        if name != PIPELINE_AXIS and name not in named and config.mode not in _FREE:
             hint = (
                 "name it in a rule, or say `mode: manual` when the script itself divides its work"
             )

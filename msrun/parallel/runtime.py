@@ -153,7 +153,8 @@ class Runtime:
 
         Args:
             model: Is used up.
-            sample: Inputs of one batch, by which `pipeline: {stages: auto}` balances the stages.
+            sample: Inputs of one local batch, by which `pipeline: {stages: auto}` balances the
+                stages and `mode: auto` finds a plan.
 
         Raises:
             UsageError: The configuration does not fit the model.

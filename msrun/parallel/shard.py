@@ -119,7 +119,7 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
-    if config.plan:
+    if config.plan and config.mode != "auto":
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
         source = config.plan if isinstance(config.plan, str) else None
         plans = plan_modules(_rules(runtime, model), layout, shapes, source)
@@ -164,6 +164,9 @@ def shard_model(
     originals = _Originals(model, is_strong=weights is not None)
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
+    if config.mode == "auto":
+        _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
+        return model, ShardedModel(model, originals.references(), [], contextlib.nullcontext)
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
@@ -174,8 +177,6 @@ def shard_model(
     divided = None
     if group is not None and config.optimizer.zero:
         divided = _divide_parameters(runtime, model, choice)
-        if config.pipeline:
-            model.reduces_once = config.optimizer.zero == 1  # type: ignore[assignment]
     if late and weights is not None:
         is_offloaded = divided is not None and config.optimizer.offload
         on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
@@ -272,7 +273,10 @@ def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _
     excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
     whole = zero.small_parameters(runtime.config, model) | excluded
     units = zero.units(runtime.config, model, choice.plans)
-    return _Divided(zero.apply(runtime, model, units, whole), whole)
+    divided = _Divided(zero.apply(runtime, model, units, whole), whole)
+    if runtime.config.pipeline:
+        model.reduces_once = runtime.config.optimizer.zero == 1  # type: ignore[assignment]
+    return divided
 
 
 def _reduce(

@@ -8,6 +8,9 @@ from msrun.errors import UsageError
 from msrun.parallel.config import ParallelConfig, Rule, parse_config, read_config, render_config
 from msrun.parallel.layout import MeshLayout, resolve
 
+NO_SIZE = (
+    "parallel.memory: '-1' is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
+)
 COLWISE = {"match": "*.up", "style": "colwise"}
 
 
@@ -113,9 +116,16 @@ def test_rendering_reads_back():
             "parallel.plan: mode data has none (choose semi_auto)",
         ),
         (
-            {"mode": "auto"},
-            "parallel.mode: auto: automatic strategy search is not part of this version",
+            {"mode": "auto", "mesh": "auto"},
+            "parallel.mesh: auto is for `msrun search`, which finds one: write the axes it prints",
         ),
+        ({"search": "exact"}, "parallel.search: belongs to mode auto"),
+        ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
+        (
+            {"mode": "auto", "optimizer": {"zero": 1}},
+            "parallel.optimizer: mode auto has none: the search decides",
+        ),
+        ({"mode": "auto", "memory": "-1"}, NO_SIZE),
         ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
         (
             {"pipeline": {"stages": "auto", "microbatches": 0}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         topology: What it runs on.
         mesh: Axis -> size, in order; empty to find it too.
         mode: How plans are searched.
-        budget: Seconds after which the best so far is taken.
+        budget: Seconds after which the best so far is taken, if there is one.
     """
 
     target: str
@@ -125,7 +126,7 @@ def _within(
     clock: Callable[[], float],
     tell: Callable[[str], None],
 ) -> Progress:
-    """Run a search to its end, its budget, or an interrupt."""
+    """Run a search to its end, or its budget or an interrupt once there is a plan."""
     start = clock()
     progress = Progress()
     best: Outcome | None = None
@@ -134,7 +135,7 @@ def _within(
             if progress.best is not best and progress.best:
                 best = progress.best
                 tell(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
-            if clock() - start > budget:
+            if progress.best and clock() - start > budget:
                 tell(f"the budget of {budget:g} s is spent: this is the best so far")
                 break
     except KeyboardInterrupt:
@@ -291,9 +292,20 @@ def _module(where: str) -> ModuleType:
     # As a script would find its neighbours.
     sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
     try:
-        return importlib.import_module(path.stem if path.suffix == ".py" else where)
+        return _execute(path) if path.suffix == ".py" else importlib.import_module(where)
     except Exception as error:
         raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    """Return the file's module, under a name that no other module has."""
+    name = f"msrun_search_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no module")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _batch_of(sample: Sequence[Any]) -> int:

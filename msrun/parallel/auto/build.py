@@ -120,7 +120,7 @@ class _Builder:
         self._prices = prices
         self._shared: dict[Key, Rule] = {}
         self._sites = {step.name: Site(step, program) for step in program.steps}
-        self._signatures = {name: _signature(site) for name, site in self._sites.items()}
+        self._signatures = {name: site.signature() for name, site in self._sites.items()}
         self._rules = {step.name: self._rule(step.name) for step in program.steps}
         self._readings = Readings(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
@@ -385,17 +385,6 @@ def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
 
 def _nothing(rows: Codes) -> Weights:
     return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
-
-
-def _signature(site: Site) -> Key:
-    """Return what the rule and the costs of a step follow from."""
-    return (
-        site.step.target,
-        tuple(site.slots),
-        tuple((v.shape, v.itemsize) for v in site.ins),
-        tuple((v.shape, v.itemsize) for v in site.outs),
-        repr(site.step.attrs),
-    )
 
 
 def _param_rule(value: Value, *, is_trained: bool) -> Rule:

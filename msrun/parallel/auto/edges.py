@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +41,10 @@ def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange
     """
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    behind, seen = _behind(prices, targets, moved.view)
-    table = moved.ahead * prices.seconds(forward(sources), forward(behind), moved.nbytes)
+    root, seen = behind(prices.sizes, targets, moved.view)
+    table = moved.ahead * prices.seconds(forward(sources), forward(root), moved.nbytes)
     if moved.back:
-        returned = prices.seconds(gradient(behind), gradient(sources), moved.nbytes)
+        returned = prices.seconds(gradient(root), gradient(sources), moved.nbytes)
         table = table + moved.back * returned.T
     if seen is not None and moved.back:
         # What a view cannot pass on is taken behind it, and its gradient gathered there.
@@ -59,10 +59,10 @@ def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange
 
 def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iterator[Item]:
     """Yield the collectives of one pair of strategies; they add up to `exchange_seconds`."""
-    behind, seen = _behind(prices, wanted, moved.view)
+    root, seen = behind(prices.sizes, wanted, moved.view)
     trips = [
-        (False, moved.ahead, forward(made), forward(behind)),
-        (True, moved.back, gradient(behind), gradient(made)),
+        (False, moved.ahead, forward(made), forward(root)),
+        (True, moved.back, gradient(root), gradient(made)),
     ]
     if seen is not None:
         trips.append((True, moved.back, gradient(wanted), gradient(seen)))
@@ -74,7 +74,7 @@ def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iter
                 yield Item(move.kind, move.axis, is_back, seconds)
 
 
-def _behind(prices: Prices, codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:
+def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:
     """Return the codes of a tensor where its view has `codes`.
 
     Returns:
@@ -82,16 +82,16 @@ def _behind(prices: Prices, codes: Codes, view: Renaming | None) -> tuple[Codes,
     """
     if view is None:
         return codes, None
-    behind, seen = codes.copy(), codes.copy()
+    root, seen = codes.copy(), codes.copy()
     for dim in range(SHARDS):
         cut = codes == dim
         if not cut.any():
             continue
         source, limit = view.dims.get(dim, (RR, 1))
-        passes = (limit % parts(cut, prices.sizes) == 0) & (source != RR)
-        behind[cut] = np.broadcast_to(np.where(passes, source, RR)[:, None], cut.shape)[cut]
+        passes = (limit % parts(cut, sizes) == 0) & (source != RR)
+        root[cut] = np.broadcast_to(np.where(passes, source, RR)[:, None], cut.shape)[cut]
         seen[cut] = np.broadcast_to(np.where(passes, dim, RR)[:, None], cut.shape)[cut]
-    return behind, None if (seen == codes).all() else seen
+    return root, None if (seen == codes).all() else seen
 
 
 def _distinct(codes: Codes) -> tuple[Codes, Codes]:

@@ -51,6 +51,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         topology: What the mesh runs on.
         data_axes: Axes whose ranks are handed different samples; others are handed the same.
             Empty when the batch can come in any layout.
+        batch: Samples of the whole batch, where it comes divided.
         rounds: Micro-batches that one step takes the time of, idle ones of a pipeline included.
         recompute: Whether repeated blocks keep only what they are given.
         state_bytes: Of the optimizer, for each element of a parameter.
@@ -60,6 +61,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
     topology: Topology
     data_axes: frozenset[int] = frozenset()
+    batch: int = 0
     rounds: int = 1
     recompute: bool = False
     state_bytes: int = 12

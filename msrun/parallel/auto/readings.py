@@ -80,7 +80,7 @@ class Readings:
         sizes = self._setting.sizes
         codes = [RR] * len(sizes)
         shape = self._program.values[name].shape
-        if name in self._program.inputs and shape:
+        if name in self._program.inputs and shape and shape[0] == self._setting.batch:
             left = shape[0]
             for axis in sorted(self._setting.data_axes):
                 if left % sizes[axis] == 0:

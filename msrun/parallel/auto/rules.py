@@ -80,6 +80,16 @@ class Site:
         """The first output."""
         return self.outs[0]
 
+    def signature(self) -> tuple[object, ...]:
+        """Return what rule and costs follow from."""
+        return (
+            self.step.target,
+            tuple(self.slots),
+            tuple((value.shape, value.itemsize) for value in self.ins),
+            tuple((value.shape, value.itemsize) for value in self.outs),
+            repr(self.step.attrs),
+        )
+
     def attr(self, name: str, default: Any = None) -> Any:
         """Return an argument that is no tensor."""
         return self.step.attrs.get(name, default)

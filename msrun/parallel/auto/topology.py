@@ -181,7 +181,5 @@ def preset(name: str) -> Topology:
     """
     found = PRESETS.get(name.lower())
     if found is None:
-        raise UsageError(
-            f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)}, or a file)"
-        )
+        raise UsageError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
     return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.operators import rule_of
 from msrun.parallel.auto.program import Program, Step, Value
+from msrun.parallel.auto.rules import Rule, Site
 
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
 
@@ -23,19 +25,22 @@ class Traced:
         program: The forward pass as data.
         nodes: Step -> its node in the graph.
         graph: The graph, as `torch.export` made it.
-        inputs: Of the program, as they stand in the graph.
+        rules: Step -> its rule.
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
     """
 
     def __init__(self, exported: torch.export.ExportedProgram, model: nn.Module) -> None:
         signature = exported.graph_signature
         self.graph = exported.graph
+        self._inputs = [str(name) for name in signature.user_inputs]
+        self._returned = list(signature.user_outputs)
+        self._spec = exported.call_spec.out_spec
         self.nodes: dict[str, fx.Node] = {}
         self.buffers: dict[str, str] = {
             **signature.inputs_to_buffers,
             **signature.inputs_to_lifted_tensor_constants,
         }
-        self.constants: dict[str, Any] = dict(exported.constants)
+        self._constants: dict[str, Any] = dict(exported.constants)
         self._names: dict[str, str] = {}
         self._values: dict[str, Value] = {}
         self._steps: list[Step] = []
@@ -59,6 +64,58 @@ class Traced:
             outputs=tuple(outputs),
             frozen=frozenset(name for name, full in params.items() if full not in trained),
         )
+        rules: dict[object, Rule] = {}
+        self.rules: dict[str, Rule] = {}
+        for step in self._steps:
+            site = Site(step, self.program)
+            key = site.signature()
+            self.rules[step.name] = rules[key] = rules.get(key) or rule_of(site)
+
+    # What an execution needs.
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return value -> tensor of the arguments of one call.
+
+        Raises:
+            UsageError: They are not as many as those of the sample.
+        """
+        leaves = list(_flat([list(args), list(kwargs.values())]))
+        if len(leaves) != len(self._inputs):
+            raise UsageError(
+                f"the model got {len(leaves)} inputs, and the sample of rt.shard had "
+                f"{len(self._inputs)}"
+            )
+        pairs = zip(self._inputs, leaves, strict=True)
+        return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
+
+    def buffer(self, model: nn.Module, name: str) -> Tensor:
+        """Return a buffer of `model`, or a constant of its forward."""
+        found: Tensor = self._constants[name] if name in self._constants else model.get_buffer(name)
+        return found
+
+    def arguments(
+        self, name: str, tensors: Mapping[str, Tensor]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a step, with `tensors` for what it reads, by their names."""
+        node = self.nodes[name]
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema else []
+
+        def filled(item: Any, slot: str) -> Any:
+            if isinstance(item, fx.Node):
+                return tensors[slot]
+            if isinstance(item, list | tuple):
+                return [filled(one, f"{slot}.{at}") for at, one in enumerate(item)]
+            return item
+
+        args = [filled(x, names[at] if names else str(at)) for at, x in enumerate(node.args)]
+        return args, {key: filled(item, key) for key, item in node.kwargs.items()}
+
+    def rebuild(self, outputs: Sequence[Tensor]) -> Any:
+        """Return what the model returns, made of the program's outputs."""
+        found = iter(outputs)
+        leaves = [next(found) if name is not None else None for name in self._returned]
+        return self._spec.unflatten(leaves)
 
     def _read_params(self, names: dict[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
@@ -82,7 +139,11 @@ class Traced:
         return found
 
     def _name(self, node: fx.Node) -> str:
-        return self._names.get(node.name, node.name)
+        """Return the value that a node is, behind all names for it."""
+        name = node.name
+        while self._names.get(name, name) != name:
+            name = self._names[name]
+        return name
 
     def _add_value(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and name not in self._values:
@@ -137,9 +198,6 @@ class Traced:
             name = self._name(source)
             if self._values[name].shape == tuple(tensor.shape):
                 self._names[f"{node.name}.{index}"] = name
-                for user in node.users:
-                    if user.args[1] == index:
-                        self._names[user.name] = name
                 continue
             raise UsageError(f"search: {node.name} broadcasts tensors, which is not supported")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from msrun.parallel.auto.program import Step
 from msrun.parallel.auto.rules import Site
 
 
@@ -38,6 +39,11 @@ def renaming(site: Site) -> Renaming | None:
     if maker is None or len(site.ins) != 1 or len(site.outs) != 1:
         return None
     return maker(site)
+
+
+def is_regrouped(step: Step) -> bool:
+    """Return whether a view is a reshape, which can be done again with other sizes."""
+    return _MAKERS.get(step.target.split(".")[1]) is _regrouped
 
 
 def _regrouped(site: Site) -> Renaming:

@@ -57,15 +57,14 @@ def test_random_programs_cost_what_the_best_of_all_combinations_does(seed):
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "sizes"),
     [
-        programs.perceptron(3),
-        programs.transformer(1),
-        programs.convolutions(),
+        (programs.perceptron(2), (2, 2)),
+        (programs.transformer(1), (4,)),
+        (programs.convolutions(), (4,)),
     ],
     ids=["perceptron", "transformer", "u-net"],
 )
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
 def test_models_cost_what_an_integer_solver_finds(program, sizes):
     problem = build(program, setting(*sizes, rounds=2, recompute=False))
     found, chosen = solve(problem)

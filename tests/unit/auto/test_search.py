@@ -24,8 +24,8 @@ def setting(*sizes, topology=TINY, **options):
     return Setting(sizes=sizes, topology=topology, **options)
 
 
-def len_of(program):
-    return f"{len(program.steps)} steps"
+def len_of(value):
+    return str(value) if isinstance(value, tuple) else f"{len(value.steps)} steps"
 
 
 @cache
@@ -111,13 +111,13 @@ def test_the_least_memory_named_is_enough_and_less_is_not():
 def test_more_memory_or_bandwidth_never_makes_a_plan_slower():
     how = setting(4)
     low, high = least(layers(4), how), search(layers(4), how).memory
-    limits = [low + (high - low) * part / 6 for part in range(1, 7)]
+    limits = [low + (high - low) * part / 4 for part in range(1, 5)]
     found = [search(layers(4), how, limit=limit) for limit in limits]
     bounds = [one.bound for one in found]
     assert bounds == sorted(bounds, reverse=True)
     assert all(a.seconds >= b.bound for a, b in pairwise(found))
     seconds = []
-    for factor in (1, 2, 4, 8):
+    for factor in (1, 4, 16):
         link = Link(bandwidth=1e8 * factor, latency=1e-7)
         fast = msgspec.structs.replace(TINY, inside=link)
         seconds.append(search(layers(4), setting(2, 2, topology=fast)).seconds)
@@ -142,20 +142,22 @@ def test_no_plan_of_the_textbook_is_faster(program):
         assert best <= solve(problem.restricted(allowed))[0] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(4, (2, 2)), (1, (2, 2, 2))], ids=str)
-def test_search_by_axes_is_near_the_best(count, sizes):
+@pytest.mark.parametrize(
+    ("program", "sizes"), [(layers(4), (2, 2)), (programs.perceptron(2), (2, 2, 2))], ids=len_of
+)
+def test_search_by_axes_is_near_the_best(program, sizes):
     how = setting(*sizes)
-    exact = search(layers(count), how).seconds
-    found = search(layers(count), how, mode="recursive")
-    problem, chosen = whole(layers(count), how, found)
+    exact = search(program, how).seconds
+    found = search(program, how, mode="recursive")
+    problem, chosen = whole(program, how, found)
     assert found.seconds == pytest.approx(problem.seconds(chosen), rel=1e-12)
     assert exact * (1 - 1e-12) <= found.seconds <= exact * 1.02
     assert found.bound is None
 
 
 def test_meshes_of_more_than_three_axes_are_searched_by_axes():
-    found = search(programs.perceptron(2), setting(2, 2, 2, 2))
-    three = search(programs.perceptron(2), setting(2, 2, 4))
+    found = search(programs.perceptron(1), setting(2, 2, 2, 2))
+    three = search(programs.perceptron(1), setting(2, 2, 4))
     assert found.bound is None
     assert found.seconds < three.seconds * 1.5
 
@@ -184,7 +186,7 @@ def test_a_wish_that_no_strategy_meets_is_refused():
 
 
 def test_batches_that_come_divided_are_read_as_they_come():
-    how = setting(4, data_axes=frozenset({0}))
+    how = setting(4, data_axes=frozenset({0}), batch=64)
     found = search(programs.perceptron(2, batch=64, width=8), how)
     assert found.chosen["linear_0"] == (1,)
     assert found.chosen["mse_loss_4"][0] > 0

@@ -1,0 +1,416 @@
+"""Runs a plan: every operator on this rank's parts, and redistribution between them.
+
+The steps are those of the traced forward; each gets its inputs in the layout that its strategy
+wants, and the gradients come back in theirs.  Parameters keep the placement at which they are
+stored, as `DTensor`, so optimizers and checkpoints know them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter, functional
+
+from msrun.errors import UsageError
+from msrun.parallel.auto.carry import Carrier, Exchanged
+from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.auto.edges import behind
+from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.program import Step
+from msrun.parallel.auto.readings import Readings
+from msrun.parallel.auto.rules import Choice, Rule, Site
+from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.views import is_regrouped, renaming
+
+Row = tuple[int, ...]
+# They draw numbers, or keep statistics of a batch, that one process would have others of.
+_REFUSED = """
+    batch_norm instance_norm bernoulli multinomial normal rand rand_like randint randn randn_like
+    uniform rrelu alpha_dropout feature_dropout
+"""
+REFUSED = frozenset(_REFUSED.split())
+
+
+class Executor:
+    """The forward of a model under a plan.
+
+    Args:
+        model: Whose forward it is.
+        traced: Its steps, for the whole batch.
+        rules: Node -> its rule.
+        chosen: Node -> its choice on every axis.
+        setting: What the plan is for.
+        mesh: Its axes are those of the plan.
+        seed: Of the numbers that dropout draws, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: Traced,
+        rules: Mapping[str, Rule],
+        chosen: Mapping[str, Row],
+        *,
+        setting: Setting,
+        mesh: DeviceMesh,
+        seed: int,
+    ) -> None:
+        self._model, self._traced, self._chosen = model, traced, chosen
+        self._program, self._setting, self._mesh = traced.program, setting, mesh
+        self._rules = dict(rules)
+        for step in self._program.steps:
+            packet = step.target.split(".")[1]
+            if packet in REFUSED:
+                where = step.module or "the model"
+                raise UsageError(f"parallel.mode: auto cannot run {packet}, as {where} does")
+        self._carrier = Carrier(mesh)
+        self._readings = Readings(self._program, setting, traced.rules)
+        self._steps = {step.name: step for step in self._program.steps}
+        self._makers = {name: step for step in self._program.steps for name in step.outputs}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._stored: dict[str, Row] = {}
+        self._divide()
+
+    # Parameters.
+
+    def _divide(self) -> None:
+        """Give every module its part of each parameter."""
+        owners = dict(self._model.named_parameters(remove_duplicate=False))
+        modules = dict(self._model.named_modules())
+        for value, full in self._program.params.items():
+            param = owners[full]
+            row = self._chosen.get(value)
+            codes = [RR] * self._mesh.ndim
+            if row is not None:
+                codes = [self._rules[value].choices[at].outs[0] for at in row]
+            self._stored[value] = stored = tuple(self._at_rest(codes, tuple(param.shape)))
+            placed = [Shard(code) if code < SHARDS else Replicate() for code in stored]
+            # Every rank has the same values: nothing need be sent.
+            part = distribute_tensor(param.data, self._mesh, placed, src_data_rank=None)
+            made = Parameter(part, requires_grad=param.requires_grad)
+            for name, tensor in owners.items():
+                if tensor is param:
+                    module, _, own = name.rpartition(".")
+                    setattr(modules[module], own, made)
+
+    def _at_rest(self, codes: Sequence[int], shape: tuple[int, ...]) -> list[int]:
+        """Return where a parameter lies between steps: with its state cut, it is cut too.
+
+        By a dim that no other axis cuts, so that it is gathered alone; where there is none, state
+        and parameter stay whole on that axis.
+        """
+        found = [RR if code == RZ else code for code in codes]
+        for axis, code in enumerate(codes):
+            size = self._mesh.size(axis)
+            free = [d for d, n in enumerate(shape) if d not in found and n % size == 0]
+            if code == RZ and free and size > 1:
+                found[axis] = free[0]
+        return found
+
+    # Forward.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns, of this rank's batch."""
+        values = self._read(args, kwargs)
+        for name, full in self._program.params.items():
+            if self._readings.uses.get(name):
+                param = self._model.get_parameter(full)
+                local = param.to_local() if isinstance(param, DTensor) else param
+                values[name] = self._to_hub(name, local, self._stored[name])
+        for step in self._program.steps:
+            if step.outputs[0] in self._readings.views:
+                continue
+            made = self._run(step, values)
+            is_constant = self._readings.constants.issuperset(step.outputs)
+            for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
+                codes = () if is_constant else self._outs(step.name, port)
+                values[name] = x if is_constant else self._to_hub(name, x, codes)
+        outputs = [self._give(at, name, values) for at, name in enumerate(self._program.outputs)]
+        return self._traced.rebuild(outputs)
+
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the inputs, buffers and constants by the names of their values."""
+        given = self._traced.bind(args, kwargs)
+        values: dict[str, Tensor] = {}
+        for name, x in given.items():
+            if name in self._program.values:
+                shape = self._local_shape(name, self._readings.layouts[name][0])
+                if tuple(x.shape) != shape:
+                    raise UsageError(
+                        f"an input of shape {list(x.shape)} came where the plan of parallel.mode "
+                        f"auto has {list(shape)}",
+                        hint="give rt.shard a sample like every batch, and drop the last one",
+                    )
+                values[name] = x
+        for name, full in self._traced.buffers.items():
+            if name in self._program.values:
+                values[name] = self._traced.buffer(self._model, full)
+        return values
+
+    def _local_shape(self, name: str, codes: Codes | Row) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a value that lies as `codes` says."""
+        shape = list(self._program.values[name].shape)
+        for axis, code in enumerate(codes):
+            if code < SHARDS:
+                shape[int(code)] //= self._setting.sizes[axis]
+        return tuple(shape)
+
+    def _choices(self, name: str) -> list[Choice]:
+        return [self._rules[name].choices[at] for at in self._chosen[name]]
+
+    def _outs(self, name: str, port: int) -> Row:
+        return tuple(choice.outs[port] for choice in self._choices(name))
+
+    def _to_hub(self, name: str, x: Tensor, codes: Row) -> Tensor:
+        hub = f"hub:{name}"
+        return self._exchange(x, codes, self._outs(hub, 0)) if hub in self._chosen else x
+
+    def _lies(self, name: str) -> Row:
+        """Return the codes at which readers find a value."""
+        if f"hub:{name}" in self._chosen:
+            return self._outs(f"hub:{name}", 0)
+        if name in self._stored:
+            return self._stored[name]
+        step = self._makers[name]
+        return self._outs(step.name, step.outputs.index(name))
+
+    def _exchange(self, x: Tensor, source: Row, target: Row) -> Tensor:
+        """Carry values from `source` to `target`, and later their gradient back."""
+        a, b = np.array(source), np.array(target)
+        through = np.where((forward(a) >= 0) & (forward(b) == SUM), RR, a)
+        if (through != a).any():
+            # What is stored in parts for its state's sake is whole before it is a sum.
+            x, a = self._exchange(x, source, tuple(through.tolist())), through
+        ahead = (forward(a).tolist(), forward(b).tolist())
+        back = (gradient(b).tolist(), gradient(a).tolist())
+        if ahead[0] == ahead[1] and (back[0] == back[1] or not x.requires_grad):
+            return x
+        if not x.requires_grad:
+            return self._carrier.carry(x, *ahead)
+        moved: Tensor = _apply(Exchanged, x, self._carrier, ahead, back)
+        return moved
+
+    def _fetch(self, name: str, wanted: Row, values: Mapping[str, Tensor]) -> Tensor:
+        """Return a value, or a view of one, as a reader wants it."""
+        root, view = self._readings.behind(name)
+        if root in self._readings.constants:
+            layout = forward(self._readings.layouts[name][0]).tolist()
+            return self._carrier.carry(values[name], layout, forward(np.array(wanted)).tolist())
+        at_root, seen = behind(self._setting.sizes, np.array([wanted]), view)
+        codes: Row = tuple(at_root[0].tolist())
+        x = self._exchange(values[root], self._lies(root), codes)
+        for step in self._views(root, name):
+            codes, x = self._look(step, codes, x)
+        return x if seen is None else self._exchange(x, tuple(seen[0].tolist()), wanted)
+
+    def _views(self, root: str, name: str) -> list[Step]:
+        """Return the views between a value and what is read, in order."""
+        found: list[Step] = []
+        while name != root:
+            step = self._makers[name]
+            found.append(step)
+            (name,) = step.inputs.values()
+        return found[::-1]
+
+    def _look(self, step: Step, codes: Row, x: Tensor) -> tuple[Row, Tensor]:
+        """Return a view of this rank's part, and how it lies."""
+        view = renaming(Site(step, self._program))
+        dims = view.dims if view else {}
+        back = {source: dim for dim, (source, _) in dims.items()}
+        after = tuple(back.get(code, code) if code < SHARDS else code for code in codes)
+        if is_regrouped(step):
+            return after, x.reshape(self._local_shape(step.outputs[0], after))
+        return after, self._call(step, [x])[0]
+
+    def _give(self, number: int, name: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Return an output as the caller expects it.
+
+        Where ranks have different samples, their losses are averaged, so gradients come in shares.
+        """
+        if name in self._readings.constants:
+            return values[name]
+        codes = tuple(choice.ins[0] for choice in self._choices(f"out:{number}"))
+        x = self._fetch(name, codes, values)
+        shares = math.prod(
+            self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARDS
+        )
+        is_shared = shares > 1 and x.requires_grad
+        given: Tensor = _apply(_Shared, x, 1.0 / shares) if is_shared else x
+        return given
+
+    # Steps.
+
+    def _run(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
+        names = list(step.inputs.values())
+        if self._readings.constants.issuperset(step.outputs):
+            return self._derive(step, values)
+        choices = self._choices(step.name)
+        ins = [
+            self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
+            for port, name in enumerate(names)
+        ]
+        special = _SPECIAL.get(step.target.split(".")[1])
+        if special:
+            return [special(self, step, choices, ins)]
+        return self._call(step, ins, choices)
+
+    def _derive(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run a step on what no parameter has a part in."""
+        readings = self._readings
+        whole = (RR,) * len(self._setting.sizes)
+        is_whole = all((readings.layouts[name] == RR).all() for name in step.outputs)
+        view = renaming(Site(step, self._program))
+        ins = []
+        for name in step.inputs.values():
+            layout = tuple(readings.layouts[name][0].tolist())
+            is_kept = view is not None or not is_whole
+            ins.append(values[name] if is_kept else self._fetch(name, whole, values))
+            if view is not None:
+                kept = {source for source, _ in view.dims.values()}
+                at = tuple(c if c in kept or c >= SHARDS else RR for c in layout)
+                ins[-1] = self._carrier.carry(
+                    values[name], forward(np.array(layout)).tolist(), forward(np.array(at)).tolist()
+                )
+        if view is not None and is_regrouped(step):
+            layout = tuple(readings.layouts[step.outputs[0]][0].tolist())
+            return [ins[0].reshape(self._local_shape(step.outputs[0], layout))]
+        return self._call(step, ins)
+
+    def _call(
+        self, step: Step, ins: Sequence[Tensor], choices: Sequence[Choice] = ()
+    ) -> list[Tensor]:
+        """Run one operator on parts; arguments that are sizes become those of the parts."""
+        target: Any = self._traced.nodes[step.name].target
+        args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
+        packet = step.target.split(".")[1]
+        if packet in _SIZED and choices:
+            outs = tuple(choice.outs[0] for choice in choices)
+            args[1] = list(self._local_shape(step.outputs[0], outs))
+        grouped = [axis for axis, choice in enumerate(choices) if choice.name == "g"]
+        if grouped:
+            args[-1] //= math.prod(self._setting.sizes[axis] for axis in grouped)
+        made: Any = target(*args, **kwargs)
+        found = list(made) if isinstance(made, tuple | list) else [made]
+        return [x for x in found if isinstance(x, Tensor)][: len(step.outputs)]
+
+    def ranks_of(self, choices: Sequence[Choice]) -> int:
+        """Return among how many ranks a step's work is divided so that its outputs are sums."""
+        return math.prod(
+            self._setting.sizes[axis]
+            for axis, choice in enumerate(choices)
+            if choice.divides and choice.outs[0] >= SHARDS
+        )
+
+    def summed_axes(self, choices: Sequence[Choice]) -> list[int]:
+        """Return the axes among whose ranks a step's outputs are sums."""
+        return [
+            axis
+            for axis, choice in enumerate(choices)
+            if choice.divides and choice.outs[0] >= SHARDS
+        ]
+
+    # Operators that parts do not know all about.
+
+    def embed(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
+        """Look up the rows that this rank has; others are zero."""
+        weight, indices = ins
+        axes = [axis for axis, choice in enumerate(choices) if choice.name == "v"]
+        if not axes:
+            return self._call(step, ins, choices)[0]
+        index = 0
+        for axis in axes:
+            index = index * self._setting.sizes[axis] + self._mesh.get_local_rank(axis)
+        low = index * weight.shape[0]
+        is_other = (indices < low) | (indices >= low + weight.shape[0])
+        rows = functional.embedding(torch.where(is_other, 0, indices - low), weight)
+        return rows.masked_fill(is_other.unsqueeze(-1), 0.0)
+
+    def average(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
+        """Return this rank's share of a mean over all."""
+        made = self._call(step, ins, choices)[0]
+        is_mean = step.attrs.get("reduction", 1) == 1
+        return made / self.ranks_of(choices) if is_mean else made
+
+    def cross_entropy(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
+        """Return this rank's share of the loss; the mean is over the targets that count."""
+        axes = self.summed_axes(choices)
+        by_class = not ins[1].is_floating_point()
+        if step.attrs.get("reduction", 1) != 1 or not axes or not by_class:
+            return self.average(step, choices, ins)
+        attrs = step.attrs
+        ignored = int(attrs.get("ignore_index", -100))
+        count = (ins[1] != ignored).sum().to(ins[0].dtype)
+        source = [-2 if axis in axes else -1 for axis in range(self._mesh.ndim)]
+        count = self._carrier.carry(count, source, [-1] * self._mesh.ndim)
+        options = {"ignore_index": ignored, "reduction": "sum"}
+        if step.target.split(".")[1] == "cross_entropy_loss":
+            smoothing = float(attrs.get("label_smoothing", 0.0))
+            return (
+                functional.cross_entropy(
+                    ins[0],
+                    ins[1],
+                    label_smoothing=smoothing,
+                    **options,  # type: ignore[arg-type]
+                )
+                / count
+            )
+        return functional.nll_loss(ins[0], ins[1], **options) / count  # type: ignore[arg-type]
+
+    def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
+        """Drop what one process would: all ranks draw the whole mask and use their part."""
+        p = float(step.attrs.get("p", 0.5))
+        if not self._model.training:
+            return ins[0]
+        mask = torch.empty(self._program.values[step.outputs[0]].shape)
+        mask.bernoulli_(1 - p, generator=self._generator)
+        outs = forward(np.array([choice.outs[0] for choice in choices])).tolist()
+        part = self._carrier.carry(mask, [-1] * self._mesh.ndim, outs)
+        return ins[0] * (part / (1 - p)).to(ins[0])
+
+
+class _Shared(torch.autograd.Function):
+    """The identity, whose gradient is one of several shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        """Hand `x` on."""
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Take the share."""
+        return gradient * ctx.share, None
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)
+
+
+_SIZED = frozenset(("expand", "broadcast_to"))
+_Special = Callable[[Executor, Step, Sequence[Choice], Sequence[Tensor]], Tensor]
+_SPECIAL: dict[str, _Special] = {
+    "embedding": Executor.embed,
+    "cross_entropy_loss": Executor.cross_entropy,
+    "nll_loss": Executor.cross_entropy,
+    "nll_loss_nd": Executor.cross_entropy,
+    "dropout": Executor.drop,
+    "mean": Executor.average,
+    **dict.fromkeys(
+        (
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy_with_logits",
+        ),
+        Executor.average,
+    ),
+}

@@ -1,0 +1,192 @@
+"""`msrun search`: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from msrun.cli.main import main
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Net(nn.Module):
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(layers)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = functional.relu(layer(x))
+        return functional.mse_loss(x, y)
+
+
+def make():
+    return Net(), (torch.randn(64, 1024), torch.randn(64, 1024))
+
+
+def one():
+    return Net(1), (torch.randn(64, 1024), torch.randn(64, 1024))
+
+
+def alone():
+    return Net()
+
+
+def broken():
+    raise RuntimeError("no weights here")
+"""
+
+TEXT = """\
+plan:
+  model      tinynet.py:make
+  ranks      4 (cpu)
+  mesh       dp 4
+  batch      64 in 1 micro-batches
+  recompute  no
+  step       0.01426 s predicted
+  memory     0.0206 GiB a rank
+  gap        0.00% at most to the best plan on this mesh
+
+where the time goes:
+  computation                                       0.008521 s   59.8%
+  update of parameters                              0.003355 s   23.5%
+  all-reduce over dp, activations                   0.0007932 s  5.6%
+  reduce-scatter over dp, activations               0.0003966 s  2.8%
+  all-gather over dp, gradients of activations      0.0003966 s  2.8%
+  all-gather over dp, activations                   0.0003966 s  2.8%
+  reduce-scatter over dp, gradients of activations  0.0003966 s  2.8%
+
+parameters:
+  name               dp
+  layers.0,2.weight  S(0)
+  layers.1,3.weight  S(1)
+
+rejected:
+  27 layouts cannot be faster
+  0 layouts do not fit into 16 GiB
+"""
+
+EXPLAINED = """\
+layers.1* over tp:
+  name               divided  inputs      outputs
+  layers.1.weight                         S(1)
+  linear_1 (linear)  k        S(1); S(1)  P
+"""
+
+NO_BLOCKS = """\
+tinynet.py:one: the model has no three equal blocks, one behind the other, which a search for a \
+mesh needs
+  hint: name the mesh, such as --mesh dp=4,tp=2"""
+NO_MODE = """\
+--mode best is none (choose exact, dynamic_programming, recursive, recursive_programming)"""
+
+CPU = ("--world", "4", "--topology", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tinynet.py").write_text(MODEL)
+    return tmp_path
+
+
+def search(capsys, *words):
+    code = main(["search", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_plan_in_words(capsys):
+    code, out, err = search(capsys, "tinynet.py:make", *CPU)
+    assert (code, out) == (0, TEXT)
+    assert err.endswith(" s: 0.01426 s a step, 1 stages of 4, 1 micro-batches\n")
+
+
+def test_a_budget_ends_the_search_with_the_best_so_far(capsys):
+    code, out, err = search(capsys, "tinynet.py:make", *CPU, "--budget", "0s")
+    assert code == 0
+    assert err.endswith("the budget of 0 s is spent: this is the best so far\n")
+    assert out.startswith("plan:\n  model      tinynet.py:make\n")
+    assert out.endswith(" layouts were not looked at\n")
+
+
+def test_what_one_module_does(capsys):
+    words = ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "layers.1*")
+    assert search(capsys, *words) == (0, EXPLAINED, "")
+
+
+def test_plans_are_written_and_compared(capsys, here):
+    base = ("tinynet.py:make", *CPU, "--json", "--mesh")
+    code, out, _ = search(capsys, *base, "tp=4", "-o", "a.json")
+    assert code == 0
+    plan = json.loads(out)
+    assert plan == json.loads((here / "a.json").read_text())
+    assert (plan["mesh"], plan["gap"]) == ({"tp": 4}, 0.0)
+    assert sum(plan["costs"].values()) == pytest.approx(plan["seconds"], rel=1e-9)
+    search(capsys, *base, "dp=2,tp=2", "--mode", "recursive_programming", "-o", "b.json")
+    assert search(capsys, "diff", "a.json", "a.json") == (0, "", "the plans are alike\n")
+    code, out, _ = search(capsys, "diff", "a.json", "b.json")
+    lines = out.splitlines()
+    assert lines[1].split() == ["a.json", "b.json"]
+    assert "  mesh             tp 4         dp 2 x tp 2" in lines
+    assert "  layers.0.weight  S(0)         S(0) x S(0)" in lines
+
+
+def test_a_file_describes_the_cluster(capsys, here):
+    (here / "t.yaml").write_text("{preset: cpu, name: ours, flops: 1.0e+10}")
+    words = ("tinynet.py:make", "--world", "4", "--topology", "t.yaml", "--mesh", "tp=4", "--json")
+    plan = json.loads(search(capsys, *words)[1])
+    assert plan["topology"] == "ours"
+    assert plan["costs"]["computation"] > 0.04
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("tinynet.py:make",), "missing option '--world'"),
+        (("tinynet.py:make", "--world", "four"), "--world 'four' is no number from 1 to 1048576"),
+        (("tinynet.py", *CPU), "'tinynet.py' names no function (choose such as model.py:make)"),
+        (("no.py:make", *CPU), "no.py is no file"),
+        (("tinynet.py:no", *CPU), "tinynet.py has no function no"),
+        (("tinynet.py:broken", *CPU), "tinynet.py:broken failed: RuntimeError: no weights here"),
+        (
+            ("tinynet.py:alone", *CPU),
+            "tinynet.py:alone must return a model and a sample of its inputs",
+        ),
+        (
+            ("tinynet.py:one", *CPU),
+            NO_BLOCKS,
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--memory", "1MiB"),
+            "--memory 0.000977GiB: no plan on 4 ranks fits; the smallest plan takes 0.0195 GiB",
+        ),
+        (("tinynet.py:make", *CPU, "--mesh", "dp=2"), "--mesh: dp 2 is not --world 4"),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "dp"),
+            "--mesh 'dp' is no mesh (choose such as dp=4,tp=2)",
+        ),
+        (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
+        (
+            ("tinynet.py:make", *CPU, "--mode", "best"),
+            NO_MODE,
+        ),
+        (
+            ("tinynet.py:make", "--world", "4", "--topology", "b200"),
+            "topology: 'b200' is no preset (choose a100, h100, h200, ascend910, cpu)",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "no"),
+            "--explain 'no': nothing has this name (choose layers.0, layers.1, layers.2, layers.3)",
+        ),
+        (("diff", "a.json", "b.json"), "a.json cannot be read: No such file or directory"),
+    ],
+    ids=lambda words: " ".join(words[:3]) if isinstance(words, tuple) else "",
+)
+def test_a_mistake_is_one_sentence(capsys, words, sentence):
+    assert search(capsys, *words) == (2, "", f"error: {sentence}\n")

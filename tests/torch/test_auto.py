@@ -1,0 +1,279 @@
+"""Plans of the search, and plans drawn at random, compute what one process does."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from auto_models import GPT, MODELS, GPTBlock
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import msrun
+from msrun.errors import UsageError
+from msrun.parallel.auto.build import build
+from msrun.parallel.auto.eliminate import solve
+from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.problem import Edge, Problem, Setting
+from msrun.parallel.auto.topology import PRESETS
+from msrun.parallel.auto.trace import trace
+from msrun.parallel.local import local_part
+
+PLANS = 4
+
+pytestmark = pytest.mark.torch
+
+
+def batch(name):
+    return tuple(x.double() if x.is_floating_point() else x for x in MODELS[name][1]())
+
+
+def model(name):
+    torch.manual_seed(0)
+    return MODELS[name][0]().double()
+
+
+def alone(name):
+    """Return loss and gradients of one process."""
+    net = model(name)
+    torch.manual_seed(1)
+    loss = net(*batch(name))
+    loss.backward()
+    return loss.item(), {key: param.grad for key, param in net.named_parameters()}
+
+
+def drawn(problem, rng):
+    """Return a plan at random: the best when costs are."""
+    nodes = list(problem.nodes)
+    edges = []
+    for edge in problem.edges:
+        noise = rng.random(edge.seconds.shape) * rng.choice([0.1, 1.0, 4.0])
+        edges.append(
+            Edge(edge.source, edge.target, np.where(np.isinf(edge.seconds), np.inf, noise))
+        )
+    chosen = solve(Problem(nodes=nodes, edges=edges))[1]
+    return {
+        node.name: tuple(node.rows[at].tolist())
+        for node, at in zip(problem.nodes, chosen, strict=True)
+    }
+
+
+def run_plans(name, sizes):
+    """Return the largest relative error of loss and gradients, of each plan."""
+    mesh = init_device_mesh("cpu", sizes)
+    want_loss, want = alone(name)
+    torch.manual_seed(1)
+    inputs = batch(name)
+    traced = trace(model(name), inputs)
+    setting = Setting(sizes=sizes, topology=PRESETS["cpu"])
+    problem = build(traced.program, setting)
+    best = solve(problem)[1]
+    rng = np.random.default_rng(sum(map(ord, name)) + len(sizes))
+    plans = [
+        {n.name: tuple(n.rows[at].tolist()) for n, at in zip(problem.nodes, best, strict=True)},
+        *(drawn(problem, rng) for _ in range(PLANS)),
+    ]
+    rules = {node.name: node.rule for node in problem.nodes}
+    # What is nothing but rounding, such as a gradient of keys' biases, counts by the largest.
+    least = 1e-3 * max(float(gradient.norm()) for gradient in want.values())
+    errors = []
+    for plan in plans:
+        net = model(name)
+        run = Executor(net, traced, rules, plan, setting=setting, mesh=mesh, seed=0)
+        loss = run(*inputs)
+        loss.backward()
+        error = abs(loss.item() - want_loss) / abs(want_loss)
+        for key, param in net.named_parameters():
+            got = param.grad.full_tensor()
+            scale = max(float(want[key].norm()), least)
+            error = max(error, float((got - want[key]).norm()) / scale)
+        errors.append(error)
+    return errors
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+def test_plans_compute_what_one_process_does(name, sizes):
+    for errors in run_ranks(run_plans, math.prod(sizes), name, sizes):
+        assert len(errors) == PLANS + 1
+        assert max(errors) < 1e-10, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_on_three_axes_compute_what_one_process_does(name):
+    for errors in run_ranks(run_plans, 8, name, (2, 2, 2)):
+        assert max(errors) < 1e-10, errors
+
+
+CONFIGS = [
+    {"mesh": {"dp": 2}},
+    {"mesh": {"tp": 2}, "search": "recursive_programming"},
+    {"mesh": {"dp": 2, "tp": 2}},
+    {
+        "mesh": {"dp": 2, "tp": 2},
+        "search": "sharding_propagation",
+        "plan": [{"match": "blocks.0.up", "style": "colwise"}],
+    },
+]
+
+
+def train(config, *, loss_inside):
+    """Return the losses of a few steps, and what became of the weights."""
+    rt = msrun.init({"mode": "auto", **config})
+    torch.manual_seed(0)
+    net = Outside() if not loss_inside else MODELS["gpt"][0]()
+    torch.manual_seed(1)
+    parts, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    batches = [[x.chunk(parts)[index] for x in MODELS["gpt"][1]()] for _ in range(3)]
+    sample = batches[0] if loss_inside else batches[0][:1]
+    net = rt.shard(net, sample=sample)
+    optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    losses = []
+    for x, y in batches:
+        inputs = (x, y) if loss_inside else (x,)
+        loss_fn = (lambda out, _: out) if loss_inside else by_class
+        losses.append(rt.step(net, optimizer, loss_fn, *inputs, y, max_norm=1.0).item())
+    weights = {
+        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach()
+        for name, param in net.named_parameters()
+    }
+    shapes = {name: tuple(local_part(param).shape) for name, param in net.named_parameters()}
+    return losses, weights, shapes
+
+
+class Outside(nn.Module):
+    """A model that leaves its loss to whoever calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([GPTBlock(0.0) for _ in range(3)])
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def by_class(logits, target):
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    ("config", "loss_inside"),
+    [(CONFIGS[0], False), (CONFIGS[1], True), (CONFIGS[2], True), (CONFIGS[2], False)],
+    ids=["dp", "tp", "dp-tp", "dp-tp-outside"],
+)
+def test_training_learns_what_one_process_does(config, loss_inside):
+    size = math.prod(config["mesh"].values())
+    ((want, weights, _),) = run_ranks(
+        partial(train, loss_inside=loss_inside), 1, {"mesh": {"dp": 1}}
+    )
+    for losses, found, _ in run_ranks(partial(train, loss_inside=loss_inside), size, config):
+        assert losses == pytest.approx(want, abs=1e-6)
+        for name, weight in weights.items():
+            assert torch.allclose(found[name], weight, atol=2e-5), name
+
+
+def test_wishes_are_kept():
+    config = CONFIGS[3]
+    ((want, _, _),) = run_ranks(partial(train, loss_inside=True), 1, {"mesh": {"dp": 1}})
+    for losses, _, shapes in run_ranks(partial(train, loss_inside=True), 4, config):
+        assert losses == pytest.approx(want, abs=1e-6)
+        assert shapes["blocks.0.up.weight"][0] == 32
+
+
+def half(config, folder, *, is_second):
+    """Return the losses of the last two of four steps, after a checkpoint or without one."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    net = GPT()
+    torch.manual_seed(1)
+    parts, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    batches = [[x.chunk(parts)[index] for x in MODELS["gpt"][1]()] for _ in range(4)]
+    net = rt.shard(net, sample=batches[0])
+    optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    if is_second:
+        assert rt.load(net, optimizer, path=folder) == 2
+        return [rt.step(net, optimizer, inside, x, y, y).item() for x, y in batches[2:]]
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        if number == 2:
+            rt.save(net, optimizer, step=2, path=folder)
+        losses.append(rt.step(net, optimizer, inside, x, y, y).item())
+    return losses[2:]
+
+
+def inside(loss, _):
+    return loss
+
+
+def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    first = {"mode": "auto", "mesh": {"dp": 2, "tp": 2}}
+    want = run_ranks(partial(half, is_second=False), 4, first, folder)[0]
+    for config in ({"mode": "auto", "mesh": {"tp": 2}}, {"mesh": {"dp": 2}}):
+        (found, _) = run_ranks(partial(half, is_second=True), 2, config, folder)
+        assert found == pytest.approx(want, abs=1e-6)
+
+
+def dropped(sizes):
+    """Return the losses of a model that drops, in training and then in evaluation."""
+    torch.manual_seed(1)
+    inputs = batch("gpt")
+    torch.manual_seed(0)
+    net = GPT(dropout=0.5).double()
+    traced = trace(net, inputs)
+    setting = Setting(sizes=sizes, topology=PRESETS["cpu"])
+    problem = build(traced.program, setting)
+    plan = drawn(problem, np.random.default_rng(5))
+    rules = {node.name: node.rule for node in problem.nodes}
+    mesh = init_device_mesh("cpu", sizes)
+    run = Executor(net, traced, rules, plan, setting=setting, mesh=mesh, seed=7)
+    losses = [run(*inputs).item() for _ in range(2)]
+    net.eval()
+    return [*losses, run(*inputs).item()]
+
+
+def test_what_is_dropped_does_not_depend_on_the_plan():
+    (want,) = run_ranks(dropped, 1, (1,))
+    assert len(set(want)) == 3
+    for losses in run_ranks(dropped, 4, (2, 2)):
+        assert losses == pytest.approx(want, rel=1e-10)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x, y):
+        return functional.mse_loss(self.norm(x), y)
+
+
+def refused(config, sample, model=MODELS["perceptron"][0]):
+    torch.manual_seed(0)
+    with pytest.raises(UsageError) as caught:
+        msrun.init({"mode": "auto", **config}).shard(model(), sample=sample)
+    return caught.value.message
+
+
+def test_what_cannot_be_searched_is_one_sentence():
+    x, y = MODELS["perceptron"][1]()
+    (said,) = run_ranks(refused, 1, {}, None)
+    assert said == "parallel.mode: auto needs a batch to trace the model with"
+    said, other = run_ranks(refused, 2, {"mesh": {"dp": 2}, "memory": "1KiB"}, (x, y))
+    assert said == other
+    assert said.startswith("parallel.memory: no plan fits; the smallest takes")
+    (said,) = run_ranks(refused, 1, {}, (x, y), Normed)
+    assert said == "parallel.mode: auto cannot run batch_norm, as norm does"
+    (said,) = run_ranks(refused, 1, {}, (x,))
+    assert said.startswith("search: the forward of Perceptron cannot be traced")
