@@ -444,11 +444,7 @@ def without_options() -> dict[str, str]:
 
 
 def hold_back_threads() -> dict[str, str | None]:
-    """Keep numeric libraries from starting threads when they are imported.
-
-    Returns:
-        What the variables were before, for `restore`.
-    """
+    """Keep numeric libraries from starting threads; return what `restore` takes."""
     before = {name: os.environ.get(name) for name in _WITHOUT_THREADS}
     os.environ.update(_WITHOUT_THREADS)
     return before
@@ -484,17 +480,8 @@ def error_file() -> str | None:
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
-def beat_file() -> str | None:
-    """Return where this worker, and what it starts, counts its beats; None outside of a job."""
-    return _rank_file("beat")
-
-
-def stack_file() -> str | None:
-    """Return where this worker writes its stacks when it is asked to; None outside of a job."""
-    return _rank_file("stack")
-
-
-def _rank_file(name: str) -> str | None:
+def rank_file(name: str) -> str | None:
+    """Return a private file of this worker and what it starts; None outside of a job."""
     # Not RANK, which a launcher inside of a worker gives its own children.
     names = (RUN_DIR, "MSRUN_GENERATION", "RANK_ID")
     run_dir, generation, rank = (os.environ.get(name, "") for name in names)
@@ -509,6 +496,5 @@ def thread_counts() -> tuple[int | None, int | None]:
 
 
 def _count(name: str) -> int | None:
-    """Return the first level of a thread-count variable such as `4` or `4,2`."""
-    first = os.environ.get(name, "").partition(",")[0].strip()
+    first = os.environ.get(name, "").partition(",")[0].strip()  # the first level of `4,2`
     return int(first) if first.isdecimal() and int(first) > 0 else None

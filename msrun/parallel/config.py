@@ -315,9 +315,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
                     raise ValueError(f"{key}: belongs to mode auto")
             return
         if isinstance(self.plan, str):
-            raise ValueError(
-                f"plan: {self.plan} is a file, and mode auto searches (leave mode out)"
-            )
+            said = f"plan: {self.plan} is a file, and mode auto searches (leave mode out)"
+            raise ValueError(said)  # noqa: TRY004 - as msgspec reads it
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self):
                 raise ValueError(f"{key}: mode auto has none: the search decides")

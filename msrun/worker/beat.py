@@ -32,7 +32,7 @@ def beat() -> None:
 @functools.cache
 def _writer() -> Callable[[], None]:
     """Return what writes one beat; where it cannot be written, a job does without."""
-    path = environ.beat_file()
+    path = environ.rank_file("beat")
     try:
         memory = None if path is None else _share(path)
     except OSError:

@@ -23,7 +23,7 @@ def show_on_signal() -> None:
     """Write the stacks of all threads on either signal, without the help of the interpreter."""
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
-    path = environ.stack_file()
+    path = environ.rank_file("stack")
     if path is None:
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -12,9 +12,6 @@ import psutil
 import pytest
 from support import PATIENCE, alive, environment, kill, script, until
 
-from msrun.cli import by_hand
-from msrun.errors import UsageError
-
 pytestmark = pytest.mark.process
 
 JOIN = "import msrun, os, sys, time; msrun.join()"
@@ -410,25 +407,6 @@ def test_what_cannot_be_is_refused_with_the_variable(cluster, variables, sentenc
     assert sentence in process.err
     assert "Traceback" not in process.err
     assert process.out == ""
-
-
-@pytest.mark.parametrize("text", ["8", "x", "-1"])
-def test_a_device_that_is_not_there_is_refused(text):
-    with pytest.raises(UsageError) as refusal:
-        by_hand._device({"DEVICE_ID": text}, 8)
-
-    sentence = f"environment DEVICE_ID={text} is no device of this machine (choose 0 to 7)"
-    assert refusal.value.message == sentence
-
-
-def test_a_device_counts_where_there_are_devices():
-    given = {"DEVICE_ID": "3"}
-
-    assert [by_hand._device(given, 8), by_hand._device(given, 0), by_hand._device({}, 8)] == [
-        3,
-        None,
-        None,
-    ]
 
 
 def test_a_port_that_is_taken_is_refused_with_its_holder(cluster):
