@@ -259,9 +259,10 @@ class Control:
         return [Reply(asked.route, log)]
 
     def _stalled(self, node_id: str, stalled: Stalled, now: float) -> list[Action]:
-        if self.state.phase is not Phase.RUNNING:
-            return []
-        if stalled.rank not in self.state.living().get(node_id, []):
+        member = self.state.current.members[node_id]
+        is_living = 0 <= stalled.rank - member.first_rank < member.count
+        is_living &= stalled.rank not in self.state.current.exits
+        if self.state.phase is not Phase.RUNNING or not is_living:
             return []
         actions = self._collect(now)
         if self._stacks:
@@ -291,8 +292,10 @@ class Control:
         if stack.worker.rank not in wanted:
             return []
         wanted.discard(stack.worker.rank)
+        if not wanted:
+            del inquiry.wanted[node_id]
         inquiry.found[stack.worker.rank] = stack
-        return [] if any(inquiry.wanted.values()) else self._finish_stacks(inquiry, now)
+        return [] if inquiry.wanted else self._finish_stacks(inquiry, now)
 
     def _finish_stacks(self, inquiry: _StackInquiry, now: float) -> list[Action]:
         self._stacks = None
@@ -333,7 +336,7 @@ class Control:
         longest = max(inquiry.stalled.values())
         worker = self._suspect(inquiry, rank, longest)
         groups = pictures.group(pictured)
-        stalled = self.state.describe_ranks(sorted(inquiry.stalled))
+        stalled = self.state.describe_ranks(inquiry.stalled.keys())
         head = (
             f"generation {inquiry.generation} hangs: no {inquiry.sign} of {stalled} "
             f"for {render_seconds(longest)}\n{pictures.summary(groups)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -128,12 +129,12 @@ class ControlledState(SchedulerState):
             if node_id in self._current.undrained and node_id in self._roster.nodes
         }
 
-    def describe_ranks(self, ranks: list[int]) -> str:
-        """Return where `ranks` are, such as `rank 3 of node b`, by node."""
-        members = self._current.members
+    def describe_ranks(self, ranks: Collection[int]) -> str:
+        """Return where `ranks` are, such as `rank 3 on node b`, of many nodes only the first."""
         parts = []
-        for member in members.values():
-            own = [r for r in ranks if 0 <= r - member.first_rank < member.count]
-            if own:
-                parts.append(f"rank {render_ranges(own)} on node {member.host}")
-        return "; ".join(parts)
+        for member in self._current.members.values():
+            own = range(member.first_rank, member.first_rank + member.count)
+            if found := [rank for rank in own if rank in ranks]:
+                parts.append(f"rank {render_ranges(found)} on node {member.host}")
+        more = len(parts) - _CHOICES_MAX
+        return "; ".join(parts[:_CHOICES_MAX]) + (f" and on {more} more nodes" if more > 0 else "")

@@ -29,6 +29,8 @@ def show_on_signal() -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
         low = os.open(path, flags, 0o600)
-        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
-        os.close(low)
+        try:
+            descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
+        finally:
+            os.close(low)
         faulthandler.register(AGENT_SIGNAL, file=descriptor, all_threads=True)

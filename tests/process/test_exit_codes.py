@@ -102,6 +102,7 @@ def check_verdict(job):
             "core": False,
             "oom": False,
             "swept": False,
+            "stalled": 0.0,
             "error": "",
             "tail": ["line 1", "line 2", "line 3", "last \\x1b[31mwords"],
             "log_file": str(job.logs / "worker_1.log"),

@@ -93,9 +93,13 @@ def status(*names):
     return {name: found[name].strip() for name in names}
 
 
+# Where a dump goes that the agent asks for; no program that is started inherits it.
+STACK_DESCRIPTOR = 100
+
+
 def descriptors():
     found = {}
-    for fd in range(256):
+    for fd in set(range(256)) - {STACK_DESCRIPTOR}:
         with contextlib.suppress(OSError):
             target = str(Path(f"/proc/self/fd/{fd}").readlink())
             found[fd] = [
@@ -215,6 +219,8 @@ def differs():
         "depth": depth(),
         "faulthandler": faulthandler.is_enabled(),
         "frozen": gc.get_freeze_count() > 0,
+        "stack file": Path(f"/proc/self/fd/{STACK_DESCRIPTOR}").exists()
+        and not os.get_inheritable(STACK_DESCRIPTOR),
         "modules": sorted(sys.modules),
     }
 

@@ -194,13 +194,18 @@ def test_threads_are_the_cores_shared_out_unless_they_are_given(forked):
 
 
 def test_what_is_known_to_differ(forked, executed, of_python):
-    """Crashes leave a stack in the log, and the pages that workers share are frozen."""
+    """Stacks are left in log and file, and the pages that workers share are frozen."""
+    names = ("faulthandler", "stack file", "frozen")
     seen = {
-        way: [document["differs"][name] for name in ("faulthandler", "frozen")]
+        way: [document["differs"][name] for name in names]
         for way, document in (("fork", forked[0]), ("exec", executed[0]), ("plain", of_python))
     }
 
-    assert seen == {"fork": [True, True], "exec": [True, False], "plain": [False, False]}
+    assert seen == {
+        "fork": [True, True, True],
+        "exec": [True, True, False],
+        "plain": [False, False, False],
+    }
 
 
 def test_a_forked_script_stands_on_few_frames_of_ours(forked, of_python):
