@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from programs import Draft
+from programs import TINY, Draft
 
+from msrun.parallel.auto.build import build
 from msrun.parallel.auto.codes import PR, RP, RR
+from msrun.parallel.auto.cost import collective
 from msrun.parallel.auto.operators import rule_of
+from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.rules import Site
 from msrun.parallel.auto.views import renaming
 
@@ -86,6 +91,10 @@ ATTENTION = "scaled_dot_product_attention"
             site("conv_transpose2d", (4, 6, 8, 8), (4, 2, 4, 4), (2, 6, 2, 2)),
             ["b: 0 r -> 0", "k: 1 0 -> P", "n: r 1 -> 1"],
         ),
+        (
+            site("batch_norm", (4, 6, 8, 8), (4, 6, 8, 8), (6,), (6,), attrs={"training": True}),
+            ["b: 0 r r -> 0", "c: 1 0 0 -> 1"],
+        ),
         (site("max_pool2d", (4, 6, 2, 2), (4, 6, 4, 4)), ["d0: 0 -> 0", "d1: 1 -> 1"]),
         (
             site("sum", (4,), (4, 6), attrs={"dim": [1]}),
@@ -108,6 +117,19 @@ ATTENTION = "scaled_dot_product_attention"
 )
 def test_what_an_operator_can_be_divided_by(given, expected):
     assert choices(given) == expected
+
+
+def test_statistics_of_a_batch_are_summed_where_it_is_divided():
+    x, width = (64, 16, 8, 8), (16,)
+    d = Draft()
+    h = d.op("conv2d", x, input=d.input(*x), weight=d.param(16, 16, 3, 3))
+    d.op("batch_norm", x, input=h, weight=d.param(*width), attrs={"training": True})
+    problem = build(d.done(d.loss("batch_norm_1")), Setting(sizes=(4,), topology=TINY, rounds=3))
+    node = next(node for node in problem.nodes if node.name == "batch_norm_1")
+    whole, by_sample, by_channel = node.seconds
+    statistics = 3 * 2 * sum(collective(Kind.REDUCE, TINY.wires((4,))[0]) * np.array([1, 8 * 16]))
+    assert by_sample == pytest.approx(by_channel + statistics, rel=1e-9)
+    assert by_sample < whole
 
 
 def test_few_heads_of_keys_bound_how_far_heads_are_divided():
