@@ -24,7 +24,7 @@ from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.local import local_part
 
-PLANS = 4
+PLANS = 3
 
 pytestmark = pytest.mark.torch
 

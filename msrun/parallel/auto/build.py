@@ -10,7 +10,7 @@ import numpy as np
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
-from msrun.parallel.auto.cost import Prices
+from msrun.parallel.auto.cost import Prices, collective
 from msrun.parallel.auto.edges import exchange_seconds
 from msrun.parallel.auto.operators import rule_of
 from msrun.parallel.auto.problem import (
@@ -25,6 +25,7 @@ from msrun.parallel.auto.problem import (
 )
 from msrun.parallel.auto.program import Program, Step, Value
 from msrun.parallel.auto.readings import Readings
+from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.rules import Choice, Rule, Site, hub
 from msrun.parallel.auto.views import Renaming
 
@@ -243,7 +244,8 @@ class _Builder:
                     share = site.outs[port].nbytes / parts(is_cut(codes), self._setting.sizes)
                     memory += share
                     held += share * is_of_each
-            return seconds + self._fetch(step, rule, rows), memory, held
+            seconds += self._fetch(step, rule, rows) + self._sum_inside(rule, rows)
+            return seconds, memory, held
 
         key = ("op", self._signatures[step.name], again, kept, fixed)
         at = self._add(step.name, "op", rule, key, weigh)
@@ -288,6 +290,17 @@ class _Builder:
                 moved = self._prices.seconds(forward(layout), wanted, nbytes)[0]
                 seconds += moved * self._setting.rounds
         return seconds
+
+    def _sum_inside(self, rule: Rule, rows: Codes) -> Array:
+        """Return the seconds of sums that the operator itself takes over its ranks."""
+        seconds = np.zeros(len(rows))
+        nbytes = np.array([choice.summed for choice in rule.choices])
+        for axis, wire in enumerate(self._prices.wires):
+            if nbytes.any() and wire.size > 1:
+                start, rate = collective(Kind.REDUCE, wire)
+                here = nbytes[rows[:, axis]]
+                seconds += np.where(here > 0, start + rate * here, 0.0)
+        return seconds * self._setting.rounds * (1 + self._setting.training)
 
     def _add_hub(self, value: str) -> None:
         is_shared = len(self._readings.uses.get(value, ())) > 1

@@ -114,12 +114,13 @@ def _group_norm(site: Site) -> Rule:
 
 
 def _batch_norm(site: Site) -> Rule:
-    """By channel; by sample too where the statistics are given."""
+    """By sample and by channel; statistics of the whole batch are summed, two for each channel."""
     x = site.ins[0]
-    is_training = bool(site.attr("training", default=True))
-    labels = [None if is_training else "b", "c", *[None] * (len(x.shape) - 2)]
+    labels = ["b", "c", *[None] * (len(x.shape) - 2)]
     others: list[Labels] = [["c"] for _ in site.ins[1:]]
-    return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0)
+    is_training = bool(site.attr("training", default=True))
+    summed = {"b": 8 * x.shape[1]} if is_training else {}
+    return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
 
 
 def _along(site: Site) -> Rule:

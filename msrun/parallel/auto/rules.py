@@ -29,6 +29,7 @@ class Choice(msgspec.Struct, frozen=True):
         ins: Code of each input.
         outs: Code of each output.
         divides: Whether there is less work for each rank.
+        summed: Bytes that its ranks sum on the way, in each pass.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     divides: bool
+    summed: int = 0
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +123,7 @@ def divided(
     added: Sequence[int] = (),
     whole: Sequence[str] = (),
     limits: Mapping[str, int] = MappingProxyType({}),
+    summed: Mapping[str, int] = MappingProxyType({}),
     **costs: Any,
 ) -> Rule:
     """Return the rule of an operator whose tensors have these labels.
@@ -133,6 +136,7 @@ def divided(
         added: Inputs that are added to a sum over labels they do not have.
         whole: Labels that may not be divided.
         limits: Label -> what its parts must divide besides the sizes of its dims.
+        summed: Label -> bytes that the ranks which divide it sum on the way.
         costs: As of `Rule`.
     """
     tensors = [*zip(site.ins, ins, strict=True), *zip(site.outs, outs, strict=True)]
@@ -151,7 +155,8 @@ def divided(
         if is_summed:
             codes = [PR if index in added else code for index, code in enumerate(codes)]
         out = tuple(dim if dim >= 0 else PR for dim in dims[len(ins) :])
-        choices.append(Choice(label, size, tuple(codes), out, divides=True))
+        inside = summed.get(label, 0)
+        choices.append(Choice(label, size, tuple(codes), out, divides=True, summed=inside))
     for index, group in enumerate(linear):
         through = tuple(PR if at in group else RP for at in range(len(ins)))
         name = "P" if not index else f"P{index}"
