@@ -57,7 +57,7 @@ class Cluster:
 
     def __init__(self, folder, runtime):
         self._folder = folder
-        self._env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
+        self.env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.processes = []
@@ -70,7 +70,7 @@ class Cluster:
             "MS_WORKER_NUM": workers,
             **variables,
         }
-        env = self._env | {name: str(value) for name, value in given.items() if value is not None}
+        env = self.env | {name: str(value) for name, value in given.items() if value is not None}
         name = f"{len(self.processes)}-{role}"
         self.processes.append(Process(self._folder, name, words, env))
         return self.processes[-1]

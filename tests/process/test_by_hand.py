@@ -141,6 +141,23 @@ def test_a_signal_to_any_process_stops_the_job(cluster, signum, receiver):
         assert f"error: stopped by {signum.name}" in process.err
 
 
+def test_the_job_can_be_controlled_where_its_scheduler_is(cluster):
+    scheduler = cluster.scheduler(TELL)
+    scheduler.until_said("scheduler of 4 worker(s) at")
+    stop = subprocess.run(
+        [sys.executable, "-m", "msrun", "stop"],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+    print(stop)
+    assert scheduler.wait() == 143
+    assert "error: stopped by `msrun stop`" in scheduler.err
+
+
 def test_a_signal_stops_a_scheduler_that_waits_for_workers(cluster):
     scheduler = cluster.scheduler(TELL)
     scheduler.until_said("scheduler of 4 worker(s) at")
@@ -212,7 +229,7 @@ while os.environ["MSRUN_GENERATION"] == "0":
 
     assert cluster.codes() == [0, 0, 137, 0]
     assert "[rank 0] up 0 1" in first.out
-    assert third.out.endswith("[rank 1] up 1 1\n")
+    assert third.out == "[rank 1] up 1 1\n"
 
 
 def test_a_rank_that_is_taken_is_refused(cluster):

@@ -100,7 +100,7 @@ def test_a_session_and_a_program_on_standard_input_cannot_begin_again(cluster):
     piped = subprocess.run(
         [sys.executable, "-"],
         input=TELL,
-        env=cluster._env | {"MS_ROLE": "MS_WORKER"},
+        env=cluster.env | {"MS_ROLE": "MS_WORKER"},
         capture_output=True,
         text=True,
         check=False,
