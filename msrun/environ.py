@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import re
 from collections.abc import Mapping
@@ -33,20 +32,6 @@ _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WHOLE = re.compile(r"[0-9]{1,15}")
-
-
-class Hand(enum.StrEnum):
-    """What a process of a cluster that is started by hand finds in its environment."""
-
-    ROLE = "MS_ROLE"
-    HOST = "MS_SCHED_HOST"
-    PORT = "MS_SCHED_PORT"
-    WORKERS = "MS_WORKER_NUM"
-    SERVERS = "MS_SERVER_NUM"
-    NODE_ID = "MS_NODE_ID"
-    ADDRESS = "MS_WORKER_IP"
-    TIMEOUT = "MS_TOPO_TIMEOUT"
-    DEVICE = "DEVICE_ID"
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,7 +296,7 @@ def without_copies(env: Mapping[str, str]) -> dict[str, str]:
 def role_by_hand(env: Mapping[str, str]) -> str:
     """Return the role of a process that a person started; empty of one that has its rank."""
     is_started = _IDENTITY[1] in env or _is_of(_STARTERS[0], env)
-    return "" if is_started else env.get(Hand.ROLE, "")
+    return "" if is_started else env.get("MS_ROLE", "")
 
 
 def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, str]:
@@ -339,8 +324,8 @@ def rank_identity(env: Mapping[str, str]) -> RankIdentity:
     for rank, world_size in _PAIRS:
         if env.get(rank) and _whole(env, rank) > 0:
             raise UsageError(f"environment {rank}={env[rank]} is set and {world_size} is not")
-    if role := env.get(Hand.ROLE):
-        msg = f"environment {Hand.ROLE}={shown(role)}, and this process has not joined its cluster"
+    if role := env.get("MS_ROLE"):
+        msg = f"environment MS_ROLE={shown(role)}, and this process has not joined its cluster"
         raise UsageError(msg, hint="call msrun.join(), or msrun.init(), which does it first")
     return RankIdentity(source="plain python")
 

@@ -5,6 +5,7 @@ The environment alone tells it, with the file of a rank table where that names o
 
 from __future__ import annotations
 
+import enum
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -33,6 +34,21 @@ _OPEN_MPI_4_ADDRESS = re.compile(r"[^;]*;tcp6?://(?:\[([0-9A-Fa-f.:]+)|([0-9.]+)
 # `prterun-node0-19570@1` has node and process of mpirun, whose own daemon is number 0.
 _OPEN_MPI_5_HOST = re.compile(r"prte(?:run)?-(.+)-[0-9]+@[0-9]+")
 _OPEN_MPI_5_DAEMON = re.compile(r"[^;]*@0\.0;.*")
+
+
+class Hand(enum.StrEnum):
+    """What a process of a cluster that is started by hand finds in its environment."""
+
+    ROLE = "MS_ROLE"
+    HOST = "MS_SCHED_HOST"
+    PORT = "MS_SCHED_PORT"
+    WORKERS = "MS_WORKER_NUM"
+    SERVERS = "MS_SERVER_NUM"
+    NODE_ID = "MS_NODE_ID"
+    ADDRESS = "MS_WORKER_IP"
+    TIMEOUT = "MS_TOPO_TIMEOUT"
+    SILENCE = "MS_NODE_TIMEOUT"
+    DEVICE = "DEVICE_ID"
 
 
 def read_identity(env: Mapping[str, str]) -> RankIdentity:

@@ -29,8 +29,8 @@ from msrun.cli.parsers import span
 from msrun.cli.peer_options import TABLE
 from msrun.cli.prepare import Prepared, prepare, read_request
 from msrun.cli.world import RealWorld, World
-from msrun.environ import Hand
 from msrun.errors import UsageError
+from msrun.identity import Hand
 from msrun.job import PORT_MAX, JobSpec
 from msrun.units import shown
 
@@ -80,7 +80,7 @@ class _World(RealWorld):
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options."""
-        return environ.without_copies(super().environment())
+        return environ.without_copies(environ.options_environment())
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Look at the port, if it is to be ours."""
@@ -183,6 +183,7 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
             for option, spelling, text in (
                 (options.LOCAL_ADDR, Hand.ADDRESS, env.get(Hand.ADDRESS, "")),
                 (options.JOIN_TIMEOUT, Hand.TIMEOUT, env.get(Hand.TIMEOUT, "")),
+                (options.LEASE, Hand.SILENCE, env.get(Hand.SILENCE, "")),
                 (options.JOB_ID, "--job-id", f"by-hand-{chosen}"),
             )
             if text and not any(map(env.get, option.variables))

@@ -108,7 +108,7 @@ class Agent:
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
         journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
-        tails = _tails(plan.job, plan.workers) if plan.job.is_alone else []
+        tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
@@ -362,7 +362,7 @@ class Agent:
         }
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
-            plans = tuple(worker.plan for worker in self._workers.values())
+            plans = [(worker.plan, worker.log_start) for worker in self._workers.values()]
             self._console.follow(_tails(self._job, plans))
             if self._refresh_at is None:
                 self._refresh_at = self._loop.now()
@@ -420,12 +420,12 @@ def open_journal(log_dir: str, name: str) -> int:
         raise UsageError(msg) from None
 
 
-def _tails(job: JobSpec, workers: Iterable[WorkerPlan]) -> list[logs.Tail]:
-    """Return what shows the logs of the workers that the user chose."""
+def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:
+    """Return what shows the workers that the user chose, of each worker's log from a byte on."""
     is_terminal = os.isatty(1)
     return [
-        logs.Tail(worker.log_file, f"[rank {worker.rank}] ")
-        for worker in workers
+        logs.Tail(worker.log_file, f"[rank {worker.rank}] ", start)
+        for worker, start in workers
         if job.is_shown(worker.rank, worker.local_rank, is_terminal=is_terminal)
     ]
 

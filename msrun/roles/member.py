@@ -15,9 +15,10 @@ from msrun import environ
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
-from msrun.roles import ending, run_dir
+from msrun.roles import control_file, ending, run_dir
 from msrun.roles.agent import STOPS, open_journal
 from msrun.roles.console import Console
+from msrun.roles.control_file import Card
 from msrun.roles.node_resources import (
     formation,
     job_secret,
@@ -29,6 +30,7 @@ from msrun.roles.scheduler_watch import RESTARTS_MAX
 from msrun.supervise import logs, process
 from msrun.topology import Machine
 from msrun.transport.loop import Loop
+from msrun.transport.sockets import control_keys
 
 _MINUTE = 60.0
 
@@ -90,6 +92,7 @@ class Keeper:
         job = self._job
         try:
             self._start()
+            control_file.write(self._dir, self._card())
             self._console.say(
                 f"msrun: {job.job_id}: scheduler of {job.world_size} worker(s) at "
                 f"{job.listen_host}:{job.master_port}; log: {self._config.log_file}"
@@ -103,6 +106,20 @@ class Keeper:
         workers = job.world_size or 0
         ending.report(self._verdict, self._console, job.log_dir, workers=workers, took=took)
         return self._verdict
+
+    def _card(self) -> Card:
+        """Return what it takes to control the job from this machine."""
+        secret = self._config.secret
+        return Card(
+            job_id=self._job.job_id,
+            host=self._job.listen_host,
+            port=self._job.master_port,
+            keys=control_keys(secret) if secret else None,
+            pid=os.getpid(),
+            log_dir=self._job.log_dir,
+            serves=True,
+            began=self._began_at,
+        )
 
     def _start(self) -> None:
         env = environ.current()

@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 # After its agent has let go, until the last node knows the verdict.
 _FAREWELL_SECONDS = 5.0
+# Without a node: what was just said is still on its way, such as the answer to `msrun stop`.
+_LAST_WORDS_SECONDS = 0.25
 # Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
 _FILES_RESERVED = 512
 # A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
@@ -152,22 +154,15 @@ class Scheduler:
         self._handle(Tick())
 
     def _on_parent(self) -> None:
-        """Stop the job on a signal of the parent; leave when it is gone."""
+        """Stop the job on a signal of the parent; leave when it is gone, and all know the end."""
         if signum := os.read(0, 1):
             if not self._state.is_over:
                 self._perform(self._state.interrupt(signum[0]))
             return
         self._loop.forget(0)
-        if self._state.is_over:
-            self._take_leave()
+        if not self._state.is_over or self._has_told_all:
+            self._loop.stop()
         else:
-            self._loop.stop()
-
-    def _take_leave(self) -> None:
-        """Leave, but not before the nodes know how the job ended."""
-        if self._has_told_all:
-            self._loop.stop()
-        elif self._leave_by is None:
             self._leave_by = self._loop.now() + _FAREWELL_SECONDS
 
     @property
@@ -296,8 +291,9 @@ class Scheduler:
                     self._send(self._peers.send(node_id, generation, body, now=now))
                 case Reply(route=route, reply=reply):
                     self._socket.answer(route, _frame(reply))
-        if self._config.alone and self._state.is_over:
-            self._take_leave()
+        if self._config.alone and self._state.is_over and self._leave_by is None:
+            wait = _LAST_WORDS_SECONDS if self._has_told_all else _FAREWELL_SECONDS
+            self._leave_by = self._loop.now() + wait
 
     def _write(self, record: wal.Record) -> None:
         os.write(self._wal, wal.encode(record))

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from msrun import environ
-from msrun.environ import Hand
 from msrun.errors import UsageError
+from msrun.identity import Hand
 from msrun.units import shown
 
 _STANDARD = (0, 1, 2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support import Job, until
+from support import Job, alive, until
+from terminals import Cluster
 
 
 @pytest.fixture
@@ -37,3 +38,25 @@ def msrun(tmp_path, runtime):
     left = [line for job in jobs for line in job.leftovers()]
     assert not left
     assert not jobs or [path.name for path in (runtime / "msrun").glob("*")] in ([], [".guard"])
+
+
+@pytest.fixture
+def cluster(tmp_path, runtime):
+    """Start processes by hand; at the end of the test nothing of them may be left."""
+    found = Cluster(tmp_path, runtime)
+    yield found
+    running = [each for each in found.processes if each.process.poll() is None]
+    for each in running:
+        each.process.kill()
+        each.process.wait()
+    for each in found.processes:
+        code = each.process.returncode
+        print(f"======== {each.name}, exit code {code}\n== out\n{each.out}\n== err\n{each.err}")
+    for path in sorted(tmp_path.glob("msrun_logs/*/*.log")):
+        print(f"======== {path.name}\n{path.read_text(errors='replace')[-4000:]}")
+    if running:
+        until(lambda: not alive(runtime), "for the trees of killed processes")
+        return
+    assert alive(runtime) == []
+    left = [path.name for path in (runtime / "msrun").glob("*")]
+    assert left in ([], [".guard"])

@@ -3,119 +3,21 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 
 import psutil
 import pytest
-from support import PATIENCE, alive, environment, kill, script, until
+from support import PATIENCE, kill, script
+from terminals import JOIN, TELL
 
 pytestmark = pytest.mark.process
 
-JOIN = "import msrun, os, sys, time; msrun.join()"
-TELL = f"""{JOIN}
-print(*(os.environ[n] for n in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MS_NODE_ID".split()))
-"""
 WAIT = """
 while True:
     time.sleep(0.01)
 """
-
-
-class Process:
-    """A process of a cluster, started by hand with `python WORDS`."""
-
-    def __init__(self, folder, name, words, env):
-        self.name = name
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-
-    @property
-    def out(self):
-        return self._out.read_text(errors="replace")
-
-    @property
-    def err(self):
-        return self._err.read_text(errors="replace")
-
-    def wait(self, seconds=PATIENCE):
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.name} did not end within {seconds:g} s")
-        return 128 - code if code < 0 else code
-
-    def until_said(self, text):
-        until(
-            lambda: text in self.err + self.out or self.process.poll() is not None,
-            f"for {text!r} of {self.name}",
-        )
-        assert text in self.err + self.out
-
-
-class Cluster:
-    """Processes that have a scheduler's address and a number of workers in common."""
-
-    def __init__(self, folder, runtime):
-        self._folder = folder
-        self._env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.processes = []
-
-    def start(self, role, *words, workers=4, **variables):
-        given = {
-            "MS_ROLE": role,
-            "MS_SCHED_HOST": "127.0.0.1",
-            "MS_SCHED_PORT": self.port,
-            "MS_WORKER_NUM": workers,
-            **variables,
-        }
-        env = self._env | {name: str(value) for name, value in given.items() if value is not None}
-        name = f"{len(self.processes)}-{role}"
-        self.processes.append(Process(self._folder, name, words, env))
-        return self.processes[-1]
-
-    def scheduler(self, code, **options):
-        return self.start("MS_SCHED", "-c", code, **options)
-
-    def worker(self, code, **options):
-        return self.start("MS_WORKER", "-c", code, **options)
-
-    def codes(self):
-        return [process.wait() for process in self.processes]
-
-
-@pytest.fixture
-def cluster(tmp_path, runtime):
-    """Start processes by hand; at the end of the test nothing of them may be left."""
-    found = Cluster(tmp_path, runtime)
-    yield found
-    running = [each for each in found.processes if each.process.poll() is None]
-    for each in running:
-        each.process.kill()
-        each.process.wait()
-    for each in found.processes:
-        code = each.process.returncode
-        print(f"======== {each.name}, exit code {code}\n== out\n{each.out}\n== err\n{each.err}")
-    for path in sorted(tmp_path.glob("msrun_logs/*/*.log")):
-        print(f"======== {path.name}\n{path.read_text(errors='replace')[-4000:]}")
-    if running:
-        until(lambda: not alive(runtime), "for the trees of killed processes")
-        return
-    assert alive(runtime) == []
-    left = [path.name for path in (runtime / "msrun").glob("*")]
-    assert left in ([], [".guard"])
 
 
 TRAIN = """
@@ -239,6 +141,23 @@ def test_a_signal_to_any_process_stops_the_job(cluster, signum, receiver):
         assert f"error: stopped by {signum.name}" in process.err
 
 
+def test_the_job_can_be_controlled_where_its_scheduler_is(cluster):
+    scheduler = cluster.scheduler(TELL)
+    scheduler.until_said("scheduler of 4 worker(s) at")
+    stop = subprocess.run(
+        [sys.executable, "-m", "msrun", "stop"],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+
+    print(stop)
+    assert scheduler.wait() == 143
+    assert "error: stopped by `msrun stop`" in scheduler.err
+
+
 def test_a_signal_stops_a_scheduler_that_waits_for_workers(cluster):
     scheduler = cluster.scheduler(TELL)
     scheduler.until_said("scheduler of 4 worker(s) at")
@@ -310,7 +229,7 @@ while os.environ["MSRUN_GENERATION"] == "0":
 
     assert cluster.codes() == [0, 0, 137, 0]
     assert "[rank 0] up 0 1" in first.out
-    assert third.out.endswith("[rank 1] up 1 1\n")
+    assert third.out == "[rank 1] up 1 1\n"
 
 
 def test_a_rank_that_is_taken_is_refused(cluster):
@@ -357,115 +276,6 @@ def test_files_of_the_script_do_not_outlive_it(cluster, tmp_path):
 
     assert cluster.codes() == [143, 143]
     assert str(held) not in [file.path for found in files for file in found]
-
-
-ALIKE = "MS_SCHED_HOST, MS_SCHED_PORT and MS_WORKER_NUM are the same in every process of a cluster"
-
-
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"MS_ROLE": "MS_BOSS"}, "MS_ROLE=MS_BOSS is no role (choose MS_SCHED or MS_WORKER)"),
-        ({"MS_ROLE": "MS_PSERVER"}, "MS_ROLE=MS_PSERVER: this version has no parameter servers"),
-        ({"MS_SERVER_NUM": "2"}, "MS_SERVER_NUM=2: this version has no parameter servers"),
-        *(
-            ({name: None}, f"MS_ROLE=MS_WORKER is set and {name} is not\n  hint: {ALIKE}")
-            for name in ("MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM")
-        ),
-        ({"MS_SCHED_PORT": "x"}, "MS_SCHED_PORT=x is no whole number from 1 to 65535"),
-        ({"MS_SCHED_PORT": "65536"}, "MS_SCHED_PORT=65536 is no whole number from 1 to 65535"),
-        ({"workers": 0}, "MS_WORKER_NUM=0 is no whole number from 1 to 999999"),
-        (
-            {"MS_NODE_ID": "4"},
-            "MS_NODE_ID=4 is no rank of MS_WORKER_NUM=4 (choose 0 to 3)",
-        ),
-        (
-            {"MS_NODE_ID": "../x"},
-            "MS_NODE_ID=../x must be a rank, or 1 to 64 letters, digits, '_', '.' or '-'",
-        ),
-        (
-            {"MS_SCHED_HOST": "no-such-host.invalid"},
-            "MS_SCHED_HOST no-such-host.invalid: the name resolver does not know",
-        ),
-        (
-            {"MSRUN_JOIN": "false"},
-            "MSRUN_JOIN=false: a process that is started by hand stays until the job is over",
-        ),
-        ({"MS_TOPO_TIMEOUT": "0"}, "MS_TOPO_TIMEOUT '0' must be above zero"),
-        (
-            {"MS_ROLE": "MS_SCHED", "MS_SCHED_HOST": "192.0.2.1"},
-            "MS_SCHED_HOST=192.0.2.1 is no address of this machine",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_variable(cluster, variables, sentence):
-    role = variables.get("MS_ROLE", "MS_WORKER")
-    options = {name: value for name, value in variables.items() if name != "MS_ROLE"}
-    process = cluster.start(role, "-c", TELL, **options)
-
-    assert process.wait() == 2
-    assert sentence in process.err
-    assert "Traceback" not in process.err
-    assert process.out == ""
-
-
-def test_a_port_that_is_taken_is_refused_with_its_holder(cluster):
-    with socket.create_server(("127.0.0.1", cluster.port)):
-        scheduler = cluster.scheduler(TELL)
-
-        assert scheduler.wait() == 2
-    assert f"MS_SCHED_PORT {cluster.port}: port {cluster.port} is in use" in scheduler.err
-    assert f"pid {os.getpid()}" in scheduler.err
-
-
-SPAWN = """
-    import multiprocessing, sys
-    def join():
-        import msrun
-        msrun.join()
-    if __name__ == "__main__":
-        child = multiprocessing.get_context(sys.argv[1]).Process(target=join)
-        child.start()
-        child.join()
-        sys.exit(child.exitcode)
-"""
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_of_multiprocessing_does_not_become_a_worker(cluster, tmp_path, method):
-    process = cluster.start("MS_WORKER", script(tmp_path, SPAWN), method)
-
-    assert process.wait() == 1
-    assert "because it is a child of multiprocessing" in process.err
-
-
-def test_a_session_and_a_program_on_standard_input_cannot_begin_again(cluster):
-    interactive = cluster.start("MS_WORKER", "-i", "-c", TELL)
-    piped = subprocess.run(
-        [sys.executable, "-"],
-        input=TELL,
-        env=cluster._env | {"MS_ROLE": "MS_WORKER"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-
-    interactive.wait()
-    assert "because it is an interactive session" in interactive.err
-    assert "because its program came from standard input" in piped.stderr
-
-
-def test_a_process_with_a_process_group_does_not_leave_it(cluster):
-    code = f"""
-import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-{JOIN}
-"""
-    process = cluster.worker(code)
-
-    assert process.wait() == 1
-    assert "because it has a process group already" in process.err
 
 
 def test_a_worker_of_a_launcher_has_its_place_already(msrun, tmp_path):
