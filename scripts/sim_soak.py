@@ -2,7 +2,7 @@
 
 A seed that breaks a promise leaves its transcript in `--out`, which
 `python scripts/sim_soak.py --replay FILE` runs again, and which becomes a test when it
-is put into tests/sim/scenarios/cluster/.
+is put into tests/sim/clusters/.
 """
 
 from __future__ import annotations
