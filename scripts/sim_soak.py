@@ -2,7 +2,7 @@
 
 A seed that breaks a promise leaves its transcript in `--out`, which
 `python scripts/sim_soak.py --replay FILE` runs again, and which becomes a test when it
-is put into tests/sim/scenarios/cluster/.
+is put into tests/sim/clusters/.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "sim"))
 CHUNK = 50
 
 
-def broken(build: str, start: int) -> list[tuple[int, str, str]]:
-    """Return (seed, promise, transcript) of those of `CHUNK` seeds that broke one."""
-    chaos, mutants = importlib.import_module("faults"), importlib.import_module("mutants")
-    return [
-        found
-        for seed in range(start, start + CHUNK)
-        if (found := chaos.check(seed, *mutants.MUTANTS.get(build, ())))
-    ]
+def broken(mutant: str, stop: int, start: int) -> list[tuple[int, str, str]]:
+    """Return (seed, promise, transcript) of those that broke one, from `start` on."""
+    faults, mutants = importlib.import_module("faults"), importlib.import_module("mutants")
+    seeds = range(start, min(start + CHUNK, stop))
+    results = (faults.check(seed, *mutants.MUTANTS.get(mutant, ())) for seed in seeds)
+    return [result for result in results if result]
 
 
 def main() -> int:
@@ -49,8 +47,9 @@ def main() -> int:
     began = time.monotonic()
     count = 0
     with multiprocessing.Pool(options.jobs) as pool:
-        starts = range(first, first + options.seeds, CHUNK)
-        for results in pool.imap_unordered(partial(broken, options.mutant), starts):
+        stop = first + options.seeds
+        run = partial(broken, options.mutant, stop)
+        for results in pool.imap_unordered(run, range(first, stop, CHUNK)):
             for seed, promise, text in results:
                 count += 1
                 path = options.out / f"seed_{seed}.txt"

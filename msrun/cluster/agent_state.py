@@ -159,8 +159,7 @@ class AgentState:
                 return self._cut(now)
             case Forgotten():
                 return self._join(now)
-            case SchedulerLost():
-                return self._scheduler_was_lost(event, now)
+        return self._scheduler_was_lost(event, now)
 
     def _join(self, now: float) -> list[Action]:
         """Register, with all that a scheduler has to know which knows nothing.

@@ -108,7 +108,7 @@ class Peers:
             return [], []
         events: list[Lost | Received] = []
         if peer is None or life > (peer.incarnation, peer.session):
-            if not self._is_first(envelope, life):
+            if not self._is_first(envelope):
                 return [], [self._unknown(envelope)] if envelope.stamp else []
             if peer and peer.incarnation < envelope.incarnation:
                 events += self.lose(node_id, peer.incarnation, "it was started anew")
@@ -156,13 +156,15 @@ class Peers:
         self._check_at = None if not has_lease and self.all_delivered else now + _CHECK_SECONDS
         return losses, frames
 
-    def _is_first(self, envelope: Envelope, life: tuple[int, int]) -> bool:
+    def _is_first(self, envelope: Envelope) -> bool:
         """Return whether a frame begins a session with this life of the scheduler.
 
         What was said to an earlier one may have come late and hold no more; before the
-        first there was none.
+        first there was none.  A machine that was booted anew may come with a smaller
+        incarnation than the lost one had.
         """
-        is_late = life <= self._lost.get(envelope.node_id, (-1, -1))
+        incarnation, session = self._lost.get(envelope.node_id, (-1, -1))
+        is_late = incarnation == envelope.incarnation and envelope.session <= session
         is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
         return is_register and is_for_us and not is_late

@@ -369,11 +369,12 @@ class SchedulerState:
         self.phase = Phase.FORMING
         self.generation += 1
         self._forming.again(now + step.delay, now=now)
+        count = self.policy.failures if root else self.policy.losses
         restarting = Restarting(
             reason=reason,
             log_file=root.log_file if root else "",
             delay=step.delay,
-            restart=0 if self._current.because is Because.CHANGE else self.policy.used,
+            restart=0 if self._current.because is Because.CHANGE else count,
             max_restarts=self.policy.limits.max_restarts,
         )
         goodbye = [action for n in self._roster.leaving() for action in self._dismiss(n)]

@@ -203,10 +203,10 @@ class SchedulerSocket:
                 route, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            self._nodes.setdefault(route.get(zmq.SRCFD), "")
             if len(frames) == 1 and self._is_control(frames[0]):
                 self._asked.append(Asked(route.bytes, frames[0].bytes))
                 continue
-            self._nodes.setdefault(route.get(zmq.SRCFD), "")
             envelope = self._decode(route.bytes, frames)
             if envelope is not None:
                 self._nodes[route.get(zmq.SRCFD)] = envelope.node_id

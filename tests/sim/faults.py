@@ -191,9 +191,11 @@ class Chaos(Driver):
         self.timers.pop(name, None)
         self.frozen.pop(name, None)
         offset, drift = draw.choice([1.0, draw.uniform(1, 1e5)]), draw.uniform(-2e-4, 2e-4)
-        self.tell("boot", name, self.lives[name], self.slots[name], offset, drift)
+        # As a launcher makes it: a machine that was booted anew may have a smaller one.
+        incarnation = int((offset + self.now) * 1000)
+        self.tell("boot", name, incarnation, self.slots[name], offset, drift)
         self._watch(name)
-        self.soon(draw.choice([0.3, 5.0]), "imports", name, self.lives[name])
+        self.soon(draw.choice([0.3, 5.0]), "imports", name, incarnation)
 
     def _on_imports(self, name, incarnation):
         if self._lives(name, incarnation):

@@ -38,8 +38,7 @@ class TakesStaleIdle(SchedulerState):
 class TakesLateRegister(Peers):
     """Takes every registration for a new one, also one that another scheduler was sent."""
 
-    def _is_first(self, envelope, life):
-        del life
+    def _is_first(self, envelope):
         return envelope.seq == 1 and isinstance(envelope.body, Register)
 
 

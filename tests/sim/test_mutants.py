@@ -10,7 +10,7 @@ SEEDS_MAX = 10_000
 FIRST = {
     "agentstop": 16,
     "lateassign": 471,
-    "lateregister": 0,
+    "lateregister": 125,
     "nodrain": 0,
     "nofence": 8,
     "nowal": 1,

@@ -205,6 +205,8 @@ class World(Observer):
     def _admit(self, event):
         """Hold back a node until it is known that others can reach it."""
         life = event.node_id, event.incarnation
+        if self.peers is None:  # it died of the event before
+            return
         if isinstance(event, scheduler_events.Lost):
             self._schedule(event)
         elif life in self.held:

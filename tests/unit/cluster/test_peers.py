@@ -104,6 +104,15 @@ def test_a_late_registration_of_a_lost_session_counts_for_nothing(peers):
     assert join(peers, session=2)[0] == [Received("a", 7, -1, REGISTER)]
 
 
+def test_a_machine_that_was_booted_anew_may_have_a_smaller_incarnation(peers):
+    join(peers, incarnation=7)
+    assert join(peers, incarnation=2, now=105.0) == ([], [])
+    peers.tick(now=110.0)
+
+    assert join(peers, incarnation=2, now=111.0)[0] == [Received("a", 2, -1, REGISTER)]
+    assert isinstance(join(peers, incarnation=7, now=112.0)[1][0].body, Unknown)
+
+
 def test_what_is_known_to_be_dead_is_lost_at_once(peers):
     join(peers)
 

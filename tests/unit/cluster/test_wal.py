@@ -92,3 +92,10 @@ def test_the_first_verdict_holds():
     other = Verdict(job_id="train", code=0, reason="", generation=1, restarts=1)
 
     assert wal.verdict(LOG + wal.encode(Decided(other))) == VERDICT
+
+
+@pytest.mark.parametrize("cut", range(0, len(LOG) + 1, 37))
+def test_whole_ends_before_what_is_torn(cut):
+    ends = [len(b"".join(LINES[:count])) for count in range(len(LINES) + 1)]
+
+    assert wal.whole(LOG[:cut]) == max(end for end in ends if end <= cut)
