@@ -73,11 +73,14 @@ class Generation:
         ends = [end for end, _ in self.exits.values()]
         return len(ends) == self.world_size and all(end.succeeded for end in ends)
 
+    def ranks(self, node_id: str) -> range:
+        """Return the ranks of a node."""
+        member = self.members[node_id]
+        return range(member.first_rank, member.first_rank + member.count)
+
     def has_ended(self, node_id: str) -> bool:
         """Whether the end of every worker of a node is known."""
-        member = self.members[node_id]
-        ranks = range(member.first_rank, member.first_rank + member.count)
-        return all(rank in self.exits for rank in ranks)
+        return all(rank in self.exits for rank in self.ranks(node_id))
 
     def all_stuck(self) -> list[str]:
         """Return what could not be killed, by node."""
@@ -94,11 +97,7 @@ class Generation:
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank."""
-        return next(
-            node_id
-            for node_id, member in self.members.items()
-            if member.first_rank <= rank < member.first_rank + member.count
-        )
+        return next(node_id for node_id in self.members if rank in self.ranks(node_id))
 
     def start(self, node_id: str) -> Start:
         """Return what starts the workers of a node."""

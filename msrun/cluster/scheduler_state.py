@@ -173,7 +173,7 @@ class SchedulerState:
         """Go on with a node of the generation that registers again, or without its workers."""
         if incarnation != self._current.members[node_id].incarnation:
             return self._gone(node_id, f"node {body.host} was started anew", now, now)
-        actions = [a for end in body.exits for a in self._count_exit(end, now)]
+        actions = [a for end in body.exits for a in self._count_exit(node_id, end, now)]
         if body.running == self.generation or body.seen < self.generation:
             if self.phase is Phase.STOPPING:
                 # It may have been told by an earlier scheduler, or not at all.
@@ -203,7 +203,7 @@ class SchedulerState:
         is_of_now = event.generation == self.generation and event.node_id in self._current.members
         match event.body:
             case WorkerExited(exit=end):
-                return self._count_exit(end, now) if is_of_now else []
+                return self._count_exit(event.node_id, end, now) if is_of_now else []
             case Drained(stuck=stuck):
                 return self._drained(event.node_id, stuck, now, is_of_now=is_of_now)
             case Interrupted(signum=signum):
@@ -213,8 +213,8 @@ class SchedulerState:
             case _:  # a key holder may send what only a scheduler says
                 return []
 
-    def _count_exit(self, end: RankExit, now: float) -> list[Action]:
-        if self.phase is Phase.FORMING:
+    def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
+        if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
             return []
         self._current.exits.setdefault(end.rank, (end, now - end.age))
         if self.phase is Phase.STOPPING:
