@@ -140,6 +140,8 @@ class AgentState:
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
+        if self.phase is Phase.FINISHED:
+            return None
         has_formed = self.generation >= 0 or self.form_by == math.inf
         first = None if has_formed or self._due is not None else self.form_by
         dues = [due for due in (self._due, first, self._reach_by) if due is not None]

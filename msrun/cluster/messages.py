@@ -7,6 +7,7 @@ generation of which job; a receiver checks those before it looks at the body.
 from __future__ import annotations
 
 import signal
+from typing import Annotated
 
 import msgspec
 
@@ -14,6 +15,12 @@ from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
 PROTOCOL_VERSION = 3
+
+# What no node has more of is garbage, and would be counted with.
+Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
+Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
 
 
 class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,8 +55,8 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
 
     Args:
         host: Its host name.
-        slots: Workers it can run, at least 1.
-        store_host: Address of the listening socket for stores, should it get rank 0.
+        slots: Workers it can run.
+        store_host: Numeric address of the listening socket for stores, should it get rank 0.
         store_port: Port of that socket.
         node_rank: The rank it was given by hand.
         serves: The scheduler lives on it, so the job cannot go on without it.
@@ -62,9 +69,9 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     """
 
     host: str
-    slots: int
+    slots: Slots
     store_host: str
-    store_port: int
+    store_port: Port
     node_rank: int | None = None
     serves: bool = False
     shares_host: bool = False
@@ -94,7 +101,7 @@ class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 class Interrupted(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The node's launcher got a signal that asks to stop the job."""
 
-    signum: int
+    signum: Signum
 
 
 class NodeFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,7 +113,7 @@ class NodeFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
     """
 
     reason: str
-    code: int
+    code: Code
 
 
 class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 TAIL_LINES = 20
+# Neither infinite nor no number at all: the scheduler's log could not hold that.
+Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
+# Of exit codes and signals; what is beyond is no number that a process can end with.
+Status = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 # A process that one of these ends was not ended by the loss of a peer.
 _NEVER_COLLATERAL = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
@@ -45,12 +50,12 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     local_rank: int
     pid: int
-    code: int | None
-    signum: int | None = None
+    code: Status | None
+    signum: Status | None = None
     core: bool = False
     oom: bool = False
-    ran_for: float
-    age: float = 0.0
+    ran_for: Seconds
+    age: Seconds = 0.0
     swept: bool = False
     stalled: float = 0.0
     error: str = ""

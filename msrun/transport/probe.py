@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Callable
@@ -49,8 +50,14 @@ class Prober:
         """Call `answer` with 0 when `host` takes a connection to `port`, else with an errno.
 
         ECONNREFUSED says that the machine lives and nobody listens there; ETIMEDOUT that
-        there was no answer within `PROBE_SECONDS`.
+        there was no answer within `PROBE_SECONDS`; EADDRNOTAVAIL that `host` is no numeric
+        address, and looking up a name would hold up everything else.
         """
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            answer(errno.EADDRNOTAVAIL)
+            return
         self._waiting.append(_Probe(host, port, answer))
         self._start()
 

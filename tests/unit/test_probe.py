@@ -5,6 +5,8 @@ import os
 import resource
 import socket
 
+import pytest
+
 from msrun.transport.loop import Loop
 from msrun.transport.probe import Prober
 
@@ -46,3 +48,13 @@ def test_a_probe_of_a_port_at_which_nobody_listens_is_refused():
     loop.close()
 
     assert answers == [errno.ECONNREFUSED]
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "x" * 300, "256.0.0.1"])
+def test_a_name_is_not_looked_up(host):
+    loop = Loop()
+    answers = []
+    Prober(loop).probe(host, 1, answers.append)
+    loop.close()
+
+    assert answers == [errno.EADDRNOTAVAIL]

@@ -33,8 +33,8 @@ from msrun.cluster.verdict import Group, RankExit, Verdict
 from msrun.errors import ProtocolError
 
 text = st.text(max_size=20)
-number = st.integers(-(2**31), 2**31)
-seconds = st.floats(allow_nan=False)
+number = st.integers(-(2**31), 2**31 - 1)
+seconds = st.floats(-1e10, 1e10)
 ranks = st.lists(number, max_size=4)
 exits = st.builds(
     RankExit,
@@ -73,15 +73,15 @@ bodies = st.one_of(
     st.builds(
         Register,
         host=text,
-        slots=number,
+        slots=st.integers(1, 65536),
         store_host=text,
-        store_port=number,
+        store_port=st.integers(0, 65535),
         node_rank=st.none() | number,
     ),
     st.builds(WorkerExited, exit=exits),
     st.builds(Drained, stuck=st.lists(text, max_size=3)),
-    st.builds(Interrupted, signum=number),
-    st.builds(NodeFailed, reason=text, code=number),
+    st.builds(Interrupted, signum=st.integers(1, 64)),
+    st.builds(NodeFailed, reason=text, code=st.integers(0, 255)),
     st.builds(
         Start,
         node_rank=number,
@@ -219,6 +219,9 @@ def test_another_version_is_named_whatever_else_it_says():
     )
 
 
+REGISTER = {"type": "Register", "host": "a", "slots": 1, "store_host": "", "store_port": 1}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -227,8 +230,20 @@ def test_another_version_is_named_whatever_else_it_says():
         {"body": {"type": "Interrupted", "signum": 2, "news": 1}},
         {"body": {"type": "Interrupted"}},
         {"generation": "0"},
+        {"body": REGISTER | {"slots": 0}},
+        {"body": REGISTER | {"slots": 65537}},
+        {"body": REGISTER | {"store_port": 65536}},
     ],
-    ids=["unknown field", "unknown body", "unknown body field", "missing field", "wrong type"],
+    ids=[
+        "unknown field",
+        "unknown body",
+        "unknown body field",
+        "missing field",
+        "wrong type",
+        "no slots",
+        "too many slots",
+        "no port",
+    ],
 )
 def test_what_this_version_does_not_know_is_refused(change):
     content = msgspec.to_builtins(envelope()) | change
