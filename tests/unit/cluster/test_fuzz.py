@@ -296,7 +296,7 @@ class Scheduler(RuleBasedStateMachine):
         """What was written is on disk; of what was being written, a part."""
         records = wal.decode(self.log + b"0123abcd {"[:torn])
         self.state = self.new_state()
-        self.state.recover(records, within=5.0, now=self.now)
+        self.state.recover(records, now=self.now)
 
     def tick(self):
         """As the loop does: again while something is due, which must come to an end."""
