@@ -22,6 +22,8 @@ THOROUGH = (
     "tests/cluster/test_fleet.py",
     "tests/cluster/test_forming.py",
     "tests/cluster/test_living.py",
+    "tests/cluster/test_scheduler.py",
+    "tests/cluster/test_weather.py",
     "tests/process/test_fleet.py",
     "tests/process/test_mpirun_wrapper.py",
     "tests/process/test_slurm.py",

@@ -404,8 +404,17 @@ class AgentState:
                 silent = "forkserver" if self._swept else "reaper"
                 self._swept = Swept(self.generation, (f"the {silent} does not answer",))
                 return self._drained_if_done(now)
-        reason = f"the scheduler did not answer within {self._patience():g}s"
-        return self._stop_alone(self._internal(reason, ExitCode.INTERNAL), now)
+        return self._stop_alone(self._unanswered(), now)
+
+    def _unanswered(self) -> Verdict:
+        """Return how a job ends here whose scheduler does not answer its user's signal."""
+        if self.register.serves:
+            reason = f"the scheduler did not answer within {self._patience():g}s"
+            return self._internal(reason, ExitCode.INTERNAL)
+        # What lies between may be why.
+        return verdicts.interrupted(
+            self.job_id, self._interrupts[0], generation=self.generation, restarts=0
+        )
 
     def _not_formed(self, now: float) -> list[Action]:
         self.form_by = math.inf

@@ -32,7 +32,7 @@ _FOREIGN = {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_
 # torchrun 2.13 gives a restart the store of the run before it, with the addresses of the
 # killed workers in it, and gloo then finds nobody there.  msrun's processes do not read
 # this.  Can go with https://github.com/pytorch/pytorch/issues/135712.
-_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class RunFailed(Exception):  # noqa: N818 - it says what happened
@@ -120,7 +120,7 @@ def measure_idle(launcher: Launcher, workers: int) -> Figures:
 def measure_restart(launcher: Launcher, workers: int) -> Figures:
     """Kill one worker, time until all are past an all-reduce again, then time the job's end."""
     options = [*_job(workers), "--max-restarts", "1"]
-    with _started(launcher, options, idle=True, env=_OWN_STORE) as run:
+    with _started(launcher, options, idle=True, env=OWN_STORE) as run:
         victim = run.notes("up", 0, workers)[1]
         killed = time.monotonic()
         os.kill(victim.pid, signal.SIGKILL)

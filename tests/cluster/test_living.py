@@ -10,7 +10,7 @@ import time
 
 import pytest
 from audit import LEASE, codes, wait
-from support import until
+from support import shell, until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -118,6 +118,28 @@ def test_a_frozen_agent_that_is_back_in_time_changes_nothing(lab, living, audit)
     assert {life.generation for life in audit.lives()} == {0}
 
 
+STUBBORN = """
+    trap '' TERM
+    setsid sleep 1000 & sleep 1000 &
+    echo up
+    until [ -e fail ] && [ $RANK = 1 ]; do sleep 0.05; done
+    exit 7
+"""
+
+
+def test_nothing_is_left_on_any_node_of_workers_that_will_not_end(lab, form):
+    nodes = form(lab.hosts, "--grace", "1s", *shell(STUBBORN))
+    for rank, node in enumerate(nodes):
+        node.until_logged("up", rank)
+    lab.host("c").freeze(*[p.pid for p in lab.host("c").processes() if p.name() == "sh"])
+    (lab.folder / "fail").touch()
+
+    assert codes(nodes) == [7, 7, 7]
+    assert [host.processes() for host in lab.hosts] == [[], [], []]
+    for node in nodes:
+        assert "rank 1 (node b, local_rank 0" in node.block()
+
+
 # Nodes that come and go.
 
 
@@ -173,7 +195,7 @@ def test_a_node_that_is_started_again_takes_its_own_place(lab, living, audit):
     audit.finish()
 
     assert codes([a, again]) == [0, 0]
-    assert "node b was started anew" in a.err
+    assert "started anew" in a.err
 
 
 # Who is to blame.

@@ -90,3 +90,19 @@ def test_all_nodes_end_when_that_of_the_scheduler_is_killed(lab, living, audit):
         assert "the launcher on the scheduler's node, a (10.77.0.1), port 29500, has ended" in (
             node.block()
         )
+
+
+def test_a_scheduler_that_was_frozen_for_long_costs_one_restart_at_most(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    scheduler = nodes[0].find("msrun scheduler")
+    scheduler.suspend()
+    for node in nodes:
+        node.until_said("this node's workers are stopped")
+    wait(LEASE)
+    scheduler.resume()
+    audit.until_running(1, "a", "b", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert nodes[0].verdict()["restarts"] == 1

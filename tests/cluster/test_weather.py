@@ -1,5 +1,7 @@
 """Cables that are cut, slow or come and go, and clocks that are wrong or stand still."""
 
+import signal
+
 import pytest
 from audit import LEASE, LIVING, codes, wait
 
@@ -50,6 +52,18 @@ def test_a_node_that_was_cut_off_comes_back_as_a_spare(lab, living, audit):
 
     assert codes(nodes) == [0, 0, 0]
     assert {life.generation for life in audit.lives()} == {0, 1}
+
+
+def test_a_node_behind_a_cut_obeys_its_user(lab, living, audit):
+    a, b, c = living(lab.hosts, "--nnodes", "2:3")
+    audit.until_running(0, "a", "b", "c")
+    lab.host("b").cut()
+    b.send(signal.SIGTERM)
+
+    assert b.wait() == 143
+    audit.until_running(1, "a", "c")
+    audit.finish()
+    assert codes([a, c]) == [0, 0]
 
 
 @pytest.mark.parametrize(("sender", "receiver"), ["ab", "ba"])
