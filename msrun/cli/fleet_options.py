@@ -17,7 +17,7 @@ RANK_TABLE_FILE = Option(
     name="rank-table-file",
     group=Group.FLEET,
     metavar="FILE",
-    help="Nodes and devices of an HCCL rank table, instead of a hostfile.",
+    help="HCCL rank table with the job's nodes, ranks and devices.",
     parse=parsers.text,
     unset=frozenset({""}),
 )

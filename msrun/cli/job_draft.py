@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msrun.cli import options
 from msrun.cli.console import choose_tail
+from msrun.cli.fleet_options import RANK_TABLE_FILE
 from msrun.cli.formation import Size, count, find_timeout
 from msrun.cli.log_name import with_rank
 from msrun.cli.meeting import Meeting, find_meeting
@@ -175,6 +176,7 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
         virtual_local_rank=settings.value(options.VIRTUAL_LOCAL_RANK),
         env=found.env.value,
         parallel=parallel.render() if parallel else "",
+        rank_table=_rank_table(settings),
         insecure=settings.value(options.INSECURE),
         detach=not settings.value(options.JOIN),
         launcher=settings.value(options.LAUNCHER),
@@ -256,6 +258,11 @@ def _restarts(settings: Settings) -> RestartLimits:
         no_progress_limit=settings.value(options.NO_PROGRESS_LIMIT),
         exclude_after=settings.value(options.EXCLUDE_AFTER),
     )
+
+
+def _rank_table(settings: Settings) -> str:
+    given = settings.get(RANK_TABLE_FILE)
+    return str(Path(given.value).absolute()) if given else ""
 
 
 def _secret_file(settings: Settings) -> Given[str | None]:

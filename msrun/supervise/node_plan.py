@@ -170,6 +170,7 @@ def _identity(
         virtual_local_rank=job.virtual_local_rank or job.device is not None,
         config=config_file(placement.run_dir) if job.parallel else "",
         interface=interface,
+        rank_table=job.rank_table,
     )
 
 
