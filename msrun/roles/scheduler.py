@@ -15,13 +15,13 @@ from typing import NoReturn, TextIO, cast
 import msgspec
 
 from msrun import environ
-from msrun.cluster import codec, control_messages, wal
+from msrun.cluster import codec, control_messages, report, wal
 from msrun.cluster.control import Action as ControlAction
 from msrun.cluster.control import Control, Reply
 from msrun.cluster.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
-from msrun.cluster.messages import Envelope, Formation, Refused, Register
+from msrun.cluster.messages import Envelope, Formation, Refused, Register, Start
 from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
@@ -34,11 +34,13 @@ from msrun.cluster.scheduler_events import (
     Unreachable,
     Write,
 )
-from msrun.errors import ExitCode, ProtocolError, VersionError
+from msrun.cluster.table import table_of
+from msrun.errors import ExitCode, ProtocolError, UsageError, VersionError
 from msrun.job import RestartLimits
 from msrun.supervise import process, title
 from msrun.supervise.channel import load
 from msrun.supervise.reaper import ignore_signals
+from msrun.table_file import write_table
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
 from msrun.transport.sockets import Asked, SchedulerSocket
@@ -65,6 +67,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         log_file: Where to log.
         parent: Pid of the agent.
         listen_fd: Inherited listening socket.
+        rank_table: Where to write the rank table of each generation; empty writes none.
     """
 
     job_id: str
@@ -77,6 +80,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str
     parent: int
     listen_fd: int = -1
+    rank_table: str = ""
 
 
 class Scheduler:
@@ -260,6 +264,8 @@ class Scheduler:
 
     def _perform(self, actions: Sequence[ControlAction]) -> None:
         self._control.note(actions)
+        if any(isinstance(action, Send) and isinstance(action.body, Start) for action in actions):
+            self._write_table()
         for action in actions:
             match action:
                 case Write(record=record):
@@ -270,6 +276,19 @@ class Scheduler:
                     self._send(self._peers.send(node_id, generation, body, now=now))
                 case Reply(route=route, reply=reply):
                     self._socket.answer(route, _frame(reply))
+
+    def _write_table(self) -> None:
+        """Write the rank table of the generation that is about to start, if one is wanted."""
+        if not self._config.rank_table:
+            return
+        now = self._loop.now()
+        try:
+            write_table(
+                table_of(report.all_nodes(self._state, self._peers, now=now)),
+                self._config.rank_table,
+            )
+        except UsageError as error:
+            log.error("no rank table: %s", error.message)  # noqa: TRY400 - it is no bug of ours
 
     def _write(self, record: wal.Record) -> None:
         os.write(self._wal, wal.encode(record))

@@ -190,3 +190,47 @@ def test_the_machine_is_asked_with_the_variables_of_the_workers(msrun, gpus, tab
 
     assert outcome.code == 2
     assert "gives server 10.0.0.1 device 1, and this node has 0" in outcome.err
+
+
+# What the job writes.
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(DeviceKind.NPU, "HERE/out.json"), (DeviceKind.CUDA, "")]
+)
+def test_workers_on_npus_are_told_of_the_table_that_is_written(msrun, gpus, here, kind, told):
+    gpus(2, kind)
+
+    job = msrun("--emit-rank-table out.json train.py").job
+
+    assert job.emit_rank_table == str(here / "out.json")
+    assert job.rank_table == told.replace("HERE", str(here))
+
+
+@pytest.mark.usefixtures("two")
+def test_a_table_that_is_given_is_the_one_workers_are_told_of(msrun, gpus, here):
+    gpus(8, DeviceKind.NPU)
+
+    job = msrun("--rank-table-file t.json --emit-rank-table out.json train.py").job
+
+    assert job.rank_table == str(here / "t.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("app", "--emit-rank-table app is a directory"),
+        ("none/t.json", "--emit-rank-table none/t.json: HERE/none is not there"),
+        ("prog/t.json", "--emit-rank-table prog/t.json: HERE/prog is a file, not a directory"),
+        (
+            "t.json --rank-table-file ./t.json",
+            "--emit-rank-table t.json would replace --rank-table-file ./t.json",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("two")
+def test_where_a_table_cannot_be_written(msrun, words, sentence):
+    outcome = msrun(f"--emit-rank-table {words} train.py")
+
+    assert (outcome.code, outcome.job) == (2, None)
+    assert outcome.err.startswith(f"error: {sentence}")

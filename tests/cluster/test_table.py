@@ -1,5 +1,7 @@
 """The same command on each node of a rank table, which has all that the nodes must know."""
 
+import sys
+
 import pytest
 from nodes import Identity, identities, tell_who
 
@@ -13,6 +15,7 @@ def write_table(lab, slots):
     servers = [
         Inventory(
             server_id=lab.host(name).addresses[0],
+            host_ip=lab.host(name).addresses[0],
             devices=tuple(InventoryDevice(device_id=number) for number in range(count)),
         )
         for name, count in slots.items()
@@ -43,3 +46,20 @@ def test_a_node_that_is_not_in_the_table_says_so(lab, launch):
 
     assert node.wait() == 2
     assert "the rank table has no server with an address of this node" in node.err
+
+
+def test_a_job_writes_the_table_of_what_it_formed(new_lab, form):
+    lab = new_lab("a", "b")
+    emitted, built = lab.folder / "emitted.json", lab.folder / "built.json"
+    ask = f"{sys.executable} -m msrun ranktable build --job $MSRUN_JOB_ID -o {built}"
+    words = ["--emit-rank-table", emitted]
+    words += tell_who(f"test -s {emitted} || exit 9; [ $RANK != 0 ] || {ask}")
+    nodes = [
+        node
+        for host, slots in zip(lab.hosts, (2, 1), strict=True)
+        for node in form([host], "--workers-per-node", slots, *words)
+    ]
+
+    assert [node.wait() for node in nodes] == [0, 0]
+    expected = write_table(lab, {"a": 2, "b": 1}).read_bytes()
+    assert (emitted.read_bytes(), built.read_bytes()) == (expected, expected)
