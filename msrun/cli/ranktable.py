@@ -291,8 +291,8 @@ ACTIONS = {
     "build": _Action(
         summary=(
             "Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job that "
-            "runs.  Ranks follow the order of nodes and devices.  Ascend devices get their addresses "
-            "from /etc/hccn.conf or hccn_tool."
+            "runs.  Ranks follow the order of nodes and devices.  Ascend devices get their "
+            "addresses from /etc/hccn.conf or hccn_tool."
         ),
         params=(
             click.Option(["--hostfile"], metavar="FILE", help="Nodes and their slots."),

@@ -34,7 +34,8 @@ FLAGS = words(
 --log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
 --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
---hostfile --rank-table-file --include --exclude --remote-python --ssh --mpirun --mpirun-args
+--hostfile --rank-table-file --include --exclude --remote-python --ranks-by --ssh --mpirun
+--mpirun-args
 --partition --time --account --gpus-per-node --cpus-per-node --signal-seconds --requeue --output
 --sbatch-args
 --redirects -r --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
