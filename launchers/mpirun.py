@@ -136,6 +136,8 @@ class MpirunLauncher:
         """
         for host in fleet.hosts:
             _check_host(host)
+        if fleet.ranks:
+            return self._plan_ranks(fleet)
         order = replace(make_order(fleet), hides_code=True)
         env = {environ.ORDER: render_order(order)}
         names = ",".join(host.name for host in fleet.hosts)
@@ -151,8 +153,34 @@ class MpirunLauncher:
         command = StartCommand(node="", argv=argv, env=env, has_secret=True)
         return FleetPlan(fleet=fleet, commands=(command,))
 
+    def _plan_ranks(self, fleet: Fleet) -> FleetPlan:
+        for host in fleet.hosts:
+            if host.devices is not None:
+                msg = f"devices of host {host.name} are chosen, and mpirun tells its ranks of none"
+                raise UsageError(msg, hint="leave --ranks-by mpi out, or name hosts alone")
+        names = ",".join(f"{host.name}:{host.slots or 1}" for host in fleet.hosts)
+        flags: tuple[str, ...] = ("-hosts", names) if names else ()
+        if self._flavour in (Flavour.OPEN_MPI_4, Flavour.OPEN_MPI_5):
+            root = ("--allow-run-as-root",) if self._is_root else ()
+            hosts = ("--host", names) if names else ()
+            variables = (word for name in fleet.env for word in ("-x", name))
+            flags = (*root, *hosts, "--bind-to", "none", *variables)
+        argv = (self._program, *flags, "-n", str(fleet.ranks), *self._options, *fleet.words)
+        note = (
+            "--ranks-by mpi: mpirun starts and ends the ranks, and its exit code is the job's; "
+            "nothing is restarted, watched or logged"
+        )
+        return FleetPlan(
+            fleet=fleet,
+            commands=(StartCommand(node="", argv=argv, env=fleet.env),),
+            notes=(note,),
+        )
+
     def submit(self, plan: FleetPlan, secret: bytes) -> int:
-        """Run the agents to their end and return the job's exit code."""
+        """Run the agents to their end and return the job's exit code; ranks take our place."""
+        if plan.fleet.ranks:
+            (command,) = plan.commands
+            os.execvpe(command.argv[0], command.argv, {**environ.without_options(), **command.env})  # noqa: S606 - there is no shell
         return run_fleet(plan, secret)
 
     def _flags(self, names: str) -> tuple[str, ...]:

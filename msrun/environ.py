@@ -162,6 +162,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         virtual_local_rank: The worker sees only its own device, as LOCAL_RANK 0.
         config: File with the parallel configuration; empty without one.
         interface: Network interface to the other workers; empty leaves it to the libraries.
+        rank_table: File with the job's rank table; empty without one.
     """
 
     job_id: str
@@ -183,6 +184,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     config: str = ""
     interface: str = ""
+    rank_table: str = ""
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -232,7 +234,9 @@ def _torchrun_env(who: WorkerIdentity) -> dict[str, str]:
 
 
 def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
+    table = {"RANK_TABLE_FILE": who.rank_table} if who.rank_table else {}
     return {
+        **table,
         "MS_ROLE": "MS_WORKER",
         "MS_SCHED_HOST": who.scheduler[0],
         "MS_SCHED_PORT": who.scheduler[1],

@@ -38,6 +38,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         cwd: Working directory on the nodes.
         env: Variables for the nodes.
         versions: Program -> version that each node must have.
+        ranks: How many ranks the launcher starts without agents; `words` are the command of each.
     """
 
     job_id: str
@@ -50,6 +51,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     master_port: int = 0
     env: dict[str, str] = msgspec.field(default_factory=dict)
     versions: dict[str, str] = msgspec.field(default_factory=dict)
+    ranks: int = 0
 
 
 class Order(

@@ -94,7 +94,12 @@ def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, in
         ranks = f"{identity.source} started {identity.world_size} ranks"
         hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
         raise UsageError(f"{ranks}, and MASTER_ADDR and MASTER_PORT are not set", hint=hint)
-    return host, _PORT_FIRST + zlib.crc32(key.encode()) % _PORTS
+    return host, port_of(key)
+
+
+def port_of(key: str) -> int:
+    """Return the port at which the ranks of a job meet, whose name is `key`."""
+    return _PORT_FIRST + zlib.crc32(key.encode()) % _PORTS
 
 
 def step_options(env: Mapping[str, str]) -> dict[str, str]:

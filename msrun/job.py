@@ -137,6 +137,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
         env: Variables every worker gets on top of the launcher's own environment.
         parallel: Parallel configuration of the workers as JSON; empty without one.
+        rank_table: File with the rank table that workers are told of; empty tells them of none.
+        emit_rank_table: Where the node of the scheduler writes the rank table of each generation;
+            empty writes none.
         insecure: Control messages are not authenticated; loopback only.
         detach: The launcher returns as soon as the job runs.
         launcher: Name of the backend.
@@ -180,6 +183,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     env: dict[str, str] = msgspec.field(default_factory=dict)
     parallel: str = ""
+    rank_table: str = ""
+    emit_rank_table: str = ""
     insecure: bool = False
     detach: bool = False
     launcher: str = "dynamic"

@@ -6,7 +6,7 @@ from one node, the hosts of the table are those of ssh.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msrun.errors import UsageError
 from msrun.hostlist import Host
@@ -20,7 +20,7 @@ def hosts_of(table: RankTable) -> tuple[Host, ...]:
         Host(
             name=addresses_of(server)[0],
             slots=len(server.device),
-            devices=tuple(device.device_id for device in _by_rank(server)),
+            devices=devices_of(server),
         )
         for server in servers_of(table)
     )
@@ -31,24 +31,35 @@ def servers_of(table: RankTable) -> tuple[Server, ...]:
     return tuple(sorted(table.server_list, key=lambda server: _by_rank(server)[0].rank_id))
 
 
+def devices_of(server: Server) -> tuple[int, ...]:
+    """Return the physical numbers of a server's devices, by the ranks on them."""
+    return tuple(device.device_id for device in _by_rank(server))
+
+
 def addresses_of(server: Server) -> tuple[str, ...]:
     """Return the names by which a server may be reached, the narrowest first."""
     named = (server.container_ip, server.pod_ip, server.server_ip, server.host_ip)
     return tuple(dict.fromkeys([*filter(None, named), server.server_id]))
 
 
-def find_server(table: RankTable, is_here: Callable[[str], bool]) -> int:
+def find_server(
+    table: RankTable, is_here: Callable[[str], bool], *, told: int | None = None
+) -> int:
     """Return the node_rank of this node.
 
     Args:
         table: A sound table.
         is_here: Tells whether a name or address is this node's.
+        told: The node_rank that this node was told, where it was.
 
     Raises:
-        UsageError: No server, or more than one, is this node.
+        UsageError: No server, or more than one, is this node, or another one than it was told.
     """
     servers = servers_of(table)
     found = [rank for rank, server in enumerate(servers) if any(map(is_here, addresses_of(server)))]
+    if told is not None:
+        _check_told(servers, found, told)
+        return told
     if len(found) == 1:
         return found[0]
     if not found:
@@ -58,6 +69,16 @@ def find_server(table: RankTable, is_here: Callable[[str], bool]) -> int:
     first, second = (servers[rank].server_id for rank in found[:2])
     msg = f"this node is both server {shown(first)} and server {shown(second)} of the rank table"
     raise UsageError(msg, hint="give --node-rank")
+
+
+def _check_told(servers: Sequence[Server], found: Sequence[int], told: int) -> None:
+    if told >= len(servers):
+        msg = f"the rank table has no server {told} (choose 0 to {len(servers) - 1})"
+        raise UsageError(msg)
+    if found and told not in found:
+        named, here = (shown(servers[rank].server_id) for rank in (told, found[0]))
+        msg = f"server {told} of the rank table is {named}, and this node is server {found[0]}"
+        raise UsageError(f"{msg}, {here}")
 
 
 def check_devices(server: Server, present: tuple[int, ...]) -> None:
@@ -70,8 +91,7 @@ def check_devices(server: Server, present: tuple[int, ...]) -> None:
     Raises:
         UsageError: A device of the table is missing.
     """
-    wanted = [device.device_id for device in _by_rank(server)]
-    missing = sorted(set(wanted) - set(present))
+    missing = sorted(set(devices_of(server)) - set(present))
     if present and missing:
         has = ", ".join(map(str, present))
         name = shown(server.server_id)

@@ -35,6 +35,15 @@ _WHICH = (
     "JOB is a job id or its beginning; one that runs alone need not be named.  From machines "
     "without a launcher of the job, --master-addr says where it is."
 )
+WHERE = (
+    click.Option(["--master-addr"], metavar="HOST", help="Node of the job's scheduler."),
+    click.Option(["--master-port"], metavar="PORT", help=f"Port of it.  [default: {DEFAULT_PORT}]"),
+    click.Option(
+        ["--secret-file"],
+        metavar="FILE",
+        help="Secret of the job.  [default: ~/.config/msrun/secret]",
+    ),
+)
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
 
 
@@ -58,15 +67,7 @@ def parse(
         params=[
             click.Argument(["words"], nargs=-1, metavar=words),
             *params,
-            click.Option(["--master-addr"], metavar="HOST", help="Node of the job's scheduler."),
-            click.Option(
-                ["--master-port"], metavar="PORT", help=f"Port of it.  [default: {DEFAULT_PORT}]"
-            ),
-            click.Option(
-                ["--secret-file"],
-                metavar="FILE",
-                help="Secret of the job.  [default: ~/.config/msrun/secret]",
-            ),
+            *WHERE,
         ],
         help=f"{summary}  {_WHICH}",
         context_settings={

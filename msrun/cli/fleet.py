@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from msrun import __version__, launch
 from msrun.cli import fleet_options, options
+from msrun.cli.job_draft import merge_env
 from msrun.cli.output import answer, say_notes
 from msrun.cli.peer_options import ALL, ENV_OF, JSON
 from msrun.cli.program import job_id_stem
@@ -21,7 +23,8 @@ from msrun.cli.settings import Settings, strongest
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
 from msrun.hostlist import TEXT_MAX, Host, parse_hostfile, select
-from msrun.job import Program, ProgramKind
+from msrun.identity import port_of
+from msrun.job import LOOPBACK, Program, ProgramKind
 from msrun.table_file import read_table
 from msrun.table_nodes import hosts_of
 
@@ -36,6 +39,16 @@ _NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
         *fleet_options.FLEET_TABLE,
         *(options.LAUNCHER, options.CONFIG, options.JOB_ID, options.RDZV_ID),
         *(options.MASTER_ADDR, options.MASTER_PORT, options.SECRET_FILE, options.JOIN),
+        *(ALL, ENV_OF, JSON),
+    }
+)
+# What there is of msrun where the launcher starts the ranks itself.
+_OF_RANKS: frozenset[Option[object]] = frozenset(
+    {
+        *fleet_options.FLEET_TABLE,
+        *(options.LAUNCHER, options.CONFIG, options.JOB_ID, options.RDZV_ID, options.ENV),
+        *(options.NNODES, options.WORKER_NUM, options.WORKERS_PER_NODE),
+        *(options.MASTER_ADDR, options.MASTER_PORT, options.MODULE, options.NO_PYTHON),
         *(ALL, ENV_OF, JSON),
     }
 )
@@ -89,25 +102,82 @@ def _prepare(request: Request, world: World) -> tuple[FleetLauncher, FleetPlan]:
     if join and not join.value:
         texts["detach"] = "true"
     launcher = world.open_fleet(settings.value(options.LAUNCHER), texts)
-    return launcher, launcher.plan(_fleet(request, world))
+    by_mpi = settings.value(fleet_options.RANKS_BY) == "mpi"
+    return launcher, launcher.plan((_ranks if by_mpi else _fleet)(request, world))
 
 
 def _fleet(request: Request, world: World) -> Fleet:
     settings = request.settings
     hosts, program = _hosts(settings), _program(request)
-    python = settings.get(fleet_options.REMOTE_PYTHON)
     host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
     return Fleet(
         job_id=_job_id(settings, program, world),
         words=(*_words(settings), *program),
         nnodes=len(hosts) or settings.value(options.NNODES)[1],
-        python=python.value if python else sys.executable,
+        python=_python(settings),
         cwd=str(Path.cwd()),
         hosts=hosts,
         master_addr=host.value if host else "",
         master_port=port.value if port else 0,
         versions={"msrun": __version__},
     )
+
+
+def _ranks(request: Request, world: World) -> Fleet:
+    """Return a fleet without agents, whose ranks are the launcher's."""
+    settings = request.settings
+    by = settings.get(fleet_options.RANKS_BY)
+    cite = by.cite() if by else "--ranks-by mpi"
+    if settings.value(options.LAUNCHER) != "mpirun":
+        raise UsageError(f"{cite} needs --launcher mpirun")
+    for option in settings.table:
+        if (given := settings.get(option)) and option not in _OF_RANKS:
+            raise UsageError(f"{given.cite()} is msrun's to do, and with {cite} it starts no ranks")
+    each, total = settings.get(options.WORKERS_PER_NODE), settings.get(options.WORKER_NUM)
+    if each and not isinstance(each.value, int):
+        raise UsageError(f"{each.cite()} is no number, as {cite} needs")
+    slots = each.value if each and isinstance(each.value, int) else 1
+    hosts = tuple(replace(host, slots=host.slots or slots) for host in _hosts(settings))
+    room = sum(host.slots or 1 for host in hosts) or settings.value(options.NNODES)[1] * slots
+    if total and hosts and total.value > room:
+        raise UsageError(f"{total.cite()} is more than the {room} slots of the hosts")
+    job_id = _job_id(settings, _program(request), world)
+    host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
+    is_alone = len(hosts) == 1 or (not hosts and settings.value(options.NNODES)[1] == 1)
+    first = LOOPBACK if is_alone else hosts[0].name if hosts else ""
+    address = host.value if host else first
+    if port and not address:
+        raise UsageError(f"{port.cite()} needs --master-addr, since no host is named")
+    number = port.value if port and port.value else port_of(job_id)
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(number)} if address else {}
+    return Fleet(
+        job_id=job_id,
+        words=_command(request),
+        nnodes=len(hosts) or settings.value(options.NNODES)[1],
+        python=_python(settings),
+        cwd=str(Path.cwd()),
+        hosts=hosts,
+        env={**merge_env(settings).value, **meeting},
+        ranks=total.value if total else room,
+    )
+
+
+def _command(request: Request) -> tuple[str, ...]:
+    """Return the command of each rank."""
+    settings, file = request.settings, request.file
+    *_, target = ("", *filter(None, (file.script, file.module)))
+    words = request.words or (target, *(file.args or ()))
+    if not words[0]:
+        raise UsageError("no SCRIPT is given", hint="msrun --help lists options and verbs")
+    if settings.value(options.NO_PYTHON):
+        return words
+    is_module = settings.value(options.MODULE) or (file.module and not request.words)
+    return (_python(settings), *(("-m",) if is_module else ()), *words)
+
+
+def _python(settings: Settings) -> str:
+    named = settings.get(fleet_options.REMOTE_PYTHON)
+    return named.value if named else sys.executable
 
 
 def _job_id(settings: Settings, program: tuple[str, ...], world: World) -> str:

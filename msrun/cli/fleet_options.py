@@ -17,7 +17,7 @@ RANK_TABLE_FILE = Option(
     name="rank-table-file",
     group=Group.FLEET,
     metavar="FILE",
-    help="Nodes and devices of an HCCL rank table, instead of a hostfile.",
+    help="HCCL rank table with the job's nodes, ranks and devices.",
     parse=parsers.text,
     unset=frozenset({""}),
 )
@@ -49,6 +49,15 @@ def _own(name: str, metavar: str, text: str) -> Option[str]:
     return Option(name=name, group=Group.FLEET, metavar=metavar, help=text, parse=parsers.text)
 
 
+RANKS_BY = Option(
+    name="ranks-by",
+    group=Group.FLEET,
+    metavar="msrun|mpi",
+    help="For mpirun, who starts the ranks; those of mpi are not watched and not restarted.",
+    parse=parsers.words("msrun", "mpi"),
+    default="msrun",
+    default_text="msrun",
+)
 # What one backend alone understands; the names are those of its `open_launcher`.
 OWN: tuple[Option[str], ...] = (
     _own("ssh", "WORDS", "For ssh, the client and its options, such as 'ssh -F config'."),
@@ -70,5 +79,6 @@ FLEET_TABLE: tuple[Option[object], ...] = (
     INCLUDE,
     EXCLUDE,
     REMOTE_PYTHON,
+    RANKS_BY,
     *OWN,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msrun.cli import options
 from msrun.cli.console import choose_tail
+from msrun.cli.fleet_options import RANK_TABLE_FILE
 from msrun.cli.formation import Size, count, find_timeout
 from msrun.cli.log_name import with_rank
 from msrun.cli.meeting import Meeting, find_meeting
@@ -22,7 +23,7 @@ from msrun.cli.world import World
 from msrun.errors import UsageError
 from msrun.job import Binding, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
-from msrun.topology import Machine
+from msrun.topology import DeviceKind, Machine
 from msrun.units import shown
 
 _DIRECT: tuple[Option[object], ...] = (
@@ -86,6 +87,8 @@ class _Found:
     bind_core: Given[Binding]
     bind_numa: Given[Binding]
     env: Given[dict[str, str]]
+    rank_table: str
+    emit_rank_table: str
 
 
 def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World) -> JobDraft:
@@ -135,6 +138,8 @@ def _find(
         bind_core=bind_core,
         bind_numa=bind_numa,
         env=merge_env(settings),
+        rank_table=_rank_table(settings, machine),
+        emit_rank_table=_emitted(settings, meeting),
     )
     return found, [*start_notes, *bind_notes]
 
@@ -175,6 +180,8 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
         virtual_local_rank=settings.value(options.VIRTUAL_LOCAL_RANK),
         env=found.env.value,
         parallel=parallel.render() if parallel else "",
+        rank_table=found.rank_table,
+        emit_rank_table=found.emit_rank_table,
         insecure=settings.value(options.INSECURE),
         detach=not settings.value(options.JOIN),
         launcher=settings.value(options.LAUNCHER),
@@ -211,6 +218,7 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
         "start-method": found.start_method,
         "env": found.env,
         "log-dir": found.log_dir,
+        "emit-rank-table": settings.get(options.EMIT_RANK_TABLE) or nobody,
         "tail": found.tail,
         "bind-core": found.bind_core,
         "bind-numa": found.bind_numa,
@@ -256,6 +264,34 @@ def _restarts(settings: Settings) -> RestartLimits:
         no_progress_limit=settings.value(options.NO_PROGRESS_LIMIT),
         exclude_after=settings.value(options.EXCLUDE_AFTER),
     )
+
+
+def _rank_table(settings: Settings, machine: Machine) -> str:
+    """Return the table that workers are told of: a given one, or that of the job for HCCL."""
+    given, emitted = settings.get(RANK_TABLE_FILE), settings.get(options.EMIT_RANK_TABLE)
+    is_npu = any(device.kind is DeviceKind.NPU for device in machine.devices)
+    named = given or (emitted if is_npu else None)
+    return str(Path(named.value).absolute()) if named else ""
+
+
+def _emitted(settings: Settings, meeting: Meeting) -> str:
+    """Return where the job's own table is written; that can be done."""
+    given, table = settings.get(options.EMIT_RANK_TABLE), settings.get(RANK_TABLE_FILE)
+    if given is None:
+        return ""
+    path = Path(given.value).absolute()
+    if table and Path(table.value).absolute() == path:
+        raise UsageError(f"{given.cite()} would replace {table.cite()}")
+    problem = None
+    if meeting.serves:
+        try:
+            problem = "is a directory" if path.is_dir() else _directory_problem(path.parent)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
+    if problem:
+        where = "" if path.is_dir() else f": {shown(str(path.parent))}"
+        raise UsageError(f"{given.cite()}{where} {problem}")
+    return str(path)
 
 
 def _secret_file(settings: Settings) -> Given[str | None]:
@@ -319,9 +355,11 @@ def _log_dir(settings: Settings, job_id: str) -> Given[str]:
 
 
 def _directory_problem(path: Path) -> str | None:
-    """Return why nothing can be made in the existing `path`."""
+    """Return why nothing can be made in `path`."""
     if path.is_symlink() and not path.exists():
         return "is a link to nothing"
+    if not path.exists():
+        return "is not there"
     if not path.is_dir():
         return "is a file, not a directory"
     if not os.access(path, os.W_OK | os.X_OK):

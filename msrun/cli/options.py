@@ -355,6 +355,15 @@ LOG_DIR = Option(
     torchrun="log_dir",
     unset=frozenset({""}),
 )
+EMIT_RANK_TABLE = Option(
+    name="emit-rank-table",
+    group=Group.LOGS,
+    metavar="FILE",
+    help="HCCL rank table of the job that formed; the node of the scheduler writes it.",
+    parse=parsers.text,
+    default_text="none",
+    unset=frozenset({""}),
+)
 WORKER_LOG_NAME = Option(
     name="worker-log-name",
     group=Group.LOGS,
@@ -472,6 +481,7 @@ WORKING: tuple[Option[object], ...] = (
     HANG_TIMEOUT,
     DETECT_IDLE,
     LOG_DIR,
+    EMIT_RANK_TABLE,
     WORKER_LOG_NAME,
     TAIL,
     TEE,

@@ -14,13 +14,14 @@ from pathlib import Path
 from msrun import launch
 from msrun.cli import options
 from msrun.cli.command_line import CommandLine, Table
-from msrun.cli.fleet_options import FLEET_TABLE
+from msrun.cli.fleet_options import FLEET_TABLE, RANK_TABLE_FILE
 from msrun.cli.job_draft import JobDraft, draft_job, merge_env
 from msrun.cli.job_file import JobFile, read_job_file
 from msrun.cli.parsers import SIGNALS, guess
 from msrun.cli.peer_options import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.program import find_program
 from msrun.cli.settings import FileTexts, Settings
+from msrun.cli.table import with_table
 from msrun.cli.world import World
 from msrun.errors import UsageError
 from msrun.launch import Launcher, LaunchPlan
@@ -90,6 +91,7 @@ def prepare(request: Request, world: World) -> Prepared:
     """
     settings = request.settings
     _check_fleet(settings)
+    settings = with_table(settings, world)
     chosen = find_program(request.words, request.file, settings)
     launcher = world.load_launcher(settings.value(options.LAUNCHER))
     machine = world.read_machine(merge_env(settings).value)
@@ -129,7 +131,8 @@ def _check_refused(settings: Settings, table: Table) -> None:
 def _check_fleet(settings: Settings) -> None:
     """Refuse what only backends that start other nodes understand."""
     for option in FLEET_TABLE:
-        if given := settings.get(option):
+        given = settings.get(option)
+        if given and option is not RANK_TABLE_FILE:
             msg = f"{given.cite()} needs a backend that starts other nodes"
             raise UsageError(msg, hint=f"choose --launcher {', '.join(launch.FLEETS)}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from msrun.cli.control import WHERE, connected
 from msrun.cli.output import answer, say
 from msrun.cli.section import Section, show
 from msrun.cli.verb import read_words
@@ -80,8 +81,14 @@ def _size(table: RankTable) -> str:
 def _build(words: Words, world: World) -> int:
     from ranktable import RankTableError, build_table
 
-    if words["hostfile"] and words["slurm"]:
-        raise UsageError("--hostfile contradicts --slurm (choose one)")
+    sources = [f"--{name}" for name in ("hostfile", "slurm", "job") if words[name]]
+    if len(sources) > 1:
+        raise UsageError(f"{sources[0]} contradicts {sources[1]} (choose one)")
+    if words["job"]:
+        return _write(_of_job(words, world), words["output"])
+    for option in WHERE:
+        if words[option.name or ""]:
+            raise UsageError(f"{option.opts[0]} needs --job, whose scheduler it finds")
     hosts = _hosts(words, world)
     inventory = [_server(host) for host in hosts] if hosts else [_this_node(words, world)]
     try:
@@ -89,6 +96,19 @@ def _build(words: Words, world: World) -> int:
     except RankTableError as error:
         raise UsageError(f"the table would be unsound: {error.problems[0]}") from None
     return _write(table, words["output"])
+
+
+def _of_job(words: Words, world: World) -> RankTable:
+    """Return the table of a job that runs, as its scheduler knows it."""
+    from msrun.cluster.table import table_of
+
+    for name in ("include", "exclude", "slots", "devices", "server_id"):
+        if words[name]:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} contradicts --job, whose nodes and devices are known")
+    where = {name: words[name] for name in ("master_addr", "master_port", "secret_file")}
+    with connected({"words": (words["job"],), **where}, world) as client:
+        return table_of(client.nodes())
 
 
 def _hosts(words: Words, world: World) -> tuple[Host, ...]:
@@ -270,13 +290,15 @@ _FILES = click.Argument(["files"], metavar="FILE...", nargs=-1, required=True)
 ACTIONS = {
     "build": _Action(
         summary=(
-            "Write the table of this node, of a hostfile's nodes, or of Slurm's.  Ranks follow the "
-            "order of nodes and devices.  Ascend devices get their addresses from /etc/hccn.conf "
-            "or hccn_tool."
+            "Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job that "
+            "runs.  Ranks follow the order of nodes and devices.  Ascend devices get their "
+            "addresses from /etc/hccn.conf or hccn_tool."
         ),
         params=(
             click.Option(["--hostfile"], metavar="FILE", help="Nodes and their slots."),
             click.Option(["--slurm"], is_flag=True, help="Nodes of this allocation of Slurm."),
+            click.Option(["--job"], metavar="JOB", help="Nodes of this job, by its id."),
+            *WHERE,
             click.Option(
                 ["--include"], default="", metavar="HOSTS", help="Nodes to keep: n[1-3]@n4:0,1."
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -102,6 +103,12 @@ class Settings:
                 Given(_parse(option.parse, text, source), source, text)
                 for text, source in (candidates if option.repeated else candidates[:1])
             )
+
+    def with_values(self, values: Mapping[Option[object], tuple[Given[object], ...]]) -> Settings:
+        """Return the same with other `values` of some options, the strongest first."""
+        other = copy.copy(self)
+        other._values = {**self._values, **values}  # noqa: SLF001 - it is a Settings
+        return other
 
     def get(self, option: Option[T]) -> Given[T] | None:
         """Return what was given for `option`, None when nothing was."""

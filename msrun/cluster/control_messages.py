@@ -157,6 +157,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         silent: Seconds since its last sign of life; None for a lost one, and on one node,
             which gives none.
         scheduler: The scheduler lives on it.
+        devices: As of `Register`.
     """
 
     node_id: str
@@ -168,6 +169,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     silent: float | None
     scheduler: bool
+    devices: list[tuple[int, str]] = []
 
 
 class Nodes(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import msgspec
 from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # What no node has more of is garbage, and would be counted with.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -62,6 +62,8 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         serves: The scheduler lives on it, so the job cannot go on without it.
         shares_host: Other nodes may be on its machine; their workers count local ranks together.
         formation: What its user asked for.
+        devices: Physical number of the device of each slot, and the address that the device has
+            of its own, if any; none where slots have no device each.
         running: Generation whose workers live on it; -1 when none does.
         seen: Largest generation that was started on it, or stopped before it was.
         exits: Workers of `seen` that have ended.
@@ -76,6 +78,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     serves: bool = False
     shares_host: bool = False
     formation: Formation = Formation()
+    devices: list[tuple[int, str]] = []
     running: int = -1
     seen: int = -1
     exits: list[RankExit] = []

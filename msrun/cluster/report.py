@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from msrun.cluster.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
@@ -51,6 +51,15 @@ def nodes(state: ControlledState, peers: Peers, first: int, *, now: float) -> No
     return Nodes(rows=rows, following=_following(first, len(rows), len(names)))
 
 
+def all_nodes(state: ControlledState, peers: Peers, *, now: float) -> Iterator[NodeRow]:
+    """Yield all nodes."""
+    following: int | None = 0
+    while following is not None:
+        page = nodes(state, peers, following, now=now)
+        yield from page.rows
+        following = page.following
+
+
 def _node(
     state: ControlledState, peers: Peers, node_id: str, member: Member | None, now: float
 ) -> NodeRow:
@@ -74,6 +83,7 @@ def _node(
         slots=body.slots if body else 0,
         silent=peers.silence(node_id, now=now) if state.formation.lease else None,
         scheduler=bool(body and body.serves),
+        devices=body.devices if body else [],
     )
 
 

@@ -136,6 +136,7 @@ class Agent:
                 serves=self._job.serves,
                 shares_host=bool(self._job.node_name),
                 formation=self._node.formation,
+                devices=self._node.devices(),
             ),
             grace=self._job.grace,
             form_by=self._began_at + self._job.join_timeout,

@@ -21,6 +21,7 @@ from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
 from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import Placement
 from msrun.supervise.orders import (
@@ -109,6 +110,16 @@ class NodeResources:
         """How long this node may go on without the scheduler."""
         return lease(self.formation.lease)
 
+    def devices(self) -> list[tuple[int, str]]:
+        """Return what a rank table says of the devices of this node's workers."""
+        # The tool takes its time, which only a job spends that needs the answer.
+        ask = ask_hccn_tool if self._job.emit_rank_table else lambda _: ""
+        return node_plan.slot_devices(
+            self._job,
+            self._plan.machine,
+            lambda numbers: read_device_ips(Path("/"), numbers, ask),
+        )
+
     def open(self) -> None:
         """Start the processes that are ours.
 
@@ -194,6 +205,7 @@ class NodeResources:
             wal_file=str(self._dir / run_dir.WAL),
             log_file=str(Path(self._job.log_dir, "scheduler.log")),
             parent=os.getpid(),
+            rank_table=self._job.emit_rank_table,
         )
         self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base, again=again)
 

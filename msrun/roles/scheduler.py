@@ -14,13 +14,13 @@ from typing import NoReturn, cast
 import msgspec
 
 from msrun import environ
-from msrun.cluster import codec, control_messages, wal
+from msrun.cluster import codec, control_messages, report, wal
 from msrun.cluster.control import Action as ControlAction
 from msrun.cluster.control import Control, Reply
 from msrun.cluster.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
-from msrun.cluster.messages import Envelope, Formation, Refused, Register
+from msrun.cluster.messages import Envelope, Formation, Refused, Register, Start
 from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
@@ -32,13 +32,15 @@ from msrun.cluster.scheduler_events import (
     Unreachable,
     Write,
 )
-from msrun.errors import ExitCode, ProtocolError, VersionError
+from msrun.cluster.table import table_of
+from msrun.errors import ExitCode, ProtocolError, UsageError, VersionError
 from msrun.job import RestartLimits
 from msrun.roles.dropped import Dropped
 from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
 from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
+from msrun.table_file import write_table
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
 from msrun.transport.sockets import Asked, SchedulerSocket
@@ -73,6 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         alone: Its parent is no agent of this job, but passes on by standard input the signals
             that it gets; the scheduler leaves by itself when all nodes know the verdict.
         listen_fd: Inherited listening socket.
+        rank_table: Where to write the rank table of each generation; empty writes none.
     """
 
     job_id: str
@@ -86,6 +89,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     alone: bool = False
     listen_fd: int = -1
+    rank_table: str = ""
 
 
 class Scheduler:
@@ -281,6 +285,8 @@ class Scheduler:
 
     def _perform(self, actions: Sequence[ControlAction]) -> None:
         self._control.note(actions)
+        if any(isinstance(action, Send) and isinstance(action.body, Start) for action in actions):
+            self._write_table()
         for action in actions:
             match action:
                 case Write(record=record):
@@ -294,6 +300,19 @@ class Scheduler:
         if self._config.alone and self._state.is_over and self._leave_by is None:
             wait = _LAST_WORDS_SECONDS if self._has_told_all else _FAREWELL_SECONDS
             self._leave_by = self._loop.now() + wait
+
+    def _write_table(self) -> None:
+        """Write the rank table of the generation that is about to start, if one is wanted."""
+        if not self._config.rank_table:
+            return
+        now = self._loop.now()
+        try:
+            write_table(
+                table_of(report.all_nodes(self._state, self._peers, now=now)),
+                self._config.rank_table,
+            )
+        except UsageError as error:
+            log.error("no rank table: %s", error.message)  # noqa: TRY400 - it is no bug of ours
 
     def _write(self, record: wal.Record) -> None:
         os.write(self._wal, wal.encode(record))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ from msrun.job import JobSpec
 from msrun.launch import WorkerPlan
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
-from msrun.topology import Machine
+from msrun.topology import DeviceKind, Machine
 
 LOOPBACK = "127.0.0.1"
 UNKNOWN = "<port>"
@@ -110,6 +110,25 @@ def plan_affinity(job: JobSpec, machine: Machine) -> AffinityPlan:
     return affinity.plan_memory(job.bind_numa, plan, machine.cpus, machine.devices)
 
 
+def slot_devices(
+    job: JobSpec, machine: Machine, addresses: Callable[[Sequence[int]], Mapping[int, str]]
+) -> list[tuple[int, str]]:
+    """Return number and own address of the device of each worker; none where they have none each.
+
+    Args:
+        job: The job.
+        machine: This node.
+        addresses: Tells which of the numbers of NPUs have an address, and which.
+    """
+    first = 0 if job.device is None else job.device
+    devices = machine.devices[first : first + job.workers_per_node]
+    if len(devices) < job.workers_per_node:
+        return []
+    numbers = [device.physical for device in devices]
+    own = addresses(numbers) if devices[0].kind is DeviceKind.NPU else {}
+    return [(number, own.get(number, "")) for number in numbers]
+
+
 def plan_workers(
     job: JobSpec, machine: Machine, placement: Placement, base: Mapping[str, str]
 ) -> tuple[WorkerPlan, ...]:
@@ -170,6 +189,7 @@ def _identity(
         virtual_local_rank=job.virtual_local_rank or job.device is not None,
         config=config_file(placement.run_dir) if job.parallel else "",
         interface=interface,
+        rank_table=job.rank_table,
     )
 
 

@@ -55,6 +55,10 @@ def _log_name(job, rank):
     )
 
 
+def _of_table(job):
+    return {"RANK_TABLE_FILE": job.rank_table} if job.rank_table else {}
+
+
 @dataclass
 class FakeLauncher:
     """Plans in the plainest way and only remembers what it was to submit."""
@@ -75,7 +79,7 @@ class FakeLauncher:
                 cpus=(rank,) if job.bind_core.mode.value == "auto" else (),
                 numa_nodes=(),
                 log_file=f"{job.log_dir}/{_log_name(job, rank)}.log",
-                env={**job.env, "RANK": str(rank), "NOTE": "two words"},
+                env={**job.env, "RANK": str(rank), "NOTE": "two words"} | _of_table(job),
             )
             for rank in range(first, first + job.workers_per_node)
         )

@@ -10,6 +10,7 @@ from msrun.cluster.control_messages import (
     Done,
     DrainNode,
     GetLog,
+    GetNodes,
     GetStacks,
     Log,
     NodeRow,
@@ -28,6 +29,7 @@ from msrun.errors import UnreachableError, UsageError
 from msrun.roles.control_file import Card
 from msrun.supervise.secret import read_secret
 from msrun.transport.sockets import control_keys
+from ranktable import parse_table
 
 
 def card(job_id="train-1", **changes):
@@ -70,6 +72,7 @@ NODE = {
     "slots": 2,
     "silent": 0.4,
     "scheduler": True,
+    "devices": [],
 }
 NODES = Nodes(
     rows=[
@@ -432,3 +435,40 @@ def test_every_verb_has_help(capsys, world, verb):
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_rank_table_of_a_job(msrun, job, world):
+    job(
+        replaced(NODES, following=2),
+        Nodes(rows=[NodeRow(**NODE | {"address": "10.0.0.9", "role": "spare", "ranks": None})]),
+    )
+
+    outcome = msrun("ranktable build --job train")
+
+    table = parse_table(outcome.out)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert [(server.server_id, device.device_id) for server, device in table.by_rank()] == [
+        ("10.0.0.1", 0),
+        ("10.0.0.1", 1),
+        ("10.0.0.1", 2),
+    ]
+    assert asked(world) == [GetNodes(), GetNodes(first=2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--job x", "'x' is no job of yours on this machine (choose train-1)"),
+        ("--job train --slurm", "--slurm contradicts --job (choose one)"),
+        ("--job train --slots 2", "--slots contradicts --job, whose nodes and devices are known"),
+        ("--master-addr a", "--master-addr needs --job, whose scheduler it finds"),
+        ("--job train --master-port 1", "--master-port needs the node of the scheduler: "),
+    ],
+)
+def test_a_rank_table_of_no_job(msrun, job, words, sentence):
+    job()
+
+    outcome = msrun(f"ranktable build {words}")
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith(f"error: {sentence}")

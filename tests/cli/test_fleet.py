@@ -135,7 +135,8 @@ TEXTS = {
 
 def test_every_option_is_tried():
     # mpirun's ask the program for its version, so they are tried with real ones.
-    assert {option.name for option in FLEET_TABLE} - {"mpirun", "mpirun-args"} == set(TEXTS)
+    of_mpirun = {"mpirun", "mpirun-args", "ranks-by"}
+    assert {option.name for option in FLEET_TABLE} - of_mpirun == set(TEXTS)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -200,6 +201,14 @@ def test_a_plan_for_people_and_for_programs(msrun):
         (
             "--launcher ssh --hostfile train.py train.py",
             "train.py:1: host \"print('hello')\" is no host name or address",
+        ),
+        (
+            "--launcher ssh --ranks-by mpi --hostfile hosts train.py",
+            "--ranks-by mpi needs --launcher mpirun",
+        ),
+        (
+            "--launcher ssh --ranks-by us --hostfile hosts train.py",
+            "--ranks-by 'us' is unknown (choose msrun or mpi)",
         ),
         (
             "--launcher mpirun --mpirun /none/mpirun train.py",

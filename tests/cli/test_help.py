@@ -31,9 +31,11 @@ FLAGS = words(
 --virtual-local-rank --join --no-join
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
 --shutdown-timeout --hang-timeout --detect-idle
---log-dir --worker-log-name --tail --tail-worker-log --tee -t --local-ranks-filter
+--log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
+--local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
---hostfile --rank-table-file --include --exclude --remote-python --ssh --mpirun --mpirun-args
+--hostfile --rank-table-file --include --exclude --remote-python --ranks-by --ssh --mpirun
+--mpirun-args
 --partition --time --account --gpus-per-node --cpus-per-node --signal-seconds --requeue --output
 --sbatch-args
 --redirects -r --monitor-interval --signals-to-handle --rdzv-backend --logs-specs

@@ -324,7 +324,8 @@ def test_help_of_the_verbs(msrun):
     assert usage.code == 0
     assert usage.err == (
         "Usage: msrun ranktable VERB [OPTIONS] [FILE]...\n\n"
-        "  build     Write the table of this node, of a hostfile's nodes, or of Slurm's.\n"
+        "  build     Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job "
+        "that runs.\n"
         "  check     Tell everything that is wrong with tables, each with its place.\n"
         "  show      Show which rank is where.\n"
         "  merge     Write one table of the servers of several, in the order given, ranks from 0.\n"

@@ -45,6 +45,7 @@ TEXTS = {
     "hang-timeout": "90s",
     "detect-idle": "5m",
     "log-dir": "logs",
+    "emit-rank-table": "out.json",
     "worker-log-name": "w{rank}",
     "tail": "0",
     "tee": "3",

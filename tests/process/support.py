@@ -56,6 +56,7 @@ class Job:
         runtime: Value of XDG_RUNTIME_DIR, by which the job's processes are known.
         wrapper: A command that runs the launcher.
         env: Variables on top of this process's own.
+        plain: Give it neither job id nor log directory.
         streams: Standard streams other than files and /dev/null.
     """
 
@@ -67,6 +68,7 @@ class Job:
         runtime: Path,
         wrapper: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        plain: bool = False,
         **streams: int,
     ) -> None:
         number = uuid.uuid4().hex[:8]
@@ -77,7 +79,7 @@ class Job:
         self._out = folder / f"out-{number}"
         self._err = folder / f"err-{number}"
         words = [str(word) for word in arguments]
-        given = {"--job-id": self.name, "--log-dir": str(self.logs)}
+        given = {} if plain else {"--job-id": self.name, "--log-dir": str(self.logs)}
         own = [word for option in given if option not in words for word in (option, given[option])]
         if "--job-id" in words:
             self.name = words[words.index("--job-id") + 1]

@@ -41,6 +41,13 @@ PLANS = {
         )
         for flavour in Flavour
     },
+    **{
+        f"ranks_{flavour.name.lower()}": (
+            MpirunLauncher("mpirun", flavour, options=("--verbose",)),
+            {"hosts": NAMES, "ranks": 12, "env": {"A": "1"}, "words": ("python", "train.py")},
+        )
+        for flavour in (Flavour.OPEN_MPI_5, Flavour.MPICH)
+    },
     "mpirun_allocation": (MpirunLauncher("mpirun", Flavour.OPEN_MPI_5), {}),
     "slurm": (SlurmLauncher(), {}),
     "slurm_options": (SlurmLauncher(EVERYTHING), {}),

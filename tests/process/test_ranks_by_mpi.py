@@ -1,0 +1,44 @@
+"""Ranks that a real mpirun starts itself, under the command line of msrun."""
+
+import shutil
+
+import pytest
+from support import shell
+
+pytestmark = pytest.mark.process
+MESSAGE = "mpirun starts and ends the ranks, and its exit code is the job's"
+WHO = """
+    import os
+    from msrun.identity import find_master, read_identity
+    who = read_identity(os.environ)
+    print(who.rank, who.world_size, *find_master(os.environ, who), os.environ["A"], flush=True)
+"""
+
+
+@pytest.fixture(params=["mpirun.openmpi", "mpirun.mpich"])
+def start(request, msrun, tmp_path):
+    if not shutil.which(request.param):
+        pytest.skip(f"needs {request.param}")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+
+    def call(*words):
+        mpi = ["--launcher", "mpirun", "--mpirun", request.param, "--ranks-by", "mpi"]
+        return msrun(*mpi, "--hostfile", "hosts", *words, plain=True)
+
+    return call
+
+
+def test_each_rank_knows_who_it_is_and_where_to_meet(start, tmp_path):
+    (tmp_path / "who.py").write_text("\n".join(line.strip() for line in WHO.splitlines()))
+    job = start("--env", "A=two words", "who.py")
+
+    assert job.wait() == 0
+    lines = sorted(line.split() for line in job.out.splitlines())
+    assert [line[:3] for line in lines] == [[str(rank), "2", "127.0.0.1"] for rank in (0, 1)]
+    assert len({line[3] for line in lines}) == 1
+    assert all(line[4:] == ["two", "words"] for line in lines)
+    assert MESSAGE in job.err
+
+
+def test_the_code_is_that_of_mpirun(start):
+    assert start(*shell("exit 3")).wait() == 3
