@@ -21,10 +21,11 @@ PROGRAM = """
 
     folder, name = sys.argv[1], os.uname().nodename
     generation, rank = os.environ["MSRUN_GENERATION"], os.environ["RANK"]
-    account = open(f"{folder}/{generation}-{rank}-{name}-{os.getpid()}", "w", buffering=1)
+    path = f"{folder}/{generation}-{rank}-{name}-{os.getpid()}"
+    account = os.open(path, os.O_WRONLY | os.O_CREAT)
 
-    def note(what):
-        print(what, time.monotonic(), file=account)
+    def note(what):  # also in the midst of itself, when a signal comes
+        os.write(account, f"{what} {time.monotonic()}\\n".encode())
 
     def asked_to_stop(signum, frame):
         note("stop")
