@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from msrun.cluster import seats
-from msrun.cluster.messages import Formation, Register
+from msrun.cluster.messages import Formation, Refused, Register
 from msrun.cluster.seats import node_order
 from msrun.cluster.verdict import render_ranges
 from msrun.cluster.wal import Member
-from msrun.errors import signal_name
+from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 _NAMES_MAX = 8
 
@@ -51,6 +51,7 @@ class Roster:
     _ready: dict[str, int] = field(default_factory=dict)
     _slots: int = 0
     _ranks: dict[int, str] = field(default_factory=dict)
+    _sent_home: dict[str, tuple[int, Refused]] = field(default_factory=dict)
     _expected: dict[str, int] = field(default_factory=dict)
 
     def expect(self, members: Sequence[Member]) -> None:
@@ -78,8 +79,10 @@ class Roster:
     def lose(self, node_id: str, incarnation: int) -> None:
         """Forget a life of a node, if it is the one that is known."""
         self._expected.pop(node_id, None)
-        if node_id in self.nodes and self.nodes[node_id].incarnation == incarnation:
-            self.remove(node_id)
+        node = self.nodes.get(node_id)
+        if node and node.incarnation == incarnation:
+            # One that was leaving may come back to a job that has gone on without it.
+            (self.send_home if node.leaves_with else self.remove)(node_id)
 
     def mark_stale(self, node_id: str, *, is_stale: bool) -> None:
         """Note whether workers of an earlier generation may live on a node."""
@@ -165,13 +168,22 @@ class Roster:
         """Return the nodes that are to be sent home."""
         return [n for n, node in self.nodes.items() if node.leaves_with or n in self.excluded]
 
-    def farewell(self, node_id: str) -> str:
-        """Return what a node that is sent home is told."""
-        node = self.nodes[node_id]
-        if node.leaves_with:
-            name = signal_name(node.leaves_with)
-            return f"node {node.registration.host} left the job, which goes on, on {name}"
-        return self.excluded[node_id]
+    def send_home(self, node_id: str) -> Refused:
+        """Forget a node that leaves or is excluded; return what it is told."""
+        node = self.remove(node_id)
+        if signum := node.leaves_with:
+            name, host = signal_name(signum), node.registration.host
+            reason = f"node {host} left the job, which goes on, on {name}"
+            told = Refused(reason=reason, code=signal_exit_code(signum))
+        else:
+            told = Refused(reason=self.excluded[node_id], code=ExitCode.NODE_LOST)
+        self._sent_home[node_id] = (node.incarnation, told)
+        return told
+
+    def farewell(self, node_id: str, incarnation: int) -> Refused | None:
+        """Return what a life of a node was told that was sent home; None for any other."""
+        life, told = self._sent_home.get(node_id, (-1, None))
+        return told if life == incarnation else None
 
     def attendance(self) -> str:
         """Return who is there and who is missing, in words that a person can act on."""

@@ -152,7 +152,11 @@ class SchedulerState:
         if not is_known and (problem := self._roster.misfit(node_id, body)):
             code = ExitCode.NODE_LOST if node_id in self._roster.excluded else ExitCode.USAGE
             return [self._send(node_id, Refused(reason=problem, code=code))]
-        self._roster.add(node_id, Node(event.incarnation, body))
+        if farewell := self._roster.farewell(node_id, event.incarnation):
+            return [self._send(node_id, farewell)]
+        is_same_life = known is not None and known.incarnation == event.incarnation
+        leaves_with = known.leaves_with if known and is_same_life else 0
+        self._roster.add(node_id, Node(event.incarnation, body, leaves_with))
         self._forming.someone_came(now=now)
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
@@ -285,10 +289,7 @@ class SchedulerState:
 
     def _dismiss(self, node_id: str) -> list[Action]:
         """Send a node home that leaves, or that is excluded."""
-        reason = self._roster.farewell(node_id)
-        signum = self._roster.remove(node_id).leaves_with
-        code = signal_exit_code(signum) if signum else ExitCode.NODE_LOST
-        return [self._send(node_id, Refused(reason=reason, code=code))]
+        return [self._send(node_id, self._roster.send_home(node_id))]
 
     # Generations.
 
