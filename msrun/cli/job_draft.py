@@ -195,6 +195,7 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
     nnodes = most if fewest == most else f"{fewest}:{most}"
     is_alone = size.is_alone
     nobody: Given[object] = Given(None)
+    emitted = settings.get(options.EMIT_RANK_TABLE)
     several: dict[str, Given[object]] = {
         "worker-num": size.total or nobody,
         "node-rank": settings.get(options.NODE_RANK) or nobody,
@@ -218,7 +219,7 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
         "start-method": found.start_method,
         "env": found.env,
         "log-dir": found.log_dir,
-        "emit-rank-table": settings.get(options.EMIT_RANK_TABLE) or nobody,
+        **({"emit-rank-table": emitted} if emitted else {}),
         "tail": found.tail,
         "bind-core": found.bind_core,
         "bind-numa": found.bind_numa,
