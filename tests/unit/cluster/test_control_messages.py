@@ -59,7 +59,7 @@ def test_a_message_of_an_agent_is_no_question_and_the_reverse():
 
 def test_another_version_is_named():
     with pytest.raises(VersionError) as caught:
-        control_messages.decode_answer(codec.VERSION_FRAME.replace(b"\x03", b"\x63"))
+        control_messages.decode_answer(msgspec.msgpack.encode({"version": 99}))
 
     assert caught.value.message == (
         f"the job speaks protocol version 99, this msrun {PROTOCOL_VERSION}"
