@@ -19,6 +19,7 @@ from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
 from msrun.errors import ProtocolError, UsageError, VersionError
 from msrun.transport.keys import KeyPair, key_pair
+from msrun.transport.loop import Loop
 
 SCHEDULER = "scheduler"
 AGENT = "agent"
@@ -428,7 +429,8 @@ class ControlSocket:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
-        while found := dict(poller.poll(int(timeout * 1000))):
+        deadline = Loop.now() + timeout
+        while found := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
             if self.socket in found:
                 return self.socket.recv()
             line = _LINES[zmq.Event(recv_monitor_message(self.monitor)["event"])]
