@@ -49,19 +49,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agents:
-    """The agents of this process on one socket with one connection each."""
+    """The agents of this process, each with a connection of its own."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._store = listen("127.0.0.1", 0)
-        self._socket = zmq.Context().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        if settings.secret:
-            secret = bytes.fromhex(settings.secret)
-            own = key_pair(secret, AGENT)
-            self._socket.curve_publickey = own.public
-            self._socket.curve_secretkey = own.secret
-            self._socket.curve_serverkey = key_pair(secret, SCHEDULER).public
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, settings.agents + 8)
+        self._poller = zmq.Poller()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
         times = lease(settings.formation.lease)
         names = [f"n{settings.first + i:05}" for i in range(settings.agents)]
         self._uplinks = {
@@ -73,9 +69,18 @@ class Agents:
     def register(self) -> None:
         """Connect all agents and queue what they say first, one on each connection."""
         address = endpoint("127.0.0.1", self._settings.port)
-        for _ in self._uplinks:
-            self._socket.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
-            self._socket.connect(address)
+        secret = bytes.fromhex(self._settings.secret)
+        own, scheduler = key_pair(secret, AGENT), key_pair(secret, SCHEDULER)
+        for name in self._uplinks:
+            sock = self._sockets[name] = self._context.socket(zmq.DEALER)
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
+            if secret:
+                sock.curve_publickey = own.public
+                sock.curve_secretkey = own.secret
+                sock.curve_serverkey = scheduler.public
+            sock.connect(address)
+            self._poller.register(sock, zmq.POLLIN)
         port = self._store.getsockname()[1]
         for name, uplink in self._uplinks.items():
             register = Register(
@@ -99,10 +104,10 @@ class Agents:
             self._serve(min(left, 0.05))
 
     def _serve(self, patience: float) -> None:
-        if self._socket.poll(int(patience * 1000)):
+        for sock, _ in self._poller.poll(int(patience * 1000)):
             while True:
                 try:
-                    envelope = codec.decode(self._socket.recv(zmq.NOBLOCK))
+                    envelope = codec.decode(sock.recv(zmq.NOBLOCK))
                 except zmq.Again:
                     break
                 self._take(envelope)
@@ -122,7 +127,7 @@ class Agents:
 
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
-            self._socket.send(codec.encode(frame))
+            self._sockets[frame.node_id].send(codec.encode(frame))
 
 
 def main() -> None:
