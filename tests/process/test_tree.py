@@ -295,6 +295,9 @@ def test_workers_live_as_long_as_the_agent_says_and_no_longer(start):
     ended = [bool(select.select([watch], [], [], PATIENCE)[0]) for watch in watches]
     for watch in watches:
         os.close(watch)
+    # Whoever is started before the reaper has done its killing is killed with the rest.
+    node.tree.reaper.send(Sweep(generation=0))
+    node.wait_for(Swept, "reaper")
     node.spawn(1)
 
     assert (code_of(end), end.at >= until, ended) == (-signal.SIGKILL, True, [True, True])
