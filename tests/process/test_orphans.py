@@ -2,6 +2,7 @@
 
 import random
 import signal
+import statistics
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -100,9 +101,9 @@ def test_an_agent_killed_at_any_moment_leaves_nothing(msrun, runtime):
     moments = [random.Random(seed).uniform(0, 0.7) for seed in range(20)]
     took = kill_agents(msrun, runtime, shell(FAMILY), moments)
 
-    # A busy machine takes its time; the slow test allows it never.  A grace would be 10 s.
-    assert took[len(took) // 4].seconds <= 0.1, took
-    assert took[-1].seconds <= 5, took
+    # A busy machine may take its time now and then; the slow test allows it never.
+    assert statistics.median(last.seconds for last in took) <= 0.1, took
+    assert took[-1].seconds <= 1, took
 
 
 @pytest.mark.torch
@@ -110,8 +111,8 @@ def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
     program = [script(tmp_path, LOADERS)]
     took = kill_agents(msrun, runtime, program, [1.0, 2.0, 3.0])
 
-    assert took[0].seconds <= 0.15, took
-    assert took[-1].seconds <= 5, took
+    assert statistics.median(last.seconds for last in took) <= 0.15, took
+    assert took[-1].seconds <= 1, took
 
 
 @pytest.mark.slow
@@ -176,7 +177,7 @@ def name_of(member):
 def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):
     family.process.kill()
 
-    assert last_seen_alive(runtime).seconds <= 5
+    assert last_seen_alive(runtime).seconds <= 0.5
     assert not family.leftovers()
 
 

@@ -1,5 +1,6 @@
 """From a failed generation to the next: how soon, after what, and when not any more."""
 
+import statistics
 import time
 
 import psutil
@@ -67,10 +68,9 @@ def test_nothing_of_a_generation_lives_when_the_next_one_starts(msrun):
 
 
 def test_the_next_generation_starts_within_300_ms_of_a_kill(msrun):
-    """Something to wait for would hold up each; a busy machine does not."""
     took = [seconds_to_restart(msrun) for _ in range(10)]
 
-    assert min(took) <= 0.3, took
+    assert statistics.median(took) <= 0.3, took
 
 
 def seconds_to_restart(msrun):
@@ -104,9 +104,10 @@ def test_equal_early_failures_in_a_row_end_the_job(msrun):
         "  hint: correct the cause, or pass --no-progress-limit 0 "
         "to try until the budget is spent\n"
     )
-    _, second, third = starts(job)
+    first, second, third = starts(job)
+    assert second - first < 1
     assert "msrun: restart 1 of 10 now\n" in job.err
-    assert third - second >= 1.5
+    assert 1.5 <= third - second < 3
     assert job.verdict()["restarts"] == 2
 
 

@@ -1,5 +1,6 @@
 """Each rank gets its part of a model that no rank has as a whole."""
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def large():
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    # What earlier tests gave back to the allocator would be used again, and not show as growth.
+    ctypes.CDLL(None).malloc_trim(0)
     resident_before, own_before = resident("VmRSS"), own()
     Path("/proc/self/clear_refs").write_text("5")
     fill(model, weights, CPU)
@@ -49,9 +52,8 @@ def large():
 
 def test_a_rank_has_memory_for_its_part_alone():
     for most, end in run_ranks(large, 2):
-        # The kernel may take pages back on a busy machine, and gives none that nobody wrote.
-        assert end < 45e6
-        assert most < 60e6
+        assert 35e6 < end < 45e6
+        assert most < end + 15e6
 
 
 def sharded(kind):
