@@ -7,13 +7,13 @@ import enum
 import errno
 import os
 import socket
+import struct
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
@@ -29,8 +29,10 @@ _DOMAIN = "msrun"
 _HANDSHAKE_MS = 5_000
 _ANSWER_MS = 4_000
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
-_HEARTBEAT_MS = 1_000
-_HEARTBEAT_TIMEOUT_MS = 3_000
+# The kernel does it for nothing; of ZeroMQ's own heartbeats each looks at the timers of all.
+_UNANSWERED_MS = 3_000
+_IDLE_SECONDS = 3
+_PROBE_SECONDS = 1
 _CONNECT_MS = 1_000
 _RECONNECT_MS = (20, 500)
 _QUEUE_MAX = 64
@@ -93,6 +95,15 @@ def endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Return the next event of a monitor and its value.
+
+    Source: zmq_socket_monitor(3).  pyzmq's own reader loads asyncio, which every job would pay for.
+    """
+    event, value = struct.unpack("=Hi", monitor.recv_multipart()[0])
+    return event, value
+
+
 class Gate:
     """Admits to one context's CURVE servers the holders of known keys, and nobody else.
 
@@ -113,8 +124,16 @@ class Gate:
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Answer one handshake that asks for admission."""
-        version, request, domain, _, _, mechanism, *credentials = self.socket.recv_multipart()
+        """Answer the handshakes that ask for admission."""
+        for _ in range(_FRAMES_MAX):
+            try:
+                asked = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._answer(asked)
+
+    def _answer(self, asked: list[bytes]) -> None:
+        version, request, domain, _, _, mechanism, *credentials = asked
         is_ours = domain == _DOMAIN.encode() and mechanism == b"CURVE" and len(credentials) == 1
         role = self._allowed.get(credentials[0]) if is_ours else None
         status = [b"200", b"OK"] if role else [b"400", b"unknown key"]
@@ -127,8 +146,10 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
     # The limit counts what CURVE puts around a frame; the codec has the exact one.
     sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
     sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    sock.setsockopt(zmq.TCP_MAXRT, _UNANSWERED_MS)
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _IDLE_SECONDS)
+    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _PROBE_SECONDS)
     sock.setsockopt(zmq.IPV6, 1)
 
 
@@ -254,7 +275,7 @@ class SchedulerSocket:
         """Return the nodes of connections that have ended; they may have others by now."""
         nodes = []
         while self.monitor.poll(0):
-            descriptor = recv_monitor_message(self.monitor)["value"]
+            _, descriptor = _next_event(self.monitor)
             node_id = self._nodes.pop(descriptor, None)
             if node_id is None:
                 self.dropped[STRANGERS] += 1
@@ -291,7 +312,7 @@ class Line(enum.Enum):
     RETRYING = "retrying"
 
 
-_LINES = {
+_LINES: dict[int, Line] = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: Line.UP,
     zmq.EVENT_DISCONNECTED: Line.DOWN,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: Line.REJECTED,
@@ -351,9 +372,9 @@ class AgentSocket:
         """Return what has happened to the connection since the last call."""
         lines = []
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)
-            line = _LINES[zmq.Event(event["event"])]
-            if line is Line.REJECTED and event["value"] == errno.EAGAIN:
+            event, value = _next_event(self.monitor)
+            line = _LINES[event]
+            if line is Line.REJECTED and value == errno.EAGAIN:
                 line = Line.SILENT
             if line is not Line.DOWN or not self._has_failed:  # else the end has been told
                 lines.append(line)
@@ -433,7 +454,7 @@ class ControlSocket:
         while found := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
             if self.socket in found:
                 return self.socket.recv()
-            line = _LINES[zmq.Event(recv_monitor_message(self.monitor)["event"])]
+            line = _LINES[_next_event(self.monitor)[0]]
             if line in (Line.REJECTED, Line.SILENT):
                 return line
         return None

@@ -6,6 +6,7 @@ answers are JSON lines on standard output: `ready`, then `placed`, then `beating
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import sys
@@ -49,40 +50,42 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agents:
-    """The agents of this process, each with a connection of its own."""
+    """The agents of this process, each with a connection of its own.
+
+    All connections are of one socket: what is measured is the scheduler, and to look at
+    hundreds of sockets would cost this process more than all of it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._store = listen("127.0.0.1", 0)
-        self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, settings.agents + 8)
-        self._poller = zmq.Poller()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         times = lease(settings.formation.lease)
         names = [f"n{settings.first + i:05}" for i in range(settings.agents)]
         self._uplinks = {
             name: Uplink(job_id=settings.job_id, node_id=name, incarnation=1, lease=times)
             for name in names
         }
+        self._due: list[tuple[float, str]] = []
         self._waiting = set(names)
 
     def register(self) -> None:
         """Connect all agents and queue what they say first, one on each connection."""
         address = endpoint("127.0.0.1", self._settings.port)
         secret = bytes.fromhex(self._settings.secret)
-        own, scheduler = key_pair(secret, AGENT), key_pair(secret, SCHEDULER)
-        for name in self._uplinks:
-            sock = self._sockets[name] = self._context.socket(zmq.DEALER)
-            sock.setsockopt(zmq.LINGER, 0)
-            sock.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
-            if secret:
-                sock.curve_publickey = own.public
-                sock.curve_secretkey = own.secret
-                sock.curve_serverkey = scheduler.public
-            sock.connect(address)
-            self._poller.register(sock, zmq.POLLIN)
+        if secret:
+            own = key_pair(secret, AGENT)
+            self._socket.curve_publickey = own.public
+            self._socket.curve_secretkey = own.secret
+            self._socket.curve_serverkey = key_pair(secret, SCHEDULER).public
         port = self._store.getsockname()[1]
         for name, uplink in self._uplinks.items():
+            # The one is what this end calls the connection, the other what the scheduler does.
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, name.encode())
+            self._socket.setsockopt(zmq.ROUTING_ID, b"a" + os.urandom(16))
+            self._socket.connect(address)
             register = Register(
                 host=name,
                 slots=8,
@@ -91,6 +94,7 @@ class Agents:
                 formation=self._settings.formation,
             )
             self._send(uplink.join(-1, register, now=time.monotonic()))
+            self._note_deadline(name)
 
     def until_placed(self) -> None:
         """Serve until every agent has its ranks."""
@@ -104,18 +108,24 @@ class Agents:
             self._serve(min(left, 0.05))
 
     def _serve(self, patience: float) -> None:
-        for sock, _ in self._poller.poll(int(patience * 1000)):
-            while True:
-                try:
-                    envelope = codec.decode(sock.recv(zmq.NOBLOCK))
-                except zmq.Again:
-                    break
-                self._take(envelope)
+        self._socket.poll(int(patience * 1000))
+        while True:
+            try:
+                _, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(codec.decode(frame))
         now = time.monotonic()
-        for uplink in self._uplinks.values():
-            due = uplink.deadline()
-            if due is not None and due <= now:
-                self._send(uplink.tick(now=now)[1])
+        while self._due and self._due[0][0] <= now:
+            _, name = heapq.heappop(self._due)
+            self._send(self._uplinks[name].tick(now=now)[1])
+            self._note_deadline(name)
+
+    def _note_deadline(self, name: str) -> None:
+        """Look at an agent again when it has something to do; only ever later than noted."""
+        due = self._uplinks[name].deadline()
+        if due is not None:
+            heapq.heappush(self._due, (due, name))
 
     def _take(self, envelope: Envelope) -> None:
         uplink = self._uplinks[envelope.node_id]
@@ -127,7 +137,7 @@ class Agents:
 
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
-            self._sockets[frame.node_id].send(codec.encode(frame))
+            self._socket.send_multipart([frame.node_id.encode(), codec.encode(frame)])
 
 
 def main() -> None:

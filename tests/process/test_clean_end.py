@@ -33,7 +33,7 @@ def run_without_destroy(msrun, tmp_path, times):
 
 
 def test_ranks_that_forget_their_process_group_end_well(msrun, tmp_path):
-    run_without_destroy(msrun, tmp_path, 5)
+    run_without_destroy(msrun, tmp_path, 2)
 
 
 @pytest.mark.slow

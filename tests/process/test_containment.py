@@ -69,7 +69,7 @@ from msrun.supervise import containment
 containment.enter_generation(sys.argv[1], 2)
 if os.fork() == 0:
     os.setsid()
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\\n".encode())  # in one piece: two processes write here
 sys.stdin.read()
 """
 

@@ -9,9 +9,13 @@ import transcript
 pytestmark = pytest.mark.sim
 
 CHUNK = 250
+CHUNKS = [
+    pytest.param(start, marks=[pytest.mark.thorough] if start >= 2 * CHUNK else [])
+    for start in range(0, 2000, CHUNK)
+]
 
 
-@pytest.mark.parametrize("start", range(0, 2000, CHUNK))
+@pytest.mark.parametrize("start", CHUNKS)
 def test_promises_hold_under_faults(start):
     broken = next(filter(None, map(faults.check, range(start, start + CHUNK))), None)
 
