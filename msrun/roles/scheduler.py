@@ -41,7 +41,7 @@ from msrun.supervise.channel import load
 from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
 from msrun.table_file import write_table
-from msrun.transport.loop import Loop, new_context
+from msrun.transport.loop import Loop, new_context, pause
 from msrun.transport.probe import Prober, describe
 from msrun.transport.sockets import Asked, SchedulerSocket
 
@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 5.0
 # Without a node: what was just said is still on its way, such as the answer to `msrun stop`.
 _LAST_WORDS_SECONDS = 0.25
+# To wake up for each message of so many costs more than the message; what gathers meanwhile is
+# taken at once.
+_MANY_NODES = 256
+_GATHER_SECONDS = 0.001
 # Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
 _FILES_RESERVED = 512
 # A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
@@ -134,7 +138,7 @@ class Scheduler:
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
             self._loop.watch(gate.socket, gate.answer)
-        process.raise_priority()  # by now there are ZeroMQ's threads
+        _raise_priority(self._config)  # by now there are ZeroMQ's threads
         log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
         self._loop.run(self._deadline, self._tick)
 
@@ -176,6 +180,8 @@ class Scheduler:
     # What agents say.
 
     def _receive(self) -> None:
+        if _has_many_nodes(self._config):
+            pause(_GATHER_SECONDS)
         for envelope in self._socket.receive():
             if envelope.job_id != self._config.job_id:
                 self._refuse_stranger(envelope)
@@ -323,6 +329,17 @@ class Scheduler:
             self._socket.send(frame)
 
 
+def _has_many_nodes(config: SchedulerConfig) -> bool:
+    return config.formation.nnodes_max >= _MANY_NODES
+
+
+def _raise_priority(config: SchedulerConfig) -> None:
+    if _has_many_nodes(config):
+        process.raise_share()
+    else:
+        process.raise_priority()
+
+
 def _frame(reply: AnyReply) -> bytes:
     try:
         return control_messages.encode(Answer(answer=reply))
@@ -343,13 +360,13 @@ def main(arguments: list[str]) -> NoReturn:
     """Serve the job that standard input describes in its first line."""
     del arguments
     ignore_signals()
-    process.raise_priority()
     title.set_name("msrun scheduler")
     line = _read_line()
     if not line:
         os._exit(1)
     config = cast("SchedulerConfig", load(line, SchedulerConfig))
     process.die_with_parent(config.parent)
+    _raise_priority(config)
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
     _log_to(config.log_file)
     _set_limits(config.formation.nnodes_max)

@@ -26,6 +26,8 @@ from msrun.cluster.uplink import Uplink
 from msrun.transport.keys import key_pair
 from msrun.transport.sockets import AGENT, SCHEDULER, endpoint, listen
 
+PATIENCE = 60.0
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What one process of agents is told.
@@ -98,8 +100,11 @@ class Agents:
 
     def until_placed(self) -> None:
         """Serve until every agent has its ranks."""
+        end = time.monotonic() + PATIENCE
         while self._waiting:
             self._serve(1.0)
+            if time.monotonic() > end:
+                sys.exit(f"{len(self._waiting)} agents have no ranks after {PATIENCE:g} s")
 
     def beat(self, seconds: float) -> None:
         """Serve for so long."""
