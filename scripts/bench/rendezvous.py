@@ -70,7 +70,7 @@ def main() -> int:
     if hard < most + 1_000:
         sys.exit(f"--agents {most} needs {most + 1_000} open files, the limit is {soft}:{hard}")
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, curve={options.curve}")
-    peers = {agents: _torch_seconds(agents) for agents in options.peer}
+    peers = {agents: _seconds_of("c10d.py", agents) for agents in options.peer}
     ours = {agents: form(agents, 0.0, curve=options.curve).wall for agents in options.peer}
     for agents, seconds in peers.items():
         times = seconds / ours[agents]
@@ -83,9 +83,11 @@ def main() -> int:
         median = statistics.median(result.wall for result in tries)
         result = min(tries, key=lambda one: abs(one.wall - median))
         results.append(result)
+        bare = statistics.median(_seconds_of("bare_connections.py", agents) for _ in tries)
         print(
-            f"{agents:>6} agents: formed in {median:.3f} s, scheduler {result.cpu:.2f} CPU-s, "
-            f"{result.rss:.0f} MiB, {100 * result.beats:.1f} % of a core for signs of life"
+            f"{agents:>6} agents: formed in {median:.3f} s (bare ZeroMQ connections {bare:.3f} s), "
+            f"scheduler {result.cpu:.2f} CPU-s, {result.rss:.0f} MiB, "
+            f"{100 * result.beats:.1f} % of a core for signs of life"
         )
     return _check(results, peers, ours) if options.check else 0
 
@@ -185,8 +187,8 @@ def _seconds(times: psutil._ntuples.pcputimes) -> float:
     return float(times.user + times.system)
 
 
-def _torch_seconds(agents: int) -> float:
-    command = [sys.executable, str(HERE / "c10d.py"), str(agents)]
+def _seconds_of(script: str, agents: int) -> float:
+    command = [sys.executable, str(HERE / script), str(agents)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
 
