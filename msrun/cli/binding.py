@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
+from msrun.bounded_file import read_bounded
 from msrun.cli.parsers import choose, is_boolean
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
@@ -22,7 +22,6 @@ Numbers = tuple[int, ...]
 
 _DEVICE = re.compile(r"device_?([0-9]{1,5})")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
-_FILE_BYTES_MAX = 1 << 20
 _SWITCHES = {"auto": BindMode.AUTO, "off": BindMode.OFF}
 _SCHEDULER_NOTE = "the scheduler is not bound, so its entry is not used"
 
@@ -148,15 +147,7 @@ def _numa_nodes(entry: object) -> Numbers | None:
 
 def _from_file(path: str) -> BindRequest:
     """Return what MindSpore's bind_config file asks the launcher for."""
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        msg = f"{quoted(path)} cannot be read: {error.strerror}"
-        raise UsageError(msg) from None
-    if len(content) > _FILE_BYTES_MAX:
-        msg = f"{quoted(path)} is larger than 1 MiB"
-        raise UsageError(msg)
+    content = read_bounded(path, quoted(path), mebibytes=1)
     root = _json_object(content.decode("utf-8", "replace"), path)
     config = _section(root, "bind_config", path)
     cpu_mode = _mode(config, "bind_cpu_mode", ("cpu", "numa", "none"), path)

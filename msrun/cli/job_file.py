@@ -10,9 +10,9 @@ import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msrun.bounded_file import read_bounded
 from msrun.cli.option import FileForm, Option
 from msrun.cli.parsers import guess
 from msrun.cli.settings import FileTexts, Given
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from msrun.cli.command_line import Table
 
-BYTES_MAX = 1 << 20
 ALIASES_MAX = 100
 DEPTH_MAX = 20
 NODES_MAX = 10_000
@@ -93,15 +92,7 @@ def parse_job_file(content: str, path: str, table: Table) -> JobFile:
 
 
 def _read(given: Given[str]) -> str:
-    try:
-        with Path(given.value).open("rb") as file:
-            content = file.read(BYTES_MAX + 1)
-    except OSError as error:
-        msg = f"{given.cite()} cannot be read: {error.strerror}"
-        raise UsageError(msg) from None
-    if len(content) > BYTES_MAX:
-        msg = f"{given.cite()} is larger than 1 MiB"
-        raise UsageError(msg)
+    content = read_bounded(given.value, given.cite(), mebibytes=1)
     try:
         return content.decode()
     except UnicodeDecodeError as error:

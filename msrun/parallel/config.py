@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
+from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
 from msrun.units import parse_size, quoted
 
-BYTES_MAX = 1 << 20
 ROOT = "parallel"
 REST = -1
 
@@ -399,13 +399,7 @@ def load_yaml(path: Path) -> object:
     """
     import yaml
 
-    try:
-        with path.open("rb") as file:
-            content = file.read(BYTES_MAX + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > BYTES_MAX:
-        raise UsageError(f"{path} is larger than 1 MiB")
+    content = read_bounded(path, str(path), mebibytes=1)
     try:
         _check_aliases(yaml.parse(content, Loader=yaml.SafeLoader), path)
         return yaml.safe_load(content)

@@ -20,6 +20,7 @@ import msgspec
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
 from msrun.parallel.checkpoint_state import Models, clean, each_model
 from msrun.parallel.config import DATA_AXIS, Dim, Rule
@@ -30,7 +31,6 @@ from msrun.units import quoted
 
 _SHOWN_MAX = 8
 # A line is about 150 bytes.
-_BYTES_MAX = 64 << 20
 
 
 class ParameterStrategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,13 +162,7 @@ def _axes(dim: Dim) -> list[str]:
 
 
 def _read(path: Path) -> Strategy:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_BYTES_MAX + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > _BYTES_MAX:
-        raise UsageError(f"{path} is larger than 64 MiB")
+    content = read_bounded(path, str(path), mebibytes=64)
     try:
         return msgspec.json.decode(content, type=Strategy)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

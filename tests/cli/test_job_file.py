@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from msrun.cli.job_file import ALIASES_MAX, BYTES_MAX
+from msrun.cli.job_file import ALIASES_MAX
 from msrun.job import BindMode, Program, ProgramKind
 
 TRANSCRIPT = Path(__file__).with_name("job_files.txt")
@@ -158,7 +158,7 @@ def bomb():
             "job.yaml: a job file has at most 100 aliases and 20 levels",
         ),
         ("a: " + "[" * 50_000, "job.yaml: a job file has at most 100 aliases and 20 levels"),
-        ("#" * (BYTES_MAX + 1), "--config job.yaml is larger than 1 MiB"),
+        ("#" * (2**20 + 1), "--config job.yaml is larger than 1 MiB"),
     ],
     ids=["bomb", "aliases", "levels", "bytes"],
 )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from nodes import Node
-from support import environment, script, shell, until
+from support import environment, shell, stalls, until
 
 pytestmark = pytest.mark.process
 
@@ -80,30 +80,8 @@ def test_a_node_is_drained_from_another(lab, form, ask):
     assert [node.wait() for node in nodes[:2]] == [143, 143]
 
 
-STALL = """
-    import os, time
-    import msrun
-
-    def next_batch():
-        while True:
-            time.sleep(0.05)
-
-    def all_reduce():
-        while True:
-            time.sleep(0.05)
-
-    if os.environ["MSRUN_GENERATION"] == "0":
-        for _ in range(3):
-            msrun.beat()
-            time.sleep(0.05)
-        print("waiting")
-        next_batch() if os.environ["RANK"] == "4" else all_reduce()
-    print("done")
-"""
-
-
 def test_a_hang_on_one_host_is_told_on_all(lab, form):
-    program = script(lab.folder, STALL, "stall.py")
+    program = stalls(lab.folder, 4)
     words = ["--workers-per-node", 2, "--max-restarts", 1, "--hang-timeout", "3s"]
     nodes = form(lab.hosts, *words, program)
 

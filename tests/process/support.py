@@ -30,6 +30,27 @@ _KEPT = "MSRUN_TESTS_SESSION"
 
 Value = TypeVar("Value")
 
+STALL = """
+    import os, time
+    import msrun
+
+    def next_batch():
+        while True:
+            time.sleep(0.05)
+
+    def all_reduce():
+        while True:
+            time.sleep(0.05)
+
+    if os.environ["MSRUN_GENERATION"] == "0":
+        for _ in range(3):
+            msrun.beat()
+            time.sleep(0.05)
+        print("waiting")
+        next_batch() if os.environ["RANK"] == "STUCK" else all_reduce()
+    print("done")
+"""
+
 
 def until(
     condition: Callable[[], Value],
@@ -229,6 +250,11 @@ def script(folder: Path, text: str, name: str = "program.py") -> str:
     path = folder / name
     path.write_text(textwrap.dedent(text))
     return str(path)
+
+
+def stalls(folder: Path, rank: int) -> str:
+    """Write a program of which `rank` hangs in the first generation, and the others wait for it."""
+    return script(folder, STALL.replace("STUCK", str(rank)), "stall.py")
 
 
 def shell(text: str) -> list[str]:

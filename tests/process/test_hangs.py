@@ -2,31 +2,10 @@
 
 import psutil
 import pytest
-from support import script, until
+from support import script, stalls, until
 
 pytestmark = pytest.mark.process
 
-# Rank 1 hangs in the first generation; the others go on as long as it does.
-STALL = """
-    import os, time
-    import msrun
-
-    def next_batch():
-        while True:
-            time.sleep(0.05)
-
-    def all_reduce():
-        while True:
-            time.sleep(0.05)
-
-    if os.environ["MSRUN_GENERATION"] == "0":
-        for _ in range(3):
-            msrun.beat()
-            time.sleep(0.05)
-        print("waiting")
-        next_batch() if os.environ["RANK"] == "1" else all_reduce()
-    print("done")
-"""
 # All ranks beat as long as the first generation lasts.
 BEAT = """
     import os, time
@@ -43,7 +22,7 @@ BEAT = """
 
 def test_a_rank_that_stops_to_beat_is_named_and_the_job_starts_again(msrun, tmp_path):
     words = ["--workers-per-node", 3, "--max-restarts", 1, "--hang-timeout", "2s"]
-    job = msrun(*words, script(tmp_path, STALL, "stall.py"))
+    job = msrun(*words, stalls(tmp_path, 1))
 
     assert job.wait(60) == 0
 
@@ -61,7 +40,7 @@ def test_a_rank_that_stops_to_beat_is_named_and_the_job_starts_again(msrun, tmp_
 
 def test_without_a_restart_the_job_ends_with_the_code_of_a_hang(msrun, tmp_path):
     words = ["--workers-per-node", 3, "--hang-timeout", "2s"]
-    job = msrun(*words, script(tmp_path, STALL, "stall.py"))
+    job = msrun(*words, stalls(tmp_path, 1))
 
     assert job.wait(60) == 124
 
