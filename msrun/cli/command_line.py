@@ -35,6 +35,7 @@ VERBS = (
     ("convert", "Turn a checkpoint into one file, or back."),
     ("ranktable", "Build, check, show, merge or convert rank tables."),
     ("search", "Find the fastest parallel plan of a model."),
+    ("calibrate", "Measure devices and links for such plans."),
 )
 
 _OWN = ("--help", "-h", "--version")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from msrun.cli import control, convert, inspect, plan, ranktable, run, search, status
+from msrun.cli import calibrate, control, convert, inspect, plan, ranktable, run, search, status
 from msrun.cli.output import say, say_error
 from msrun.cli.world import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
@@ -29,6 +29,7 @@ VERBS: dict[str, Verb] = {
     "convert": convert.convert,
     "ranktable": ranktable.ranktable,
     "search": search.search,
+    "calibrate": calibrate.calibrate,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from msrun.parallel.auto.codes import Array, Codes
@@ -18,6 +19,23 @@ from msrun.parallel.auto.topology import Wire
 
 def collective(kind: Kind, wire: Wire) -> tuple[float, float]:
     """Return seconds, and seconds a byte of the whole tensor, of one collective over `wire`.
+
+    Where it was measured, those; for other numbers of ranks as the formula of `estimate` grows.
+    """
+    known = [one for one in wire.measured if one.kind == kind.name.lower()]
+    latency, per_byte = estimate(kind, wire)
+    if not known:
+        return latency, per_byte
+    near = min(known, key=lambda one: abs(math.log(one.ranks / wire.size)))
+    if near.ranks == wire.size:
+        return near.start, near.per_byte
+    there = estimate(kind, msgspec.structs.replace(wire, size=near.ranks))
+    growth = latency / there[0] if there[0] else 1.0
+    return near.start * growth, near.per_byte * per_byte / there[1]
+
+
+def estimate(kind: Kind, wire: Wire) -> tuple[float, float]:
+    """Return what `collective` does, from bandwidth and latency alone.
 
     n ranks, r = (n - 1) / n, latency a = start + ceil(log2 n) hops:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ from msrun.errors import UsageError
 from msrun.units import quoted
 
 GIB = 2**30
+
+CollectiveKind = Literal["gather", "scatter", "reduce", "move"]
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +34,32 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("latency: must be 0 or more seconds")
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What collectives of one kind took on the cluster.
+
+    Args:
+        kind: Which; `cost.estimate` has what each of them does.
+        ranks: Of a group.
+        across: Its ranks are on as many nodes; else on one.
+        start: Seconds that it takes with nothing to carry.
+        per_byte: Seconds more for each byte of the whole tensor.
+    """
+
+    kind: CollectiveKind
+    ranks: int
+    across: bool = False
+    start: float
+    per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:  # noqa: PLR2004 - of one rank there is nothing to measure
+            raise ValueError("ranks: must be 2 or more")
+        if not 0 <= self.start < math.inf:
+            raise ValueError("start: must be 0 or more seconds")
+        if not 0 <= self.per_byte < math.inf:
+            raise ValueError("per_byte: must be 0 or more seconds")
+
+
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cluster of equal nodes.
 
@@ -48,6 +76,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         across: Links between nodes.
         overlap: Share of the traffic of parameters and their gradients that hides behind
             computation.
+        measured: What `msrun calibrate` measured of collectives, which goes before the links.
     """
 
     name: str
@@ -61,6 +90,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     launch: float = 4e-6
     collective: float = 8e-6
     overlap: float = 0.0
+    measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("flops", "memory_bandwidth", "memory", "per_node"):
@@ -96,9 +126,18 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 bandwidth=self.inside.bandwidth,
                 start=self.collective,
                 hop=self.inside.latency,
+                measured=self._of(across=False),
             )
-        bandwidth = min(self.inside.bandwidth, inside * self.across.bandwidth)
-        return Wire(size=size, bandwidth=bandwidth, start=self.collective, hop=self.across.latency)
+        return Wire(
+            size=size,
+            bandwidth=min(self.inside.bandwidth, inside * self.across.bandwidth),
+            start=self.collective,
+            hop=self.across.latency,
+            measured=self._of(across=True) if inside == 1 else (),
+        )
+
+    def _of(self, *, across: bool) -> tuple[Measured, ...]:
+        return tuple(one for one in self.measured if one.across is across)
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,12 +148,14 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         bandwidth: Bytes a second of each.
         start: Seconds to start a collective.
         hop: Seconds of one hop.
+        measured: Collectives over links like it.
     """
 
     size: int
     bandwidth: float
     start: float
     hop: float
+    measured: tuple[Measured, ...] = ()
 
 
 def _preset(name: str, numbers: tuple[float, ...], *, per_node: int = 8) -> Topology:

@@ -7,11 +7,12 @@ import math
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from msrun.parallel.auto.codes import SUM, WHOLE
-from msrun.parallel.auto.cost import Prices, collective
+from msrun.parallel.auto.cost import Prices, collective, estimate
 from msrun.parallel.auto.redistribution import Kind, impossible, moves, route
-from msrun.parallel.auto.topology import Wire
+from msrun.parallel.auto.topology import PRESETS, Measured, Wire
 
 MESHES = [(2, 3), (3, 2), (2, 2, 3), (2, 1, 2)]
 
@@ -160,3 +161,32 @@ def test_sums_over_two_axes_are_reduced_on_parts():
     slow_part = collective(Kind.REDUCE, slow)[1] * 1e6 / 2
     fast_part = collective(Kind.REDUCE, fast)[0] + collective(Kind.REDUCE, fast)[1] * 1e6
     assert both == pytest.approx(slow_part + fast_part)
+
+
+def test_what_was_measured_goes_before_bandwidth_and_latency():
+    def measured(kind, ranks, start, per_byte):
+        return Measured(kind=kind, ranks=ranks, start=start, per_byte=per_byte)
+
+    known = (measured("gather", 2, 1e-3, 1e-9), measured("gather", 8, 4e-3, 2e-9))
+    two, four, eight = (structs.replace(wire(n), measured=known) for n in (2, 4, 8))
+
+    assert collective(Kind.GATHER, two) == (1e-3, 1e-9)
+    assert collective(Kind.GATHER, eight) == (4e-3, 2e-9)
+    assert collective(Kind.REDUCE, eight) == estimate(Kind.REDUCE, wire(8))
+    # Between two sizes as the formula grows from one of them: 3/4 of the bytes instead of 1/2.
+    start, per_byte = collective(Kind.GATHER, four)
+    assert per_byte == pytest.approx(1e-9 * (3 / 4) / (1 / 2))
+    growth = estimate(Kind.GATHER, wire(4))[0] / estimate(Kind.GATHER, wire(2))[0]
+    assert start == pytest.approx(1e-3 * growth)
+
+
+def test_what_was_measured_holds_for_links_like_it():
+    inside = Measured(kind="reduce", ranks=2, start=1e-3, per_byte=1e-9)
+    across = Measured(kind="reduce", ranks=2, across=True, start=2e-3, per_byte=2e-9)
+    found = structs.replace(PRESETS["cpu"], per_node=4, measured=(inside, across))
+
+    nodes, mixed, neighbours = found.wires((2, 8, 2))
+
+    assert nodes.measured == (across,)
+    assert mixed.measured == ()
+    assert neighbours.measured == (inside,)

@@ -1,0 +1,235 @@
+"""How true the search's predictions are: plans drawn at random, predicted and measured.
+
+    python scripts/bench/predict.py            # 4 ranks of this machine, 3 runs
+    python scripts/bench/predict.py --check    # exit 1 and name the missed bars
+
+Each run calibrates first, then takes the best plan and 15 drawn ones on 4 and on 2 x 2 ranks: the
+seconds of a training step in turns, and the bytes of a rank that live when backward begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import msrun
+from msrun.parallel.auto.build import build
+from msrun.parallel.auto.calibrate import measure
+from msrun.parallel.auto.eliminate import solve
+from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.problem import Edge, Problem, Setting
+from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.local import local_part
+
+RANKS = 4
+MESHES = ((4,), (2, 2))
+PLANS = 16
+TURNS = 7
+WIDTH, LENGTH, VOCAB, BATCH, LAYERS = 256, 64, 512, 16, 2
+ADAM_BYTES = 8
+RANK_BAR, BEST_BAR, MEMORY_BAR = 0.8, 1.15, 0.15
+
+
+class Block(nn.Module):
+    """Attention and a perceptron of four times the width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (batch, length, width) for the same."""
+        y = self.first(x)
+        q, k, v = (
+            part(y).view(len(x), LENGTH, 4, -1).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(len(x), LENGTH, WIDTH))
+        found: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
+        return found
+
+
+class GPT(nn.Module):
+    """A small one that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss for tokens and targets of (batch, length)."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--into", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.into:
+        _work(Path(options.into))
+        return 0
+    print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, {RANKS} ranks, {PLANS} plans")
+    runs = [_run() for _ in range(options.runs)]
+    missed = []
+    for name in runs[0]:
+        found = [run[name] for run in runs]
+        rank = statistics.median(one["rank"] for one in found)
+        best = statistics.median(one["best"] for one in found)
+        memory = max(one["memory"] for one in found)
+        ranks = ", ".join(f"{one['rank']:.3f}" for one in found)
+        print(
+            f"{name:>5}: Spearman {ranks}; the chosen plan takes {best:.2f} of the best measured; "
+            f"memory is off by {memory:.0%} at most"
+        )
+        if rank < RANK_BAR:
+            missed.append(f"{name}: Spearman {rank:.2f}, the bar is {RANK_BAR}")
+        if best > BEST_BAR:
+            missed.append(f"{name}: chosen plan {best:.2f} of the best, the bar is {BEST_BAR}")
+        if memory > MEMORY_BAR:
+            missed.append(f"{name}: memory off by {memory:.0%}, the bar is {MEMORY_BAR:.0%}")
+    for sentence in missed:
+        print(f"missed: {sentence}")
+    return bool(options.check and missed)
+
+
+def _run() -> dict[str, dict[str, float]]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder, "found.json")
+        command = [sys.executable, "-m", "msrun", "--workers-per-node", str(RANKS)]
+        command += ["--log-dir", folder, __file__, "--into", str(into)]
+        subprocess.run(command, check=True, stderr=subprocess.PIPE)
+        found: dict[str, dict[str, float]] = json.loads(into.read_text())
+    return found
+
+
+def _work(into: Path) -> None:
+    """Be one rank; the first writes what was found."""
+    with msrun.init() as runtime:
+        topology = measure(runtime)
+        found = {}
+        for sizes in MESHES:
+            setting = Setting(sizes=sizes, topology=topology, state_bytes=ADAM_BYTES)
+            found[" x ".join(map(str, sizes))] = _compare(setting)
+        if runtime.is_main:
+            into.write_text(json.dumps(found))
+
+
+def _compare(setting: Setting) -> dict[str, float]:
+    """Return how predictions and measurements on one mesh go together."""
+    torch.manual_seed(0)
+    batch = tuple(torch.randint(VOCAB, (BATCH, LENGTH)) for _ in range(2))
+    traced = trace(GPT(), batch)
+    problem = build(traced.program, setting)
+    rng = np.random.default_rng(0)
+    plans = [solve(problem)[1], *(_drawn(problem, rng) for _ in range(PLANS - 1))]
+    predicted = [problem.seconds(plan) for plan in plans]
+    trained = [Trained(traced, problem, plan, setting) for plan in plans]
+    taken: list[list[float]] = [[] for _ in plans]
+    for _ in range(TURNS):
+        for times, one in zip(taken, trained, strict=True):
+            times.append(one.step(batch))
+    measured = [min(times) for times in taken]
+    misses = [
+        abs(problem.memory(plan) - one.bytes(batch)) / one.bytes(batch)
+        for plan, one in zip(plans, trained, strict=True)
+    ]
+    return {
+        "rank": _rank_correlation(predicted, measured),
+        "best": measured[0] / min(measured),
+        "memory": max(misses),
+    }
+
+
+def _rank_correlation(a: list[float], b: list[float]) -> float:
+    """Return Spearman's coefficient of two lists without ties."""
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+def _drawn(problem: Problem, rng: np.random.Generator) -> list[int]:
+    """Return a plan at random: the best when costs are, more or less."""
+    share = rng.random()
+    edges = []
+    for edge in problem.edges:
+        noise = rng.random(edge.seconds.shape) * edge.seconds[np.isfinite(edge.seconds)].mean()
+        edges.append(Edge(edge.source, edge.target, (1 - share) * edge.seconds + share * noise))
+    return solve(Problem(nodes=list(problem.nodes), edges=edges))[1]
+
+
+class Trained:
+    """A model under one plan."""
+
+    def __init__(self, traced: Traced, problem: Problem, plan: list[int], setting: Setting) -> None:
+        chosen = {
+            node.name: tuple(node.rows[at].tolist())
+            for node, at in zip(problem.nodes, plan, strict=True)
+        }
+        mesh = init_device_mesh("cpu", setting.sizes)
+        rules = {node.name: node.rule for node in problem.nodes}
+        torch.manual_seed(0)
+        self._model = GPT()
+        self._run = Executor(self._model, traced, rules, chosen, setting=setting, mesh=mesh, seed=0)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), foreach=False)
+
+    def step(self, batch: tuple[Tensor, ...]) -> float:
+        """Train once; return the seconds of the slowest rank."""
+        dist.barrier()
+        began = time.perf_counter()
+        self._optimizer.zero_grad()
+        self._run(*batch).backward()
+        self._optimizer.step()
+        taken = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
+
+    def bytes(self, batch: tuple[Tensor, ...]) -> float:
+        """Return the bytes of parameters, gradients, their state, and what backward keeps."""
+        kept: dict[int, int] = {}
+
+        def keep(x: Tensor) -> Tensor:
+            storage = local_part(x).untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        owned = [local_part(param) for param in self._model.parameters()]
+        own = {part.untyped_storage().data_ptr() for part in owned}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = self._run(*batch)
+        loss.backward()
+        activations = sum(size for at, size in kept.items() if at not in own)
+        gradients = [local_part(p.grad) for p in self._model.parameters() if p.grad is not None]
+        states: list[Any] = list(self._optimizer.state.values())
+        state = [local_part(x) for one in states for x in one.values() if x.numel() > 1]
+        return float(sum(part.nbytes for part in (*owned, *gradients, *state)) + activations)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
