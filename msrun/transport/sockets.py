@@ -445,6 +445,7 @@ class ControlSocket:
         address: str,
         keys: ControlKeys | None,
     ) -> None:
+        self._has_been_answered = False
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[1])
@@ -468,8 +469,10 @@ class ControlSocket:
         deadline = Loop.now() + timeout
         while found := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
             if self.socket in found:
+                self._has_been_answered = True
                 return self.socket.recv()
             line = _LINES[_next_event(self.monitor)[0]]
-            if line in (Line.REJECTED, Line.SILENT):
+            # Who has answered knows the key: a handshake that fails then is its end.
+            if line is Line.REJECTED and not self._has_been_answered:
                 return line
         return None

@@ -31,9 +31,9 @@ PATIENCE = 10.0
 class Scheduler:
     """A scheduler's socket that answers every question, in a thread of its own."""
 
-    def __init__(self, secret):
+    def __init__(self, secret, port=0):
         self._context = new_context()
-        listening = listen("127.0.0.1", 0)
+        listening = listen("127.0.0.1", port)
         self.port = listening.getsockname()[1]
         self._socket = SchedulerSocket(self._context, listening, secret)
         self.envelopes = []
@@ -66,8 +66,8 @@ class Scheduler:
 def start():
     started = []
 
-    def start_scheduler(secret=SECRET):
-        started.append(Scheduler(secret))
+    def start_scheduler(secret=SECRET, **options):
+        started.append(Scheduler(secret, **options))
         return started[-1]
 
     yield start_scheduler
@@ -123,6 +123,16 @@ def test_another_jobs_key_is_refused_at_once(start, connect):
 
     assert connect(scheduler, keys).ask(QUESTION, PATIENCE) is Line.REJECTED
     assert scheduler.questions == []
+
+
+def test_a_handshake_that_fails_after_an_answer_is_no_other_key(start, connect):
+    first = start()
+    control = connect(first, control_keys(SECRET))
+    assert control.ask(QUESTION, PATIENCE) == ANSWER
+    first.close()
+    start(bytes(32), port=first.port)  # fails every handshake, as a scheduler that ends may
+
+    assert control.ask(QUESTION, 1.5) is None
 
 
 def test_the_keys_of_control_are_not_those_of_an_agent():
