@@ -65,6 +65,7 @@ class Peers:
     term: int
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _lost: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _over: set[tuple[str, int]] = field(default_factory=set)
     _check_at: float | None = None
 
     def __contains__(self, node_id: str) -> bool:
@@ -104,7 +105,8 @@ class Peers:
         node_id = envelope.node_id
         peer = self._peers.get(node_id)
         life = (envelope.incarnation, envelope.session)
-        if peer and life < (peer.incarnation, peer.session):
+        is_late = peer is not None and life < (peer.incarnation, peer.session)
+        if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
         events: list[Lost | Received] = []
         if peer is None or life > (peer.incarnation, peer.session):
@@ -112,6 +114,9 @@ class Peers:
                 return [], [self._unknown(envelope)] if envelope.stamp else []
             if peer and peer.incarnation < envelope.incarnation:
                 events += self.lose(node_id, peer.incarnation, "it was started anew")
+            earlier, _ = self._lost.get(node_id, life)
+            if earlier != envelope.incarnation:
+                self._over.add((node_id, earlier))
             peer = self._peers[node_id] = _Peer(*life, heard_at=now)
         peer.heard_at = now
         peer.stamp = max(peer.stamp, envelope.stamp)

@@ -110,7 +110,16 @@ def test_a_machine_that_was_booted_anew_may_have_a_smaller_incarnation(peers):
     peers.tick(now=110.0)
 
     assert join(peers, incarnation=2, now=111.0)[0] == [Received("a", 2, -1, REGISTER)]
-    assert isinstance(join(peers, incarnation=7, now=112.0)[1][0].body, Unknown)
+    assert join(peers, incarnation=7, now=112.0) == ([], [])
+
+
+def test_a_life_that_another_followed_is_over_however_large_its_number(peers):
+    join(peers, incarnation=7)
+    peers.lose("a", 7, "its launcher has ended")
+    join(peers, incarnation=2, now=101.0)
+
+    assert join(peers, incarnation=7, session=2, now=102.0) == ([], [])
+    assert "a" in peers
 
 
 def test_what_is_known_to_be_dead_is_lost_at_once(peers):
