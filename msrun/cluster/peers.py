@@ -110,7 +110,7 @@ class Peers:
             return [], []
         events: list[Lost | Received] = []
         if peer is None or life > (peer.incarnation, peer.session):
-            if not self._is_first(envelope):
+            if not self._is_first(envelope) or not self._is_alive(envelope, peer):
                 return [], [self._unknown(envelope)] if envelope.stamp else []
             if peer and peer.incarnation < envelope.incarnation:
                 events += self.lose(node_id, peer.incarnation, "it was started anew")
@@ -173,6 +173,15 @@ class Peers:
         is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
         return is_register and is_for_us and not is_late
+
+    def _is_alive(self, envelope: Envelope, peer: _Peer | None) -> bool:
+        """Return whether a life that would take the place of `peer` has answered this scheduler.
+
+        What it has not may have been under way while its machine was booted anew, perhaps
+        with a smaller incarnation: `peer` is then the later life.
+        """
+        is_another = peer is not None and peer.incarnation != envelope.incarnation
+        return not is_another or envelope.term == self.term
 
     def _check_by(self, now: float) -> None:
         if self._check_at is None:

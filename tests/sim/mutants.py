@@ -97,7 +97,7 @@ class CountsFromReceipt(Uplink):
 MUTANTS = {
     "lateassign": (Build(agent_state=StartsLate), {}),
     "staleidle": (Build(scheduler_state=TakesStaleIdle, peers=TakesLateRegister), {}),
-    "nofence": (Build(uplink=ForgetsTheFence), {}),
+    "nofence": (Build(uplink=ForgetsTheFence, dead_man=False), {}),
     "nodrain": (Build(scheduler_state=DoesNotDrain), {}),
     "nowal": (Build(log=False), {}),
     "wallclock": (Build(peers=ComparesClocks), {}),
