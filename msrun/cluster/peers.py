@@ -22,12 +22,14 @@ from msrun.cluster.messages import (
     Stack,
     Stalled,
     Unknown,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.scheduler_events import Lost, Received
 
 _OF_AGENT = (
     Register,
+    Warmed,
     WorkerExited,
     Drained,
     Interrupted,

@@ -77,6 +77,16 @@ class CountsStaleExits(SchedulerState):
         return actions + super()._member_is_back(node_id, incarnation, body, now)
 
 
+class WaitsForImports(SchedulerState):
+    """Takes every node for one whose workers start at once."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, Received) and isinstance(event.body, Register):
+            warm = msgspec.structs.replace(event.body, warm=True)
+            event = msgspec.structs.replace(event, body=warm)
+        return super().handle(event, now=now)
+
+
 class ForgetsTheFence(Uplink):
     """Never finds out that the scheduler is silent."""
 
@@ -102,6 +112,7 @@ MUTANTS = {
     "nowal": (Build(log=False), {}),
     "wallclock": (Build(peers=ComparesClocks), {}),
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
+    "waitsforimports": (Build(scheduler_state=WaitsForImports), {}),
     "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
     "lateregister": (Build(peers=TakesLateRegister), {}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),

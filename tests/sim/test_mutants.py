@@ -8,16 +8,17 @@ pytestmark = pytest.mark.sim
 SEEDS_MAX = 10_000
 # The smallest seed that shows it, from where the search goes on when the faults change.
 FIRST = {
-    "agentstop": 8,
-    "lateassign": 78,
-    "lateregister": 25,
+    "agentstop": 7,
+    "lateassign": 70,
+    "lateregister": 1913,
     "nodrain": 0,
     "nofence": 0,
     "nowal": 1,
-    "receipt": 18,
-    "stale": 21,
-    "staleidle": 328,
-    "wallclock": 2,
+    "receipt": 0,
+    "stale": 66,
+    "staleidle": 94,
+    "waitsforimports": 261,
+    "wallclock": 1,
 }
 
 

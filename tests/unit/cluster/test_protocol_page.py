@@ -23,7 +23,7 @@ def test_vector(text, frame):
 
 def fields(name):
     """Return the names that the page gives the fields of a message."""
-    (words,) = re.findall(rf"^\| `{name}` \| (.*?) \| [^|]* \|$", PAGE, re.MULTILINE)
+    (words,) = re.findall(rf"^\| `{name}` \| (.*?)\| [^|]* \|$", PAGE, re.MULTILINE)
     return re.findall(r"`(\w+)`", words)
 
 
