@@ -188,8 +188,7 @@ class Roster:
             for node_id in self._ready
             if not nodes[node_id].is_warm
             and (
-                node_id not in members
-                or members[node_id].incarnation != nodes[node_id].incarnation
+                node_id not in members or members[node_id].incarnation != nodes[node_id].incarnation
             )
         }
 
