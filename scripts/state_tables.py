@@ -15,6 +15,7 @@ PAGE = ROOT / "docs" / "states.md"
 EVENTS = {
     "scheduler": {
         "register": "`Register`",
+        "warmed": "`Warmed`",
         "exit": "`WorkerExited`",
         "drained": "`Drained`",
         "interrupt": "`Interrupted`",

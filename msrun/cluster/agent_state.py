@@ -51,6 +51,7 @@ from msrun.cluster.messages import (
     Start,
     Stop,
     Waiting,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.verdict import RankExit, Verdict
@@ -177,6 +178,7 @@ class AgentState:
             seen=self.generation,
             exits=exits,
             stuck=self._stuck,
+            warm=self._ready,
         )
         actions: list[Action] = [Join(register)]
         if self._failure:
@@ -245,7 +247,7 @@ class AgentState:
             self._failure = NodeFailed(reason=error, code=ExitCode.USAGE)
             return [self._send(self._failure)]
         self._ready = True
-        return self._start_if_possible()
+        return [self._send(Warmed()), *self._start_if_possible()]
 
     def _start_if_possible(self) -> list[Action]:
         if not self._ready or self._pending is None or self.phase is not Phase.JOINING:

@@ -12,9 +12,11 @@ import msgspec
 
 from msrun.cluster import verdict as verdicts
 from msrun.cluster.messages import Start
+from msrun.cluster.restart_policy import GiveUp
 from msrun.cluster.roster import Node
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.cluster.wal import Member
+from msrun.errors import ExitCode
 
 
 class Because(enum.Enum):
@@ -128,6 +130,12 @@ class Generation:
         if self.because is Because.CHANGE:
             return self.change
         return root.sentence() if root else "; ".join(loss.sentence for loss in self.losses)
+
+    def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
+        """Return the code and the reason of a job that ends with the generation."""
+        own_code = root.exit_code if root else ExitCode.NODE_LOST
+        reason = self.sentence(root) + (f"; {step.reason}" if step.reason else "")
+        return own_code if step.code is None else step.code, reason
 
     def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
         """Return `verdict` with the ends of all workers beside that of `root`."""

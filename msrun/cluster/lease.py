@@ -5,6 +5,9 @@ is done with it `grace` seconds later.  The scheduler takes a silent node for lo
 after `lost` seconds, so that by then no worker of it lives: fence + grace < lost.  Both
 count from the moment at which the *agent* spoke, each on its own monotonic clock.  An agent
 that is frozen can stop nothing: then its node's reaper kills them, fence + grace < kill < lost.
+
+A cut that heals within fence - heartbeat, half a lease, changes nothing wherever it falls between
+two signs of life.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import math
 
 import msgspec
 
-_FENCE = 0.6
+_FENCE = 0.7
 _GRACE = 0.1
-_KILL = 0.8
-_HEARTBEAT = 0.1
+_KILL = 0.85
+_HEARTBEAT = 0.2
 
 
 class Lease(msgspec.Struct, frozen=True):

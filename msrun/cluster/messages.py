@@ -14,7 +14,7 @@ import msgspec
 from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 # What no node has more of is garbage, and would be counted with.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -68,6 +68,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         seen: Largest generation that was started on it, or stopped before it was.
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
+        warm: As `Warmed` says.
     """
 
     host: str
@@ -83,6 +84,11 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     seen: int = -1
     exits: list[RankExit] = []
     stuck: list[str] = []
+    warm: bool = False
+
+
+class Warmed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+    """The node has imported what its workers need, so that they start at once from now on."""
 
 
 class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -321,6 +327,7 @@ class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
 
 FromAgent = (
     Register
+    | Warmed
     | WorkerExited
     | Drained
     | Interrupted

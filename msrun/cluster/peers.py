@@ -22,12 +22,14 @@ from msrun.cluster.messages import (
     Stack,
     Stalled,
     Unknown,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.scheduler_events import Lost, Received
 
 _OF_AGENT = (
     Register,
+    Warmed,
     WorkerExited,
     Drained,
     Interrupted,
@@ -65,6 +67,7 @@ class Peers:
     term: int
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _lost: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _over: set[tuple[str, int]] = field(default_factory=set)
     _check_at: float | None = None
 
     def __contains__(self, node_id: str) -> bool:
@@ -104,14 +107,18 @@ class Peers:
         node_id = envelope.node_id
         peer = self._peers.get(node_id)
         life = (envelope.incarnation, envelope.session)
-        if peer and life < (peer.incarnation, peer.session):
+        is_late = peer is not None and life < (peer.incarnation, peer.session)
+        if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
         events: list[Lost | Received] = []
         if peer is None or life > (peer.incarnation, peer.session):
-            if not self._is_first(envelope):
+            if not self._is_first(envelope) or not self._is_alive(envelope, peer):
                 return [], [self._unknown(envelope)] if envelope.stamp else []
             if peer and peer.incarnation < envelope.incarnation:
                 events += self.lose(node_id, peer.incarnation, "it was started anew")
+            earlier, _ = self._lost.get(node_id, life)
+            if earlier != envelope.incarnation:
+                self._over.add((node_id, earlier))
             peer = self._peers[node_id] = _Peer(*life, heard_at=now)
         peer.heard_at = now
         peer.stamp = max(peer.stamp, envelope.stamp)
@@ -168,6 +175,15 @@ class Peers:
         is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
         return is_register and is_for_us and not is_late
+
+    def _is_alive(self, envelope: Envelope, peer: _Peer | None) -> bool:
+        """Return whether a life that would take the place of `peer` has answered this scheduler.
+
+        What it has not may have been under way while its machine was booted anew, perhaps
+        with a smaller incarnation: `peer` is then the later life.
+        """
+        is_another = peer is not None and peer.incarnation != envelope.incarnation
+        return not is_another or envelope.term == self.term
 
     def _check_by(self, now: float) -> None:
         if self._check_at is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msrun.cluster import seats
@@ -12,6 +12,8 @@ from msrun.cluster.verdict import render_ranges
 from msrun.cluster.wal import Member
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
+# Nodes that come one after the other while a job runs change it once, not each time.
+JOIN_WINDOW = 1.0
 _NAMES_MAX = 8
 
 
@@ -22,12 +24,16 @@ class Node:
     Args:
         incarnation: Which life of it.
         registration: What it said.
+        since: When it said so.
         leaves_with: The signal on which it leaves the job; 0 while it stays.
+        is_warm: Workers start on it at once.
     """
 
     incarnation: int
     registration: Register
+    since: float
     leaves_with: int = 0
+    is_warm: bool = False
 
 
 @dataclass(slots=True)
@@ -150,10 +156,41 @@ class Roster:
         """Whether the job could use no further node."""
         return seats.is_full(len(self._ready), self._slots, self.formation)
 
+    def has_room(self, members: Collection[str]) -> bool:
+        """Whether newcomers may join a generation of `members` while it runs."""
+        return self.formation.is_elastic and len(members) < self.formation.nnodes_max
+
     def can_grow(self, members: Collection[str]) -> bool:
-        """Whether there is a newcomer to a generation of `members`, and room for it."""
-        has_room = self.formation.is_elastic and len(members) < self.formation.nnodes_max
-        return has_room and any(node_id not in members for node_id in self.ready())
+        """Whether a newcomer could join a generation of `members` without delay."""
+        return self.has_room(members) and any(n.is_warm for n in self.newcomers(members))
+
+    def settled_at(self, members: Collection[str], *, now: float) -> float:
+        """Return until when newcomers to a generation of `members` wait for each other."""
+        newcomers = self.newcomers(members)
+        since = max(now if not node.is_warm else node.since for node in newcomers)
+        return max(now, since + JOIN_WINDOW)
+
+    def stand_by(self, node_id: str, members: Collection[str]) -> tuple[bool, str]:
+        """Return whether `members` will be joined by a node, and what it is told till then."""
+        is_next = self.has_room(members) and not self.nodes[node_id].is_warm
+        what = "joins them when its imports are done" if is_next else "stands by as a spare"
+        return is_next, f"{len(members)} node(s): this one {what}"
+
+    def newcomers(self, members: Collection[str]) -> list[Node]:
+        """Return the nodes that could join a generation of `members`."""
+        return [self.nodes[node_id] for node_id in self._ready if node_id not in members]
+
+    def cold(self, members: Mapping[str, Member]) -> set[str]:
+        """Return the nodes for whose imports others would wait, unless they have done so before."""
+        nodes = self.nodes
+        return {
+            node_id
+            for node_id in self._ready
+            if not nodes[node_id].is_warm
+            and (
+                node_id not in members or members[node_id].incarnation != nodes[node_id].incarnation
+            )
+        }
 
     def can_do_without(self, node_id: str) -> bool:
         """Whether the job could go on without a node."""

@@ -34,6 +34,7 @@ from msrun.cluster.messages import (
     Restarting,
     Stop,
     Waiting,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.restart_policy import Again, GiveUp, RestartPolicy
@@ -51,9 +52,6 @@ from msrun.cluster.scheduler_events import (
 )
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ExitCode, signal_exit_code, signal_name
-
-# Nodes that come one after the other while a job runs change it once, not each time.
-JOIN_WINDOW = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +154,8 @@ class SchedulerState:
             return [self._send(node_id, farewell)]
         is_same_life = known is not None and known.incarnation == event.incarnation
         leaves_with = known.leaves_with if known and is_same_life else 0
-        self._roster.add(node_id, Node(event.incarnation, body, leaves_with))
+        node = Node(event.incarnation, body, now, leaves_with, is_warm=body.warm)
+        self._roster.add(node_id, node)
         self._forming.someone_came(now=now)
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
@@ -189,16 +188,24 @@ class SchedulerState:
         self._roster.mark_stale(node_id, is_stale=False)
         if self.phase is Phase.FORMING:
             return self._form_if_possible(now)
-        if self._can_grow():
-            self._grow_at = self._grow_at or now + JOIN_WINDOW
-            return []
-        return [self._send(node_id, self._stand_by())]
+        if not self._can_grow() or not self._roster.nodes[node_id].is_warm:
+            return [self._send(node_id, self._stand_by(node_id))]
+        return self._await_newcomers(now)
+
+    def _await_newcomers(self, now: float) -> list[Action]:
+        """Let those that come together change the generation once, and wait for no other."""
+        at = self._roster.settled_at(self._current.members, now=now)
+        self._grow_at = at if self._grow_at is None else min(self._grow_at, at)
+        is_due = self.phase is Phase.RUNNING and now >= self._grow_at
+        return self._grow() if is_due else []
 
     # What agents say.
 
     def _received(self, event: Received, node: Node, now: float) -> list[Action]:
         is_of_now = event.generation == self.generation and event.node_id in self._current.members
         match event.body:
+            case Warmed():
+                return self._warmed(event.node_id, node, now)
             case WorkerExited(exit=end):
                 return self._count_exit(event.node_id, end, now) if is_of_now else []
             case Drained(stuck=stuck):
@@ -209,6 +216,13 @@ class SchedulerState:
                 return self._node_failed(event.node_id, node, failure, now)
             case _:  # a key holder may send what only a scheduler says
                 return []
+
+    def _warmed(self, node_id: str, node: Node, now: float) -> list[Action]:
+        """Let a newcomer join the generation, which was not stopped before it could."""
+        node.is_warm = True
+        members = self._current.members
+        joins = node in self._roster.newcomers(members) and self._roster.has_room(members)
+        return self._newcomer(node_id, -1, now) if joins and self.phase is Phase.RUNNING else []
 
     def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
         if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
@@ -303,7 +317,9 @@ class SchedulerState:
 
     def _start_generation(self) -> list[Action]:
         ready = self._roster.ready()
-        order = seats.choose(ready, self.formation, list(self._current.members))
+        before = self._current.members
+        cold = self._roster.cold(before) if before else ()
+        order = seats.choose(ready, self.formation, list(before), cold)
         workers = sum(ready[node_id].slots for node_id in order)
         if self.formation.world_size not in (None, workers):
             there = ", ".join(f"{body.host} {body.slots}" for body in ready.values())
@@ -320,7 +336,7 @@ class SchedulerState:
             self.policy.failures,
             self.policy.losses,
         )
-        spares = [self._send(n, self._stand_by()) for n in ready if n not in order]
+        spares = [self._send(n, self._stand_by(n)) for n in ready if n not in order]
         return [Write(record), *map(self._start, order), *spares]
 
     def _start(self, node_id: str) -> Send:
@@ -422,8 +438,8 @@ class SchedulerState:
         self._grow_at = None
         if not self._can_grow():
             return []
-        members, ready = self._current.members, self._roster.ready()
-        hosts = [body.host for n, body in ready.items() if n not in members]
+        newcomers = self._roster.newcomers(self._current.members)
+        hosts = [node.registration.host for node in newcomers if node.is_warm]
         self._current.change = f"node {', '.join(hosts)} joins"
         return self._stop(self._current.change, Because.CHANGE)
 
@@ -448,10 +464,9 @@ class SchedulerState:
     def _tell_all(self, body: FromScheduler) -> list[Action]:
         return [self._send(node_id, body) for node_id in sorted(self._roster.nodes)]
 
-    def _stand_by(self) -> Waiting:
-        nodes = len(self._current.members)
-        reason = f"job {self.job_id} has its {nodes} node(s): this one stands by as a spare"
-        return Waiting(reason=reason, spare=True)
+    def _stand_by(self, node_id: str) -> Waiting:
+        is_next, reason = self._roster.stand_by(node_id, self._current.members)
+        return Waiting(reason=f"job {self.job_id} has its {reason}", spare=not is_next)
 
     def _stop_message(self) -> Stop:
         reason, signum = self._stopped_with
@@ -470,10 +485,8 @@ class SchedulerState:
         )
 
     def _failure(self, root: RankExit | None, step: GiveUp) -> Verdict:
-        own_code = root.exit_code if root else ExitCode.NODE_LOST
-        sentence = self._current.sentence(root) + (f"; {step.reason}" if step.reason else "")
-        verdict = self._verdict(own_code if step.code is None else step.code, sentence)
-        verdict = msgspec.structs.replace(verdict, hint=step.hint)
+        code, reason = self._current.failure(root, step)
+        verdict = msgspec.structs.replace(self._verdict(code, reason), hint=step.hint)
         return self._current.with_ends(verdict, root)
 
     def _join_timeout(self) -> Verdict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msrun.cluster.messages import Formation, Register
 
@@ -42,15 +42,21 @@ def is_enough(nodes: int, slots: int, formation: Formation) -> bool:
     return nodes >= formation.nnodes_min
 
 
-def choose(nodes: Mapping[str, Register], formation: Formation, seats: Sequence[str]) -> list[str]:
+def choose(
+    nodes: Mapping[str, Register],
+    formation: Formation,
+    seats: Sequence[str],
+    cold: Collection[str] = (),
+) -> list[str]:
     """Return the nodes of the next generation by node rank.
 
     Args:
         nodes: All that could take part, in the order in which they came.
         formation: How many it takes; there are enough.
         seats: The nodes of the generation before by node rank; empty before the first.
+        cold: Those for which the others would have to wait: no more than there must be.
     """
-    chosen = _pick(nodes, formation, seats)
+    chosen = _pick(nodes, formation, seats, cold)
     if not seats:
         return sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
     newcomers = [node_id for node_id in chosen if node_id not in seats]
@@ -64,11 +70,18 @@ def choose(nodes: Mapping[str, Register], formation: Formation, seats: Sequence[
     return order + newcomers
 
 
-def _pick(nodes: Mapping[str, Register], formation: Formation, seats: Sequence[str]) -> list[str]:
-    """Return who takes part: those who did before, then who came first."""
+def _pick(
+    nodes: Mapping[str, Register],
+    formation: Formation,
+    seats: Sequence[str],
+    cold: Collection[str],
+) -> list[str]:
+    """Return who takes part: those who did before, then who came first; the cold ones last."""
     candidates = [*(n for n in seats if n in nodes), *(n for n in nodes if n not in seats)]
+    candidates.sort(key=lambda node_id: node_id in cold)
     if formation.world_size is None:
-        return candidates[: formation.nnodes_max]
+        wanted = max(len(nodes) - len(cold), formation.nnodes_min)
+        return candidates[: min(wanted, formation.nnodes_max)]
     picked: list[str] = []
     missing = formation.world_size
     for node_id in candidates[: formation.nnodes_max]:

@@ -68,12 +68,6 @@ class Uplink:
     _beat_at: float | None = None
     _is_cut: bool = False
 
-    @property
-    def expires_at(self) -> float | None:
-        """When nothing may live here any more, unless the scheduler answers by then."""
-        cut_at = self._fence_at()
-        return None if cut_at is None else cut_at + self.lease.grace
-
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
         """Begin a new session, of which `register` is the first body."""
         self._session += 1

@@ -65,6 +65,7 @@ class Audit:
 
     Attributes:
         words: The words after `msrun` that start such workers.
+        python_words: The same for workers of its forkserver, which imports torch first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,6 +73,7 @@ class Audit:
         self.folder.mkdir()
         program = script(folder, PROGRAM, "audited.py")
         self.words = ["--no-python", sys.executable, "-I", "-S", program, str(self.folder)]
+        self.python_words = [program, str(self.folder)]
 
     def lives(self, generation: int | None = None) -> list[Life]:
         """Return the workers that have begun, of one generation or of all, by rank."""

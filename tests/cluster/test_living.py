@@ -7,10 +7,13 @@ generations were alive at a time.
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from audit import LEASE, codes, wait
-from support import shell, until
+from audit import LEASE, LIVING, codes, wait
+from support import script, shell, until
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -169,6 +172,33 @@ def test_a_node_that_comes_is_taken_in(lab, living, audit):
     assert codes(nodes) == [0, 0, 0]
     assert began - started_at <= 5.0
     assert nodes[0].verdict()["restarts"] == 0
+
+
+IMPORTS = """
+    import os, sys, time
+
+    while os.uname().nodename == "c" and not os.path.exists("imports-done"):
+        time.sleep(0.01)
+"""
+
+
+def test_a_job_goes_on_while_a_newcomer_does_its_imports(lab, form, audit):
+    script(lab.folder, IMPORTS, "imports.py")
+    env = {"PYTHONPATH": f"{lab.folder}:{ROOT}"}
+    words = [*LIVING, "--nnodes", "1:3", "--preload", "imports", *audit.python_words]
+    nodes = form(lab.hosts[:2], *words, env=env)
+    audit.until_running(0, "a", "b")
+    nodes += form(lab.hosts[2:], *words, env=env)
+    nodes[2].until_said("joins them when its imports are done")
+    wait(2.0)
+    assert {life.generation for life in audit.lives()} == {0}
+    assert audit.stops(0) == {}
+    (lab.folder / "imports-done").touch()
+    began = audit.until_running(1, "a", "b", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert began - min(audit.stops(0).values()) <= 2.0
 
 
 def test_another_node_takes_the_place_of_one_that_was_killed(lab, living, audit):

@@ -12,7 +12,7 @@ def test_a_cut_that_heals_in_time_changes_nothing(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
     lab.host("b").cut()
-    wait(LEASE * 0.3)
+    wait(LEASE * 0.4)
     lab.host("b").heal()
     wait(LEASE)
     audit.finish()

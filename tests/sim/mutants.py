@@ -77,6 +77,16 @@ class CountsStaleExits(SchedulerState):
         return actions + super()._member_is_back(node_id, incarnation, body, now)
 
 
+class WaitsForImports(SchedulerState):
+    """Takes every node for one whose workers start at once."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, Received) and isinstance(event.body, Register):
+            warm = msgspec.structs.replace(event.body, warm=True)
+            event = msgspec.structs.replace(event, body=warm)
+        return super().handle(event, now=now)
+
+
 class ForgetsTheFence(Uplink):
     """Never finds out that the scheduler is silent."""
 
@@ -97,11 +107,12 @@ class CountsFromReceipt(Uplink):
 MUTANTS = {
     "lateassign": (Build(agent_state=StartsLate), {}),
     "staleidle": (Build(scheduler_state=TakesStaleIdle, peers=TakesLateRegister), {}),
-    "nofence": (Build(uplink=ForgetsTheFence), {}),
+    "nofence": (Build(uplink=ForgetsTheFence, dead_man=False), {}),
     "nodrain": (Build(scheduler_state=DoesNotDrain), {}),
     "nowal": (Build(log=False), {}),
     "wallclock": (Build(peers=ComparesClocks), {}),
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
+    "waitsforimports": (Build(scheduler_state=WaitsForImports), {}),
     "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
     "lateregister": (Build(peers=TakesLateRegister), {}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),

@@ -68,6 +68,11 @@ class Observer:
         self.require(len(names) == len(set(names)), "I1 a node has two places", names)
         within = self.settings.least <= len(names) <= self.settings.most
         self.require(within, "I1 too few or too many nodes", names)
+        self.require(
+            len(names) == self.settings.least or not any(map(self._is_newly_cold, members)),
+            "I10 a generation waits for a node that it does not need",
+            members,
+        )
         budget = self.settings.restarts
         is_within = record.restarts <= budget and record.losses <= budget
         self.require(is_within, "I5 the budget is overspent", record)
@@ -78,6 +83,15 @@ class Observer:
             record,
         )
         self.announced[generation] = record
+
+    def _is_newly_cold(self, member):
+        """Whether a generation after the first gets a node that has not done its imports."""
+        host = self.hosts[member.node_id]
+        last = self.announced[max(self.announced)].members if self.announced else [member]
+        before = {(m.node_id, m.incarnation) for m in last}
+        is_new = (member.node_id, member.incarnation) not in before
+        is_cold = not host.state._ready
+        return is_new and host.incarnation == member.incarnation and is_cold
 
     def observe_verdict(self, verdict):
         self.require(self.verdict is None, "I4 two verdicts", self.verdict, verdict)

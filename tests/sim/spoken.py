@@ -13,6 +13,7 @@ from msrun.cluster.messages import (
     Start,
     Stop,
     Waiting,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.verdict import RankExit
@@ -76,6 +77,8 @@ def show_message(body):  # noqa: C901, PLR0911 - one line a message
             return f"Waiting{' as a spare' * body.spare} reason={body.reason!r}"
         case Register():
             return f"Register slots={body.slots}"
+        case Warmed():
+            return "Warmed"
         case WorkerExited():
             swept = " (swept)" if body.exit.swept else ""
             return f"WorkerExited rank={body.exit.rank} {body.exit.how()}{swept}"

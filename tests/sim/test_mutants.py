@@ -8,16 +8,17 @@ pytestmark = pytest.mark.sim
 SEEDS_MAX = 10_000
 # The smallest seed that shows it, from where the search goes on when the faults change.
 FIRST = {
-    "agentstop": 16,
-    "lateassign": 471,
-    "lateregister": 125,
+    "agentstop": 7,
+    "lateassign": 70,
+    "lateregister": 1913,
     "nodrain": 0,
-    "nofence": 8,
+    "nofence": 0,
     "nowal": 1,
-    "receipt": 27,
-    "stale": 134,
-    "staleidle": 493,
-    "wallclock": 4,
+    "receipt": 0,
+    "stale": 66,
+    "staleidle": 94,
+    "waitsforimports": 261,
+    "wallclock": 1,
 }
 
 

@@ -29,6 +29,7 @@ from msrun.cluster.messages import (
     Start,
     Stop,
     Waiting,
+    Warmed,
     WorkerExited,
 )
 from msrun.cluster.restart_policy import RestartPolicy
@@ -128,6 +129,7 @@ class SchedulerScript(Script):
         seen="-1",
         ended="",
         stuck=None,
+        warm="yes",
         **formation,
     ):
         """Register a node; `ended=0:3,1:SIGTERM` are the ends of its workers."""
@@ -151,8 +153,12 @@ class SchedulerScript(Script):
                 for rank, how in exits
             ],
             stuck=[stuck] if stuck else [],
+            warm=warm == "yes",
         )
         return self._received(node, body)
+
+    def warmed(self, node):
+        return self._received(node, Warmed())
 
     def lost(self, node, silent="10", why=None, incarnation=None):
         return scheduler_events.Lost(
@@ -370,7 +376,8 @@ class AgentScript(Script):
                 exits = " ".join(f"{e.rank}:{e.how()}:{e.age:g}" for e in body.exits)
                 ended = f" ended={exits!r}" if exits else ""
                 stuck = f" stuck={body.stuck}" if body.stuck else ""
-                return f"join running={body.running} seen={body.seen}{ended}{stuck}"
+                warm = " warm" * body.warm
+                return f"join running={body.running} seen={body.seen}{ended}{stuck}{warm}"
             case agent_events.Tell(sentence=sentence, warn=warn):
                 return f"{'warn' if warn else 'tell'} {sentence!r}"
             case agent_events.StartWorkers(generation=generation, start=start):

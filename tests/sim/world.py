@@ -331,7 +331,7 @@ class World(Observer):
     def _after_uplink(self, host, events, frames):
         self._send_up(frames)
         if self.build.dead_man:
-            host.kill_at = host.uplink.expires_at
+            host.kill_at = host.uplink.live_until
         for event in events:
             self._agent(host.name, event)
 

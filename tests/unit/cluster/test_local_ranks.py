@@ -13,6 +13,7 @@ def starts(*nodes):
             Register(
                 host=host, slots=slots, store_host=address, store_port=1, shares_host=shares_host
             ),
+            since=0.0,
         )
         for i, (host, address, slots, shares_host) in enumerate(nodes)
     }

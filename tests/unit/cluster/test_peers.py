@@ -110,7 +110,16 @@ def test_a_machine_that_was_booted_anew_may_have_a_smaller_incarnation(peers):
     peers.tick(now=110.0)
 
     assert join(peers, incarnation=2, now=111.0)[0] == [Received("a", 2, -1, REGISTER)]
-    assert isinstance(join(peers, incarnation=7, now=112.0)[1][0].body, Unknown)
+    assert join(peers, incarnation=7, now=112.0) == ([], [])
+
+
+def test_a_life_that_another_followed_is_over_however_large_its_number(peers):
+    join(peers, incarnation=7)
+    peers.lose("a", 7, "its launcher has ended")
+    join(peers, incarnation=2, now=101.0)
+
+    assert join(peers, incarnation=7, session=2, now=102.0) == ([], [])
+    assert "a" in peers
 
 
 def test_what_is_known_to_be_dead_is_lost_at_once(peers):
@@ -129,7 +138,8 @@ def test_the_end_of_an_earlier_life_says_nothing_of_this_one(peers):
 
 def test_a_new_life_voids_the_one_before(peers):
     join(peers)
-    events, _ = join(peers, incarnation=8, now=101.0)
+    assert join(peers, incarnation=8, now=101.0)[0] == []  # it may be dead by now
+    events, _ = join(peers, incarnation=8, session=2, term=1, now=101.0)
 
     lost = Lost("a", 7, "it was started anew", 100.0)
     assert events == [lost, Received("a", 8, -1, REGISTER)]

@@ -23,7 +23,7 @@ def test_vector(text, frame):
 
 def fields(name):
     """Return the names that the page gives the fields of a message."""
-    (words,) = re.findall(rf"^\| `{name}` \| (.*?) \| [^|]* \|$", PAGE, re.MULTILINE)
+    (words,) = re.findall(rf"^\| `{name}` \| (.*?)\| [^|]* \|$", PAGE, re.MULTILINE)
     return re.findall(r"`(\w+)`", words)
 
 
@@ -45,8 +45,8 @@ def test_every_field_of_the_envelope_is_on_the_page():
 
 def test_times_are_those_of_the_page():
     times = lease.Lease(1.0)
-    shares = times.heartbeat, times.fence, times.fence + times.grace
+    shares = times.heartbeat, times.fence, times.fence + times.grace, times.kill, times.lost
     section = PAGE.split("## Leases")[1].split("\n\n")[2]
 
-    assert re.findall(r"\| ([\d.]+) lease \|", section) == [f"{s:.1f}" for s in shares] + ["1"]
+    assert re.findall(r"\| ([\d.]+) lease \|", section) == [f"{s:.3g}" for s in shares]
     assert f"| a body is sent again | {link.RESEND_SECONDS:g} s | |" in PAGE

@@ -37,6 +37,16 @@ def test_who_stays_keeps_its_seat_and_a_newcomer_takes_a_free_one():
     assert seats.choose(nodes(b=1, c=1, d=1), ELASTIC, ["a", "b", "c"]) == ["d", "b", "c"]
 
 
+def test_nobody_waits_for_a_cold_node_that_can_be_done_without():
+    there = nodes(a=1, b=1, c=1, d=1)
+    pair = Formation(nnodes_min=2, nnodes_max=2)
+
+    assert seats.choose(there, ELASTIC, ["a"], cold={"c", "d"}) == ["a", "b"]
+    assert seats.choose(there, pair, ["a", "b"], cold={"b", "c"}) == ["a", "d"]
+    assert seats.choose(there, pair, ["a", "b"], cold={"b", "c", "d"}) == ["a", "b"]
+    assert seats.choose(nodes(a=1, b=1), pair, ["a"], cold={"b"}) == ["a", "b"]
+
+
 def test_seats_close_up_when_nobody_takes_them():
     assert seats.choose(nodes(b=1, c=1), ELASTIC, ["a", "b", "c"]) == ["b", "c"]
 

@@ -42,36 +42,46 @@ def test_a_body_is_repeated_until_it_is_acknowledged(uplink):
     assert uplink.tick(now=101.5) == ([], [])
 
 
-def test_a_sign_of_life_is_asked_for_each_tenth_of_the_lease(uplink):
+def test_a_sign_of_life_is_asked_for_each_fifth_of_the_lease(uplink):
     uplink.receive(frame(ack=1, stamp=100.0), now=100.1)
 
-    assert uplink.deadline() == 101.0
-    _, (ask,) = uplink.tick(now=101.0)
-    assert (ask.seq, ask.stamp, ask.body) == (0, 101.0, None)
+    assert uplink.deadline() == 102.0
+    _, (ask,) = uplink.tick(now=102.0)
+    assert (ask.seq, ask.stamp, ask.body) == (0, 102.0, None)
 
 
 def test_the_first_echo_reaches_and_a_silence_cuts(uplink):
     assert uplink.receive(frame(ack=1, stamp=100.0), now=105.0) == ([Reached()], [])
     # It counts from when this node spoke, and not from when the answer came.
-    assert uplink.tick(now=105.9)[0] == []
-    assert uplink.tick(now=106.0)[0] == [Cut()]
-    assert uplink.tick(now=107.0)[0] == []
-    assert uplink.receive(frame(ack=1, stamp=106.0), now=107.5)[0] == [Reached()]
+    assert uplink.tick(now=106.9)[0] == []
+    assert uplink.tick(now=107.0)[0] == [Cut()]
+    assert uplink.tick(now=108.0)[0] == []
+    assert uplink.receive(frame(ack=1, stamp=107.0), now=108.5)[0] == [Reached()]
+
+
+def test_a_cut_of_half_a_lease_is_none_whenever_it_begins(uplink):
+    uplink.receive(frame(ack=1, stamp=100.0), now=100.1)
+    uplink.tick(now=102.0)  # which is lost: the cut has just begun
+    events, _ = uplink.tick(now=106.9)
+
+    assert events == []
+    assert uplink.receive(frame(stamp=106.9), now=106.95) == ([], [])
+    assert uplink.live_until == 106.9 + 8.5
 
 
 def test_an_earlier_echo_renews_nothing(uplink):
     uplink.receive(frame(ack=1, stamp=100.5), now=101.0)
     uplink.receive(frame(ack=1, stamp=100.0), now=102.0)
 
-    assert uplink.expires_at == 100.5 + 6.0 + 1.0
+    assert uplink.live_until == 100.5 + 8.5
 
 
 def test_nothing_expires_before_the_first_echo_or_on_one_node(uplink):
-    assert uplink.expires_at is None
+    assert uplink.live_until is None
     alone = Uplink(job_id="train", node_id="a", incarnation=7, lease=Lease(math.inf))
     alone.join(-1, REGISTER, now=1.0)
     alone.receive(frame(ack=1, stamp=1.0), now=1.1)
-    assert alone.expires_at is None
+    assert alone.live_until is None
     assert alone.deadline() is None
 
 
