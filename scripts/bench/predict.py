@@ -102,11 +102,11 @@ def main() -> int:
         found = [run[name] for run in runs]
         rank = statistics.median(one["rank"] for one in found)
         best = statistics.median(one["best"] for one in found)
-        memory = max(one["memory"] for one in found)
+        memory, of_any = (max(one[key] for one in found) for key in ("memory", "memory_of_any"))
         ranks = ", ".join(f"{one['rank']:.3f}" for one in found)
         print(
             f"{name:>5}: Spearman {ranks}; the chosen plan takes {best:.2f} of the best measured; "
-            f"memory is off by {memory:.0%} at most"
+            f"its memory is off by {memory:.0%}, that of any plan by {of_any:.0%} at most"
         )
         if rank < RANK_BAR:
             missed.append(f"{name}: Spearman {rank:.2f}, the bar is {RANK_BAR}")
@@ -165,7 +165,8 @@ def _compare(setting: Setting) -> dict[str, float]:
     return {
         "rank": _rank_correlation(predicted, measured),
         "best": measured[0] / min(measured),
-        "memory": max(misses),
+        "memory": misses[0],
+        "memory_of_any": max(misses),
     }
 
 

@@ -125,6 +125,7 @@ class _Builder:
         self._rules = {step.name: self._rule(step.name) for step in program.steps}
         self._readings = Readings(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
+        self._made_by = {name: step.name for step in program.steps for name in step.outputs}
         self._makers: dict[str, tuple[int, int]] = {}
         self._tables: dict[Key, tuple[Codes, Weights]] = {}
         self._matrices: dict[Key, Array] = {}
@@ -225,9 +226,9 @@ class _Builder:
         return seconds + gathered * (1 - topology.overlap), memory, np.zeros(len(rows))
 
     def _add_step(self, step: Step) -> None:
-        rule, site = self._rules[step.name], self._sites[step.name]
+        rule = self._rules[step.name]
         again = self._setting.recompute and step.name in self._block_of
-        kept = tuple(self._kept(step, port) for port in range(len(step.outputs)))
+        kept = self._kept(step)
         layouts = self._readings.layouts
         fixed = tuple(
             (port, layouts[name].tobytes())
@@ -238,12 +239,11 @@ class _Builder:
         def weigh(rows: Codes) -> Weights:
             seconds = work(rule, rows, self._setting, again=again)
             memory, held = np.zeros(len(rows)), np.zeros(len(rows))
-            for port, (is_kept, is_of_each) in enumerate(kept):
-                if is_kept:
-                    codes = np.array([choice.outs[port] for choice in rule.choices])[rows]
-                    share = site.outs[port].nbytes / parts(is_cut(codes), self._setting.sizes)
-                    memory += share
-                    held += share * is_of_each
+            for end, port, nbytes, is_of_each in kept:
+                codes = np.array([getattr(choice, end)[port] for choice in rule.choices])[rows]
+                share = nbytes / parts(is_cut(codes), self._setting.sizes)
+                memory += share
+                held += share * is_of_each
             seconds += self._fetch(step, rule, rows) + self._sum_inside(rule, rows)
             return seconds, memory, held
 
@@ -257,27 +257,44 @@ class _Builder:
             self._makers[name] = (at, port)
             self._add_hub(name)
 
-    def _kept(self, step: Step, port: int) -> tuple[bool, bool]:
-        """Return whether an output is kept for the backward pass, and whether of each micro-batch.
+    def _kept(self, step: Step) -> tuple[tuple[str, int, int, bool], ...]:
+        """Return what `step` adds to what backward finds kept, each tensor where it lies.
+
+        It lies as its only reader wants it, as its hub does, or as its maker leaves it who
+        needs it too.
+
+        Returns:
+            Of each: `ins` or `outs`, its number, bytes of the whole, whether of each micro-batch.
+        """
+        rule = self._rules[step.name]
+        found: list[tuple[str, int, int, bool]] = []
+        ends = [("outs", port, name) for port, name in enumerate(step.outputs) if rule.keeps_out]
+        for port, name in enumerate(step.inputs.values()):
+            value = self._readings.behind(name)[0]
+            maker = self._made_by.get(value)
+            is_here = port in rule.keeps and not self._has_hub(value)
+            if is_here and maker and not self._rules[maker].keeps_out:
+                ends.append(("ins", port, value))
+        for end, port, value in ends:
+            is_kept, is_of_each = self._is_kept(value, step.name)
+            if is_kept:
+                found.append((end, port, self._program.values[value].nbytes, is_of_each))
+        return tuple(found)
+
+    def _is_kept(self, value: str, step: str) -> tuple[bool, bool]:
+        """Return whether a tensor is kept for the backward pass of `step`, and if of each batch.
 
         A block that is recomputed has what is inside it for one micro-batch, and for one block at
         a time: this is counted for the first.
         """
-        value, setting = step.outputs[port], self._setting
         if value not in self._trained:
             return False, False
-        is_needed = self._is_needed(step, value)
-        if setting.recompute and step.name in self._block_of:
-            if value in self._cuts:
-                return True, True
-            return is_needed and self._block_of[step.name] == 0, False
-        return is_needed, is_needed
+        if self._setting.recompute and step in self._block_of and value not in self._cuts:
+            return self._block_of[step] == 0, False
+        return True, True
 
-    def _is_needed(self, step: Step, value: str) -> bool:
-        uses = self._readings.uses.get(value, ())
-        return self._rules[step.name].keeps_out or any(
-            use.step is not None and use.port in self._rules[use.step.name].keeps for use in uses
-        )
+    def _has_hub(self, value: str) -> bool:
+        return value in self._cuts or len(self._readings.uses.get(value, ())) > 1
 
     def _fetch(self, step: Step, rule: Rule, rows: Codes) -> Array:
         """Return the seconds to bring constants to where each strategy wants them."""
@@ -303,16 +320,36 @@ class _Builder:
         return seconds * self._setting.rounds * (1 + self._setting.training)
 
     def _add_hub(self, value: str) -> None:
-        is_shared = len(self._readings.uses.get(value, ())) > 1
-        if not is_shared and value not in self._cuts:
+        if not self._has_hub(value):
             return
         tensor = self._program.values[value]
-        key = ("hub", tensor.shape)
+        is_kept, is_of_each = self._is_kept_at_hub(value)
+        key = ("hub", tensor.shape, tensor.itemsize, is_kept, is_of_each)
         if key not in self._shared:
             self._shared[key] = hub(tensor)
-        at = self._add(f"hub:{value}", "hub", self._shared[key], key, _nothing)
+        rule = self._shared[key]
+
+        def weigh(rows: Codes) -> Weights:
+            if not is_kept:
+                return _nothing(rows)
+            codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
+            share = tensor.nbytes / parts(is_cut(codes), self._setting.sizes)
+            return np.zeros(len(rows)), share, share * is_of_each
+
+        at = self._add(f"hub:{value}", "hub", rule, key, weigh)
         self._connect(value, at, 0, None)
         self._makers[value] = (at, 0)
+
+    def _is_kept_at_hub(self, value: str) -> tuple[bool, bool]:
+        """Return the same as `_is_kept`, of a tensor that any of its readers keeps."""
+        maker = self._made_by.get(value)
+        if maker is None or self._rules[maker].keeps_out:
+            return False, False
+        if self._setting.recompute and maker in self._block_of and value in self._cuts:
+            return value in self._trained, value in self._trained
+        uses = self._readings.uses.get(value, ())
+        is_read = any(u.step and u.port in self._rules[u.step.name].keeps for u in uses)
+        return self._is_kept(value, maker) if is_read else (False, False)
 
     def _add_outputs(self) -> None:
         """Have the outputs lie as whoever called the model expects them."""
