@@ -16,10 +16,13 @@ from msrun.cluster.verdict import RankExit, Verdict
 
 PROTOCOL_VERSION = 5
 
+TERM_MAX = (1 << 31) - 1
+
 # What no node has more of is garbage, and would be counted with.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
+Term = Annotated[int, msgspec.Meta(ge=0, le=TERM_MAX)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
 
 
@@ -378,7 +381,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seq: int = 0
     ack: int = 0
     stamp: float = 0.0
-    term: int = 0
+    term: Term = 0
     generation: int = -1
     body: FromAgent | FromScheduler | None = None
     version: int = PROTOCOL_VERSION

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from msrun.cluster.lease import Lease
 from msrun.cluster.link import Link
 from msrun.cluster.messages import (
+    TERM_MAX,
     Drained,
     Envelope,
     FromAgent,
@@ -59,7 +60,7 @@ class Peers:
     Args:
         job_id: The job.
         lease: How long one may be silent.
-        term: Which life of the scheduler this is, from 1.
+        term: Which life of the scheduler this is, from 1; it never is behind what an agent knows.
     """
 
     job_id: str
@@ -104,6 +105,8 @@ class Peers:
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[Lost | Received], list[Envelope]]:
         """Return what a frame of an agent means, and the frames that answer it."""
+        if envelope.term > self.term:  # an earlier one had a log, which was lost
+            self.term = min(envelope.term + 1, TERM_MAX)
         node_id = envelope.node_id
         peer = self._peers.get(node_id)
         life = (envelope.incarnation, envelope.session)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from msrun.cluster.verdict import RankExit
+from msrun.cluster.wal import GenerationStarted
 from msrun.errors import ExitCode
 from msrun.job import RestartLimits
 
@@ -69,10 +70,16 @@ class RestartPolicy:
         """Restarts so far after a node was lost, which have a budget of their own."""
         return len(self._losses)
 
-    def restore(self, failures: int, losses: int, *, now: float) -> None:
-        """Go on where another scheduler left off, taking its restarts for recent ones."""
-        self._restarts = [now] * failures
-        self._losses = [now] * losses
+    @property
+    def blamed(self) -> dict[str, int]:
+        """Failures so far that began on a node."""
+        return {node_id: len(times) for node_id, times in self._blamed.items()}
+
+    def restore(self, started: GenerationStarted, *, now: float) -> None:
+        """Go on where another scheduler left off, taking what it counted for recent."""
+        self._restarts = [now] * started.restarts
+        self._losses = [now] * started.losses
+        self._blamed = {node_id: [now] * count for node_id, count in started.blamed.items()}
 
     def after_loss(self, *, now: float) -> Again | GiveUp:
         """Decide what follows the loss of a node."""

@@ -62,7 +62,7 @@ class Roster:
 
     def expect(self, members: Sequence[Member]) -> None:
         """Count on nodes that an earlier scheduler knew and that have yet to register here."""
-        self._expected = {member.node_id: member.count for member in members}
+        self._expected = {m.node_id: m.count for m in members if m.node_id not in self.excluded}
 
     def add(self, node_id: str, node: Node) -> None:
         """Take in a node, or a new registration of a known one."""
@@ -149,8 +149,9 @@ class Roster:
         }
 
     def is_enough(self) -> bool:
-        """Whether the job could run on the nodes that are ready."""
-        return seats.is_enough(len(self._ready), self._slots, self.formation)
+        """Whether the job could run on the nodes that are ready, and nothing else may live."""
+        is_enough = seats.is_enough(len(self._ready), self._slots, self.formation)
+        return is_enough and not self.stale
 
     def is_full(self) -> bool:
         """Whether the job could use no further node."""

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from msrun.cluster import seats, wal
-from msrun.cluster.forming import Forming
 from msrun.cluster.generation import Because, Generation, Loss, seat
+from msrun.cluster.job_state import JobState
 from msrun.cluster.messages import (
     Drained,
     Finish,
-    Formation,
-    FromScheduler,
     Interrupted,
     NodeFailed,
     Refused,
@@ -37,8 +34,8 @@ from msrun.cluster.messages import (
     Warmed,
     WorkerExited,
 )
-from msrun.cluster.restart_policy import Again, GiveUp, RestartPolicy
-from msrun.cluster.roster import Node, Roster
+from msrun.cluster.restart_policy import Again, GiveUp
+from msrun.cluster.roster import Node
 from msrun.cluster.scheduler_events import (
     Action,
     Event,
@@ -54,58 +51,34 @@ from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 
-@dataclass(slots=True, kw_only=True)
-class SchedulerState:
-    """One job, from its first node to its verdict.
+class SchedulerState(JobState):
+    """One job, from its first node to its verdict; arguments as there."""
 
-    Args:
-        job_id: The job.
-        formation: How many nodes it takes.
-        join_timeout: Seconds in which they must register, each time; inf waits.
-        policy: Decides about restarts.
-        last_call: Seconds for which more nodes than the fewest are waited for.
-        started_at: Time of the first event, on the caller's monotonic clock.
-        generation: The generation that runs or is next; 0 for the first.
-    """
+    __slots__ = ()
 
-    job_id: str
-    formation: Formation
-    join_timeout: float
-    policy: RestartPolicy
-    last_call: float = 0.0
-    started_at: float = 0.0
-    generation: int = 0
-    phase: Phase = Phase.FORMING
-    verdict: Verdict | None = None
-    _roster: Roster = field(init=False)
-    _current: Generation = field(default_factory=Generation)
-    _stopped_with: tuple[str, int] = ("", signal.SIGTERM)
-    _obstacle: Verdict | None = None
-    _forming: Forming = field(init=False)
-    _grow_at: float | None = None
-
-    def __post_init__(self) -> None:
-        """Count the time for the first forming from the start."""
-        self._roster = Roster(self.formation)
-        self._forming = Forming(
-            join_timeout=self.join_timeout,
-            last_call=self.last_call,
-            give_up_at=self.started_at + self.join_timeout,
-        )
-
-    def recover(self, records: Sequence[wal.Record], *, now: float) -> list[wal.Member]:
+    def recover(
+        self, records: Sequence[wal.Record], *, now: float, is_whole: bool = True
+    ) -> list[wal.Member]:
         """Go on where the scheduler that wrote `records` left off.
 
         Returns the members of its last generation.  Each must be seen to register again,
-        and to say what runs there, or to be lost.
+        and to say what runs there, or to be lost.  Of a log that is not whole nobody knows
+        the last members: whatever runs is stopped, and all begin again.
         """
         self.verdict = wal.verdict_of(records)
         if self.verdict:
             self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
+        for node_id, why in wal.excluded(records).items():
+            self._roster.exclude(node_id, why)
         last = wal.last_generation(records)
+        if last and not self.verdict:
+            self.policy.restore(last, now=now)
+        if not is_whole:
+            self._has_seen(last.generation if last else -1, now)
+            self._forming.again(self._all_known_at, now=now)
+            return []
         if last is None or self.verdict:
             return []
-        self.policy.restore(last.restarts, last.losses, now=now)
         self.generation = last.generation
         self.phase = Phase.RUNNING
         self._current = Generation.of(last.members, (last.store_host, last.store_port))
@@ -157,9 +130,25 @@ class SchedulerState:
         node = Node(event.incarnation, body, now, leaves_with, is_warm=body.warm)
         self._roster.add(node_id, node)
         self._forming.someone_came(now=now)
+        self._has_seen(max(body.seen, body.running), now)
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
         return self._newcomer(node_id, body.running, now)
+
+    @property
+    def _all_known_at(self) -> float:
+        """Time by which whoever ran for another scheduler has registered here or is dead."""
+        return self.started_at + self.formation.lease
+
+    def _has_seen(self, generation: int, now: float) -> None:
+        """Number what follows after a generation of which the log may know nothing."""
+        latest = self.generation - (self.phase is Phase.FORMING)
+        if generation <= max(latest, self._seen):
+            return
+        self._seen = generation
+        if self.phase is Phase.FORMING:
+            self.generation = generation + 1
+            self._forming.again(max(self._all_known_at, self._forming.resume_at or 0.0), now=now)
 
     def _member_is_back(
         self, node_id: str, incarnation: int, body: Register, now: float
@@ -177,6 +166,9 @@ class SchedulerState:
                 actions = [self._send(node_id, self._stop_message())]
             return actions
         self._current.stuck[node_id] = body.stuck
+        if body.running >= 0:  # of a later generation, of which the log knows nothing
+            actions += self._newcomer(node_id, body.running, now)
+            return actions + self._gone(node_id, f"node {body.host} went on", now, now)
         reason = f"node {body.host} was cut off and had to stop its workers"
         return actions + self._gone(node_id, reason, now, now)
 
@@ -263,12 +255,19 @@ class SchedulerState:
             return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
         host = node.registration.host
         sentence = f"node {host} can run no more workers: {failure.reason}"
-        self._roster.exclude(node_id, sentence)
+        written = self._exclude(node_id, sentence)
         if node_id in self._current.undrained:
             self._current.losses.append(Loss(sentence, now))
             if self.phase is Phase.RUNNING:
-                return self._stop(sentence, Because.FAILURE)
-        return self._leave(node_id, sentence, now)
+                return written + self._stop(sentence, Because.FAILURE)
+        return written + self._leave(node_id, sentence, now)
+
+    def _exclude(self, node_id: str, why: str) -> list[Action]:
+        """Run no more workers on a node, whoever is the scheduler."""
+        if node_id in self._roster.excluded:
+            return []
+        self._roster.exclude(node_id, why)
+        return [Write(wal.Excluded(node_id, why))]
 
     def _leave(self, node_id: str, sentence: str, now: float) -> list[Action]:
         """Let a node go that its user, or whoever lent it, wants back."""
@@ -335,6 +334,7 @@ class SchedulerState:
             *self._current.store,
             self.policy.failures,
             self.policy.losses,
+            self.policy.blamed,
         )
         spares = [self._send(n, self._stand_by(n)) for n in ready if n not in order]
         return [Write(record), *map(self._start, order), *spares]
@@ -381,11 +381,15 @@ class SchedulerState:
     def _form_again(self, root: RankExit | None, step: Again, now: float) -> list[Action]:
         """Go on to the next generation, with the nodes that can take part."""
         reason = self._current.sentence(root)
-        if root and (blamed := self._exclude(root, now)):
+        written: list[Action] = []
+        if root and (blamed := self._blame(root, now)):
             reason += f"; {blamed}"
+            written = self._exclude(self._current.node_of(root.rank), blamed)
         self.phase = Phase.FORMING
-        self.generation += 1
-        self._forming.again(now + step.delay, now=now)
+        is_behind = self._seen > self.generation
+        self.generation = max(self.generation, self._seen) + 1
+        at = max(now + step.delay, self._all_known_at if is_behind else 0.0)
+        self._forming.again(at, now=now)
         count = self.policy.failures if root else self.policy.losses
         restarting = Restarting(
             reason=reason,
@@ -395,18 +399,16 @@ class SchedulerState:
             max_restarts=self.policy.limits.max_restarts,
         )
         goodbye = [action for n in self._roster.leaving() for action in self._dismiss(n)]
-        return [*goodbye, *self._tell_all(restarting), *self._form_if_possible(now)]
+        return [*written, *goodbye, *self._tell_all(restarting), *self._form_if_possible(now)]
 
-    def _exclude(self, root: RankExit, now: float) -> str:
-        """Keep a node out whose workers fail again and again, if it can be done without."""
+    def _blame(self, root: RankExit, now: float) -> str:
+        """Return why a node is kept out whose workers fail again and again; empty where not."""
         node_id = self._current.node_of(root.rank)
         failures = self.policy.blame(node_id, now=now)
         node = self._roster.nodes.get(node_id)
         if not node or not failures or not self._roster.can_do_without(node_id):
             return ""
-        sentence = f"node {root.host} is excluded after {failures} failures of its workers"
-        self._roster.exclude(node_id, sentence)
-        return sentence
+        return f"node {root.host} is excluded after {failures} failures of its workers"
 
     # Ends.
 
@@ -457,43 +459,3 @@ class SchedulerState:
         if self.verdict is None or not isinstance(event, Received | Unreachable):
             return []
         return [self._send(event.node_id, Finish(verdict=self.verdict))]
-
-    def _send(self, node_id: str, body: FromScheduler) -> Send:
-        return Send(node_id, self.generation, body)
-
-    def _tell_all(self, body: FromScheduler) -> list[Action]:
-        return [self._send(node_id, body) for node_id in sorted(self._roster.nodes)]
-
-    def _stand_by(self, node_id: str) -> Waiting:
-        is_next, reason = self._roster.stand_by(node_id, self._current.members)
-        return Waiting(reason=f"job {self.job_id} has its {reason}", spare=not is_next)
-
-    def _stop_message(self) -> Stop:
-        reason, signum = self._stopped_with
-        return Stop(reason=reason, signum=signum)
-
-    # Verdicts.
-
-    def _verdict(self, code: int, reason: str) -> Verdict:
-        return Verdict(
-            job_id=self.job_id,
-            code=code,
-            reason=reason,
-            generation=self.generation,
-            restarts=self.policy.used,
-            stuck=self._current.all_stuck(),
-        )
-
-    def _failure(self, root: RankExit | None, step: GiveUp) -> Verdict:
-        code, reason = self._current.failure(root, step)
-        verdict = msgspec.structs.replace(self._verdict(code, reason), hint=step.hint)
-        return self._current.with_ends(verdict, root)
-
-    def _join_timeout(self) -> Verdict:
-        reason = f"{self._roster.attendance()}, after {self.join_timeout:g}s"
-        if self.generation == 0:
-            return self._verdict(ExitCode.JOIN_TIMEOUT, reason)
-        root = self._current.root()
-        ended = f"the job cannot go on: {self._current.sentence(root)}; {reason}"
-        code = ExitCode.JOIN_TIMEOUT if root else ExitCode.NODE_LOST
-        return self._verdict(code, ended)

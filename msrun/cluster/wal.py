@@ -50,6 +50,7 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
         store_port: Port of it.
         restarts: Restarts after failures of workers so far.
         losses: Restarts after losses of nodes so far.
+        blamed: Failures so far that began on a node.
     """
 
     generation: int
@@ -58,6 +59,14 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
     store_port: int = 0
     restarts: int = 0
     losses: int = 0
+    blamed: dict[str, int] = {}
+
+
+class Excluded(msgspec.Struct, frozen=True, tag=True):
+    """A node may run no more workers; `why` says so in one sentence."""
+
+    node_id: str
+    why: str
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +75,7 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     verdict: Verdict
 
 
-Record = Began | GenerationStarted | Decided
+Record = Began | GenerationStarted | Excluded | Decided
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -112,6 +121,11 @@ def last_generation(records: Iterable[Record]) -> GenerationStarted | None:
     """Return the last generation that was announced; None before the first."""
     started = [record for record in records if isinstance(record, GenerationStarted)]
     return started[-1] if started else None
+
+
+def excluded(records: Iterable[Record]) -> dict[str, str]:
+    """Return the nodes that may run no more workers, and why."""
+    return {record.node_id: record.why for record in records if isinstance(record, Excluded)}
 
 
 def verdict(data: bytes) -> Verdict | None:

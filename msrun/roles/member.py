@@ -11,6 +11,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import msgspec
+
 from msrun import environ
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
@@ -123,8 +125,8 @@ class Keeper:
 
     def _start(self) -> None:
         env = environ.current()
-        again = bool(self._restarts)
-        self._scheduler = SchedulerProcess(self._config, self._listening, env, again=again)
+        self._scheduler = SchedulerProcess(self._config, self._listening, env)
+        self._config = msgspec.structs.replace(self._config, lives=self._config.lives + 1)
         self._loop.watch(self._scheduler.pidfd, self._on_end)
 
     def _on_signal(self, signum: int) -> None:

@@ -78,6 +78,7 @@ class NodeResources:
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
+        self._schedulers = 0
         job = plan.job
         self.formation = formation(job)
         check_own_library()
@@ -190,8 +191,8 @@ class NodeResources:
         )
         control_file.write(self._dir, card)
 
-    def start_scheduler(self, *, again: bool = False) -> None:
-        """Start the scheduler, if it belongs here; `again` takes up where another ended."""
+    def start_scheduler(self) -> None:
+        """Start the scheduler, if it belongs here; a later one takes up where another ended."""
         if self._scheduler_socket is None:
             return
         timeout = self._job.join_timeout
@@ -204,10 +205,12 @@ class NodeResources:
             secret=self._secret,
             wal_file=str(self._dir / run_dir.WAL),
             log_file=str(Path(self._job.log_dir, "scheduler.log")),
+            lives=self._schedulers,
             parent=os.getpid(),
             rank_table=self._job.emit_rank_table,
         )
-        self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base, again=again)
+        self._schedulers += 1
+        self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base)
 
     def _make_cgroup(self) -> str | None:
         parent = self._plan.machine.cgroup
@@ -316,7 +319,7 @@ class NodeResources:
         if self._job.is_alone or not told_by or not told_by.has_died or not told_by.verdict():
             return
         told_by.close()
-        self.start_scheduler(again=True)
+        self.start_scheduler()
         if self.scheduler:
             self.scheduler.end(FAREWELL_SECONDS)
         self.scheduler = None

@@ -75,6 +75,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         secret: The job's secret; None without authentication.
         wal_file: Where the state is written down.
         log_file: Where to log.
+        lives: Schedulers of the job before this one, which its log must know.
         parent: Pid of the agent.
         alone: Its parent is no agent of this job, but passes on by standard input the signals
             that it gets; the scheduler leaves by itself when all nodes know the verdict.
@@ -91,6 +92,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     wal_file: str
     log_file: str
     parent: int
+    lives: int = 0
     alone: bool = False
     listen_fd: int = -1
     rank_table: str = ""
@@ -107,7 +109,8 @@ class Scheduler:
         self._socket = SchedulerSocket(new_context(), listening, config.secret)
         self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
-        term = wal.term(records) + 1
+        is_whole = wal.term(records) >= config.lives
+        term = max(wal.term(records), config.lives) + 1
         self._write(wal.Began(term))
         times = lease(config.formation.lease)
         self._peers = Peers(job_id=config.job_id, lease=times, term=term)
@@ -122,8 +125,11 @@ class Scheduler:
         self._control = Control(state=self._state, peers=self._peers)
         self._held: dict[tuple[str, int], list[Received]] = {}
         self._reachable: set[tuple[str, int]] = set()
-        for member in self._state.recover(records, now=self._loop.now()):
-            self._peers.expect(member.node_id, member.incarnation, now=self._loop.now())
+        if not is_whole:
+            log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
+        now = self._loop.now()
+        for member in self._state.recover(records, now=now, is_whole=is_whole):
+            self._peers.expect(member.node_id, member.incarnation, now=now)
             self._reachable.add((member.node_id, member.incarnation))
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None

@@ -29,7 +29,6 @@ class SchedulerProcess:
         config: What it is told; its `listen_fd` is set here.
         listening: Its listening socket, which stays the caller's for another one.
         env: Its environment.
-        again: It follows one that ended.
     """
 
     def __init__(
@@ -37,9 +36,8 @@ class SchedulerProcess:
         config: SchedulerConfig,
         listening: socket.socket,
         env: Mapping[str, str],
-        *,
-        again: bool = False,
     ) -> None:
+        again = config.lives > 0
         self._wal_file, self._log_file = config.wal_file, config.log_file
         opener = logs.reopen if again else logs.create
         with os.fdopen(opener(config.log_file), "ab") as log:

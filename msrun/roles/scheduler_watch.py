@@ -96,7 +96,7 @@ class SchedulerWatch:
         scheduler.close()
         self._restarts.append(now)
         self._console.say(f"warning: {how}; it is started again")
-        self._node.start_scheduler(again=True)
+        self._node.start_scheduler()
         self._watch_process()
 
     def _on_line(self) -> None:

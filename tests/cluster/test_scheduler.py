@@ -52,6 +52,22 @@ def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
     assert {life.generation for life in audit.lives()} == {0}
 
 
+def test_a_log_that_is_lost_costs_one_generation(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    audit.fail(0, 1)
+    audit.until_running(1, "a", "b", "c")
+    (nodes[0].run_dir / "scheduler.wal").write_bytes(b"")
+    nodes[0].find("msrun scheduler").kill()
+    audit.until_running(2, "a", "b", "c")
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert (
+        "was lost or damaged: the job begins again" in (nodes[0].logs / "scheduler.log").read_text()
+    )
+
+
 def test_a_job_forms_although_its_scheduler_is_killed(lab, living, audit):
     nodes = living(lab.hosts[:2])
     nodes[0].until_said("2 of 3 nodes registered")

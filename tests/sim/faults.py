@@ -40,6 +40,7 @@ class Chaos(Driver):
         self.cuttings = draw.choice([0.0, 0.02, 0.05])
         self.freezes = draw.choice([0.0, 0.02]) if freezes is None else freezes
         self.deaths = draw.choice([0.0, 0.01, 0.05])
+        self.log_losses = draw.choice([0.0, 0.0, 0.3])
         self.signals = draw.choice([0.0, 0.0, 0.003])
         self.length = draw.choice([5.0, 20.0, 60.0])
         most = draw.randint(1, 4)
@@ -294,6 +295,8 @@ class Chaos(Driver):
         if world.peers is None and not is_gone:
             self.timers.pop(SCHEDULER, None)
             draw = self.random
+            if world.verdict is None and draw.random() < self.log_losses:
+                self.tell("lose_log")
             self.tell("begin", draw.choice([1.0, draw.uniform(1, 1e5)]))
             self._watch(SCHEDULER)
 

@@ -5,7 +5,7 @@ from faults import Chaos
 from observer import Violation
 from world import Build
 
-from msrun.cluster import agent_events
+from msrun.cluster import agent_events, wal
 from msrun.cluster.agent_state import AgentState
 from msrun.cluster.messages import Drained, Register
 from msrun.cluster.peers import Peers
@@ -87,6 +87,29 @@ class WaitsForImports(SchedulerState):
         return super().handle(event, now=now)
 
 
+class ForgetsExclusions(SchedulerState):
+    """Goes on from a log without what it says about nodes that are out."""
+
+    def recover(self, records, *, now, is_whole=True):
+        kept = [record for record in records if not isinstance(record, wal.Excluded)]
+        return super().recover(kept, now=now, is_whole=is_whole)
+
+
+class TrustsItsLog(SchedulerState):
+    """Goes on from a log as if nothing else could have happened."""
+
+    def _has_seen(self, generation, now):
+        pass
+
+
+class StartsTooSoon(SchedulerState):
+    """Starts at once after a log was lost."""
+
+    @property
+    def _all_known_at(self):
+        return 0.0
+
+
 class ForgetsTheFence(Uplink):
     """Never finds out that the scheduler is silent."""
 
@@ -113,6 +136,9 @@ MUTANTS = {
     "wallclock": (Build(peers=ComparesClocks), {}),
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
     "waitsforimports": (Build(scheduler_state=WaitsForImports), {}),
+    "forgetsexclusions": (Build(scheduler_state=ForgetsExclusions), {}),
+    "trustslog": (Build(scheduler_state=TrustsItsLog), {}),
+    "hastens": (Build(scheduler_state=StartsTooSoon), {}),
     "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
     "lateregister": (Build(peers=TakesLateRegister), {}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),

@@ -1,5 +1,6 @@
 """Who sees every node of a world, and what none of them may ever do."""
 
+import math
 from collections import defaultdict
 
 from msrun.cluster import wal
@@ -26,6 +27,7 @@ class Observer:
         self.announced = {}  # generation -> GenerationStarted
         self.verdict = None
         self.changes = 0
+        self.excluded = set()
 
     def require(self, condition, promise, *details):
         if not condition:
@@ -56,11 +58,18 @@ class Observer:
         if isinstance(record, wal.Decided):
             self.observe_verdict(record.verdict)
             return
+        if isinstance(record, wal.Excluded):
+            self.excluded.add(record.node_id)
+            return
         generation, members = record.generation, record.members
+        if self.changes == math.inf:  # the log was lost
+            self._forget_unseen(generation, members)
         self.require(self.verdict is None, "I4 a generation after the verdict", generation)
         self.require(
             generation > max(self.announced, default=-1), "I3 a generation again", generation
         )
+        out = self.excluded & {member.node_id for member in members}
+        self.require(not out, "I11 an excluded node takes part", record, out)
         self.require(not self.live, "I2 workers live at a new generation", generation, self.live)
         ranks = [r for m in members for r in range(m.first_rank, m.first_rank + m.count)]
         self.require(ranks == list(range(len(ranks))), "I1 ranks are not dense", members)
@@ -83,6 +92,19 @@ class Observer:
             record,
         )
         self.announced[generation] = record
+
+    def observe_lost_log(self):
+        """Let budgets be spent again, and numbers come again that no member has seen."""
+        self.changes = math.inf
+        self.excluded.clear()
+
+    def _forget_unseen(self, generation, members):
+        hosts = [self.hosts[m.node_id] for m in members]
+        if any(host.is_up and host.state.generation >= generation for host in hosts):
+            return
+        for about in (self.announced, self.started, self.codes):
+            for number in [number for number in about if number >= generation]:
+                del about[number]
 
     def _is_newly_cold(self, member):
         """Whether a generation after the first gets a node that has not done its imports."""

@@ -8,17 +8,20 @@ pytestmark = pytest.mark.sim
 SEEDS_MAX = 10_000
 # The smallest seed that shows it, from where the search goes on when the faults change.
 FIRST = {
-    "agentstop": 7,
+    "agentstop": 11,
     "lateassign": 70,
-    "lateregister": 1913,
+    "lateregister": 278,
     "nodrain": 0,
     "nofence": 0,
-    "nowal": 1,
-    "receipt": 0,
-    "stale": 66,
-    "staleidle": 94,
-    "waitsforimports": 261,
-    "wallclock": 1,
+    "nowal": 9,
+    "receipt": 1,
+    "stale": 30,
+    "staleidle": 5,
+    "waitsforimports": 87,
+    "forgetsexclusions": 7167,
+    "trustslog": 57,
+    "hastens": 1522,
+    "wallclock": 2,
 }
 
 

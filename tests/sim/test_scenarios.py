@@ -111,10 +111,11 @@ class SchedulerScript(Script):
         policy = RestartPolicy("train", self.limits)
         return scheduler_state.SchedulerState(**self.settings, policy=policy, started_at=self.now)
 
-    def restart(self):
-        """Let another scheduler take over with what the first wrote down."""
+    def restart(self, keep="all", whole="yes"):
+        """Let another scheduler take over with what the first wrote down, or the start of it."""
         self.state = self._machine()
-        self.state.recover(self.written, now=self.now)
+        self.written = self.written[: None if keep == "all" else int(keep)]
+        self.state.recover(self.written, now=self.now, is_whole=whole == "yes")
 
     def register(  # noqa: PLR0917 - all that a node may say
         self,
@@ -220,7 +221,7 @@ class SchedulerScript(Script):
         match action:
             case scheduler_events.Write(record=record):
                 earlier = [r.generation for r in self.written if isinstance(r, _STARTED)]
-                is_new = isinstance(record, wal.Decided) or record.generation not in earlier
+                is_new = not isinstance(record, _STARTED) or record.generation not in earlier
                 assert is_new, "a generation was announced twice"
                 assert self.verdict is None, "something was written after the verdict"
                 self.written.append(record)
@@ -241,6 +242,8 @@ class SchedulerScript(Script):
                 nodes = " ".join(f"{m.node_id}:{m.first_rank}+{m.count}" for m in record.members)
                 spent = f"failures={record.restarts} losses={record.losses}"
                 return f"write GenerationStarted {record.generation} {nodes} {spent}"
+            case scheduler_events.Write(record=wal.Excluded(node_id=node, why=why)):
+                return f"write Excluded {node} {why!r}"
             case scheduler_events.Write(record=wal.Decided(verdict=verdict)):
                 return f"write Decided {show_verdict(verdict)}"
         return f"-> {action.node_id} g{action.generation} {show_message(action.body)}"

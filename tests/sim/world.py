@@ -125,6 +125,7 @@ class World(Observer):
         self.scheduler = None
         self.clock_offset = 0.0
         self.wal = b""
+        self.lives = 0
         self.dies_at_write = ""
         self.held = {}
         self.reachable = set()
@@ -149,7 +150,10 @@ class World(Observer):
         now = self.now + offset
         records = wal.decode(self.wal) if self.build.log else []
         self.wal = self.wal[: wal.whole(self.wal)]
-        term = wal.term(wal.decode(self.wal)) + 1
+        known = wal.term(wal.decode(self.wal))
+        is_whole = known >= self.lives
+        term = max(known, self.lives) + 1
+        self.lives += 1
         self.wal += wal.encode(wal.Began(term))
         settings = self.settings
         limits = RestartLimits(max_restarts=settings.restarts, exclude_after=settings.exclude)
@@ -162,7 +166,7 @@ class World(Observer):
             policy=RestartPolicy(JOB, limits),
             started_at=now,
         )
-        for member in self.scheduler.recover(records, now=now):
+        for member in self.scheduler.recover(records, now=now, is_whole=is_whole):
             self.peers.expect(member.node_id, member.incarnation, now=now)
             self.reachable.add((member.node_id, member.incarnation))
 
@@ -171,6 +175,11 @@ class World(Observer):
         self.peers = self.scheduler = None
         self.held, self.reachable = {}, set()
         self.dies_at_write = ""
+
+    def lose_log(self):
+        """Lose what the scheduler has written, which is not there."""
+        self.wal = b""
+        self.observe_lost_log()
 
     def doom(self, how):
         """Let it die at the next record: `synced` after it, `torn` in it, `lost` before."""
@@ -287,6 +296,7 @@ class World(Observer):
         self._clear(host)
 
     def ready(self, name):
+        self._keep_time(name)
         self._agent(name, agent_events.TreeReady())
 
     def signal(self, name, signum):
@@ -300,14 +310,18 @@ class World(Observer):
 
     def tick(self, name):
         """Let an agent look at its deadlines."""
-        host = self.hosts[name]
-        if not host.is_up:
-            return
-        events, frames = host.uplink.tick(now=host.clock(self.now))
-        self._after_uplink(host, events, frames)
+        self._keep_time(name)
         self._agent(name, agent_events.Tick())
+        host = self.hosts[name]
         due = host.deadline() if host.is_up else None
         self.require(due is None or due > self.now, "I6 a deadline is not acted on", host)
+
+    def _keep_time(self, name):
+        """Let an agent see first whether its lease is over, as its process does."""
+        host = self.hosts[name]
+        if host.is_up:
+            events, frames = host.uplink.tick(now=host.clock(self.now))
+            self._after_uplink(host, events, frames)
 
     def arrive(self, number):
         """Deliver a frame; it may come late, twice or after others."""
@@ -316,6 +330,7 @@ class World(Observer):
             self._arrive_up(envelope)
             return
         host = self.hosts[envelope.node_id]
+        self._keep_time(envelope.node_id)
         if host.is_up:
             now = host.clock(self.now)
             self._after_uplink(host, *host.uplink.receive(envelope, now=now))
@@ -415,6 +430,7 @@ class World(Observer):
     def notice(self, name):
         """Let an agent hear the next thing from its reaper."""
         host = self.hosts[name]
+        self._keep_time(name)
         if host.is_up and host.notices:
             self._agent(name, host.notices.pop(0))
 

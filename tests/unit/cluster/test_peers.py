@@ -3,7 +3,7 @@
 import pytest
 
 from msrun.cluster.lease import Lease, lease
-from msrun.cluster.messages import Drained, Envelope, Register, Stop, Unknown
+from msrun.cluster.messages import TERM_MAX, Drained, Envelope, Register, Stop, Unknown
 from msrun.cluster.peers import Peers
 from msrun.cluster.scheduler_events import Lost, Received
 
@@ -163,6 +163,22 @@ def test_a_later_life_of_the_scheduler_wants_to_be_registered_with():
         events, (answer,) = join(peers, term=term)
         assert (events, answer.body, answer.term) == ([], Unknown(), 2)
     assert join(peers, session=2, term=2)[0] == [Received("a", 7, -1, REGISTER)]
+
+
+def test_a_scheduler_that_lost_its_log_takes_a_larger_term_than_any_agent_knows(peers):
+    join(peers, node_id="b")
+    events, (answer,) = join(peers, term=4)
+
+    assert (events, answer.body, answer.term) == ([], Unknown(), 5)
+    assert join(peers, session=2, term=5)[0] == [Received("a", 7, -1, REGISTER)]
+    (told,) = peers.send("b", 0, STOP, now=100.0)  # by which it begins a new session
+    assert told.term == 5
+
+
+def test_no_term_is_larger_than_an_agent_can_read(peers):
+    _, (answer,) = join(peers, term=TERM_MAX)
+
+    assert answer.term == TERM_MAX
 
 
 def test_an_expected_node_is_lost_when_it_does_not_come(peers):
