@@ -67,7 +67,7 @@ parameters:
   layers.1,3.weight  S(1)
 
 rejected:
-  27 layouts cannot be faster
+  26 layouts cannot be faster
   0 layouts do not fit into 16 GiB
 """
 

@@ -129,19 +129,23 @@ class Tables:
 
     def solve(self, count: int) -> tuple[float, Plan]:
         """Return the least cost of `count` blocks, and the strategies."""
-        size = len(self.middle.value)
-        heads = self.head.value.reshape(size, -1)
-        tails = self.tail.value.reshape(size, -1)
-        best: tuple[float, int, list[int]] | None = None
+        value, tie, path = self._shortest(count)
+        ties = np.unravel_index(tie, self.head.value.shape[1:]) if self.chain.tied else ()
+        return value, self.plan(path, [int(at) for at in ties])
+
+    def least(self, count: int) -> float:
+        """Return the least cost of `count` blocks."""
+        return self._shortest(count)[0]
+
+    def _shortest(self, count: int) -> tuple[float, int, list[int]]:
+        """Return the least cost, what is tied then, and the strategies of the cuts."""
+        heads, tails = flat(self.head.value), flat(self.tail.value)
+        found = []
         for tie in range(heads.shape[1]):
             value, path = shortest(heads[:, tie], self.middle.value, tails[:, tie], count)
-            if best is None or value < best[0]:
-                best = (value, tie, path)
-        if best is None:
-            raise ValueError("a chain needs strategies")
-        value, tie, path = best
-        ties = np.unravel_index(tie, self.head.value.shape[1:]) if self.chain.tied else ()
-        return value + self.chain.problem.fixed, self.plan(path, [int(at) for at in ties])
+            found.append((value, tie, path))
+        value, tie, path = min(found, key=lambda one: one[0])
+        return value + self.chain.problem.fixed, tie, path
 
     def plan(self, path: list[int], ties: list[int]) -> Plan:
         """Return all strategies that follow from those of the cuts, and of what is tied."""
@@ -199,3 +203,16 @@ def shortest(head: Array, middle: Array, tail: Array, count: int) -> tuple[float
     for back in reversed(backs):
         path.append(int(back[path[-1]]))
     return float(total.min()), path[::-1]
+
+
+def flat(table: Array) -> Array:
+    """Return a table over a cut and what is tied, with all that is tied as one dim."""
+    found: Array = table.reshape(len(table), -1)
+    return found
+
+
+def through(a: Array, b: Array) -> Array:
+    """Return the least sums over what is between: (rows, between) with (between, columns)."""
+    if b.shape[1] < len(a):
+        return np.stack([(a + column).min(axis=1) for column in b.T], axis=1)
+    return np.stack([(row[:, None] + b).min(axis=0) for row in a])

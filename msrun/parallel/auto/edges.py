@@ -48,11 +48,8 @@ def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange
         table = table + moved.back * returned.T
     if seen is not None and moved.back:
         # What a view cannot pass on is taken behind it, and its gradient gathered there.
-        extra = [
-            prices.seconds(gradient(targets[i : i + 1]), gradient(seen[i : i + 1]), moved.nbytes)
-            for i in range(len(targets))
-        ]
-        table = table + moved.back * np.array([cell[0, 0] for cell in extra])
+        extra = prices.seconds(gradient(targets), gradient(seen), moved.nbytes)
+        table = table + moved.back * np.diagonal(extra)
     found: Array = table[source_of][:, target_of]
     return found
 

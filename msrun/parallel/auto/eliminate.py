@@ -22,7 +22,8 @@ from msrun.parallel.auto.problem import Problem
 
 # Cells of the largest table of one elimination; above it a mesh is solved by pairs of axes.
 CELLS_MAX = 60_000_000
-_BLOCK = 1 << 18
+# Cells that are summed at a time: half a megabyte, which the cache of a core holds.
+_BLOCK = 1 << 16
 
 
 class TooWideError(Exception):
@@ -149,8 +150,9 @@ class _Eliminator:
             for other in scope:
                 if other in left:
                     heapq.heappush(queue, (self._order(other), other))
-        value = self._constant + self._sum(self._keep, self._tables.values())
-        return Elimination(value, answers, self._cells)
+        shape = [self._size[node] for node in self._keep]
+        value = np.broadcast_to(self._sum(self._keep, self._tables.values()), shape)
+        return Elimination(value + self._constant, answers, self._cells)
 
     def _remove(self, node: int, scope: tuple[int, ...]) -> Codes:
         """Eliminate one node and return its best strategies."""
@@ -188,33 +190,28 @@ class _Eliminator:
         best = np.empty(shape[:-1], dtype=np.int64)
         values = np.empty(shape[:-1])
         step = max(1, _BLOCK // math.prod(shape[1:]))
+        room = np.empty((min(step, shape[0]), *shape[1:]))
         for start in range(0, shape[0], step):
-            block = slice(start, start + step)
+            block = slice(start, min(start + step, shape[0]))
             part = [(s, np.moveaxis(t, s.index(first), 0)[block]) for s, t in varying]
             part = [((first, *(w for w in s if w != first)), t) for s, t in part]
-            sums = rest + self._sum(full, part, rows=min(step, shape[0] - start))
+            sums = np.add(rest, self._sum(full, part), out=room[: block.stop - start])
             best[block] = sums.argmin(axis=-1)
             values[block] = np.take_along_axis(sums, best[block][..., None], axis=-1)[..., 0]
         return best, values
 
     def _sum(
-        self,
-        scope: tuple[int, ...],
-        tables: Collection[tuple[tuple[int, ...], Array]],
-        rows: int | None = None,
+        self, scope: tuple[int, ...], tables: Collection[tuple[tuple[int, ...], Array]]
     ) -> Array:
-        """Return the sum of `tables` as one over `scope`; of its first node so many choices."""
-        shape = [self._size[node] for node in scope]
-        if rows is not None:
-            shape[0] = rows
-        total: Array = np.zeros(shape)
+        """Return the sum of `tables`, with a dim for each of `scope`: of one where none has it."""
         place = {node: at for at, node in enumerate(scope)}
-        for nodes, table in tables:
+        total: Array = np.zeros([1] * len(scope))
+        for nodes, table in sorted(tables, key=lambda item: item[1].size):
             order = sorted(range(len(nodes)), key=lambda at: place[nodes[at]])
             wide = [1] * len(scope)
             for at in order:
                 wide[place[nodes[at]]] = table.shape[at]
-            total += np.transpose(table, order).reshape(wide)
+            total = total + np.transpose(table, order).reshape(wide)
         return total
 
 

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.bounds import Bounds, JobLayout
 from msrun.parallel.auto.build import build
-from msrun.parallel.auto.chain import Chain, Plan, Tables, shortest
+from msrun.parallel.auto.chain import Chain, Plan, Tables, flat, shortest, through
 from msrun.parallel.auto.codes import Array, is_cut
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.eliminate import CELLS_MAX
@@ -33,31 +34,6 @@ _PROHIBITIVE = 1e-3
 _NEAR = 1.2
 _COARSE_AXES = 2
 _RUNNERS_UP = 5
-
-
-class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is laid out before any tensor is placed.
-
-    Args:
-        stages: Of the pipeline.
-        sizes: Of the mesh axes of a stage.
-        microbatches: In which a batch is cut.
-        recompute: Whether blocks keep only what they are given.
-    """
-
-    stages: int
-    sizes: tuple[int, ...]
-    microbatches: int
-    recompute: bool
-
-    @property
-    def rounds(self) -> int:
-        """Micro-batches that a step takes the time of: a pipeline idles for all stages but one.
-
-        Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-        Using Megatron-LM", SC 2021, section 2.2.1.
-        """
-        return self.microbatches + self.stages - 1
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,11 +193,11 @@ def explore(job: Job) -> Iterator[Progress]:
 class _Search:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._prices: dict[tuple[int, ...], Prices] = {}
+        self._prices = Prices(())
         self._work = self._least_work()
 
     def _least_work(self) -> tuple[float, float]:
-        """Return the seconds of one rank for the whole batch: a step, and forward of the blocks."""
+        """Return the seconds of a whole batch, divided among all ranks, and of blocks' forward."""
         job = self._job
         setting = Setting(sizes=(1,), topology=job.topology)
         alone = Setting(sizes=(1,), topology=job.topology, training=False)
@@ -235,7 +211,7 @@ class _Search:
             times = job.count - 1 if inside.get(node.name) == 1 else 1
             found[0] += times * _pure(node, setting)
             found[1] += times * _pure(node, alone) * (node.name in inside)
-        return found[0], found[1]
+        return found[0] / job.world, found[1] / job.world
 
     def order(self, group: tuple[int, tuple[int, ...]]) -> tuple[int, float]:
         """Return who is looked at first: few axes, and an inner one that fills a node."""
@@ -250,53 +226,75 @@ class _Search:
     ) -> Iterator[Outcome | None]:
         """Yield the plan of each layout of one group, or None where there is none that is better.
 
-        A micro-batch that is a part of another has no strategy that the other has not, and each
-        costs a fixed time and one that grows with the batch: so per sample it is never cheaper.
-        The whole batch at once, without a limit on memory, bounds all others.
+        Once there is a plan, all are bounded first, the largest micro-batches first, since these
+        bound the others.
         """
         found = layouts(self._job, *group)
-        at_once = JobLayout(stages=group[0], sizes=group[1], microbatches=1, recompute=False)
-        free = _Stages(self._job, at_once, self._price(group[1])).solve(0.0, math.inf).bound
-        bounds = {one: free * one.rounds / one.microbatches / at_once.rounds for one in found}
-        bounds = {one: max(bound, self.bound(one)) for one, bound in bounds.items()}
+        bounds = Bounds(*self._work)
+        seen: set[JobLayout] = set()
+        if progress.best:
+            for layout in self._narrow(found, bounds, progress.best.seconds):
+                seen.add(layout)
+                yield None
         # Number of micro-batches up to which nothing fits, with and without recomputation.
         full = {False: 0, True: 0}
-        for layout in sorted(found, key=lambda one: bounds[one]):
+        for layout in sorted(found, key=bounds.of):
             best = progress.best.seconds if progress.best else math.inf
-            if bounds[layout] >= best:
-                progress.pruned += 1
+            if bounds.of(layout) >= best:
+                progress.seen += layout in seen
+                progress.pruned += layout not in seen
                 continue
             if layout.microbatches <= full[layout.recompute]:
                 progress.too_large += 1
                 continue
-            progress.seen += 1
-            outcome = self.look(layout, best)
-            if isinstance(outcome, Outcome):
-                progress.add(outcome)
-                yield outcome
-                continue
-            if outcome is not None:
+            outcome = self.look(layout, best, bounds)
+            if isinstance(outcome, float):
                 progress.too_large += 1
                 full[layout.recompute] = max(full[layout.recompute], layout.microbatches)
                 progress.least = min(progress.least or math.inf, outcome)
-            yield None
+                yield None
+                continue
+            progress.seen += 1
+            if outcome is not None:
+                progress.add(outcome)
+            yield outcome
 
-    def bound(self, layout: JobLayout) -> float:
-        """Return the seconds that the arithmetic of a step takes at least."""
-        whole, again = self._work
-        divided = (whole + again * layout.recompute) / self._job.world
-        return divided * layout.rounds / layout.microbatches
+    def _narrow(
+        self, found: Sequence[JobLayout], bounds: Bounds, best: float
+    ) -> Iterator[JobLayout]:
+        """Find bounds of all layouts that may be better than `best`, and yield whose they are.
 
-    def look(self, layout: JobLayout, best: float) -> Outcome | float | None:
+        What divides the numbers of micro-batches of all that are left bounds them all.
+        """
+        while left := [one for one in found if not bounds.is_known(one) and bounds.of(one) < best]:
+            numbers = [one.microbatches for one in left]
+            for number in (math.gcd(*numbers), min(numbers)):
+                layout = msgspec.structs.replace(left[0], microbatches=number, recompute=False)
+                if not bounds.is_known(layout):
+                    bounds.add(layout, self._stages(layout).least(best))
+                    yield layout
+                    break
+
+    def look(
+        self, layout: JobLayout, best: float, bounds: Bounds | None = None
+    ) -> Outcome | float | None:
         """Return the best plan; the least memory if it is too much; None if it is not below `best`.
 
         One price of memory holds in all stages.
+
+        Args:
+            layout: Where to look.
+            best: Seconds that are to be undercut.
+            bounds: Takes note of what is found.
         """
-        stages = _Stages(self._job, layout, self._price(layout.sizes))
+        stages = self._stages(layout)
         limit = self._job.limit
-        free = stages.solve(0.0, limit)
-        if free.bound >= best:
+        least = stages.least(best)
+        if bounds:
+            bounds.add(layout, least)
+        if least >= best:
             return None
+        free = stages.solve(0.0, limit)
         if free.memory <= limit:
             return free
         fits = stages.solve(_PROHIBITIVE, limit)
@@ -334,10 +332,11 @@ class _Search:
             stages=found.stages,
         )
 
-    def _price(self, sizes: tuple[int, ...]) -> Prices:
-        if sizes not in self._prices:
-            self._prices[sizes] = Prices(self._job.topology.wires(sizes))
-        return self._prices[sizes]
+    def _stages(self, layout: JobLayout) -> _Stages:
+        """Return the stages of a layout; prices are kept for its mesh alone."""
+        if layout.sizes != self._prices.sizes:
+            self._prices = Prices(self._job.topology.wires(layout.sizes))
+        return _Stages(self._job, layout, self._prices)
 
 
 def _pure(node: Node, setting: Setting) -> float:
@@ -374,6 +373,7 @@ class _Stages:
         if layout.stages > len(kinds):
             kinds["middle"] = most - 1
         self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
+        self._free: dict[str, Tables] = {}
         hub = chain.problem.nodes[chain.hubs[0]]
         shares = parts(is_cut(hub.outs()), layout.sizes)
         across = job.topology.across
@@ -381,6 +381,16 @@ class _Stages:
         self._sent: Array = (
             2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
         )
+
+    def least(self, best: float) -> float:
+        """Return the seconds that no plan undercuts, whatever its memory; fewer from `best` on."""
+        tables = self._tables(0.0)
+        if self._layout.stages == 1:
+            return tables["all"].least(self._job.count)
+        bound = float(max(self._first(tables["first"]).min(), self._last(tables["last"]).min()))
+        if bound >= best or "middle" not in tables:
+            return bound
+        return max(bound, float(self._middle(tables["middle"]).min()))
 
     def solve(self, weight: float, limit: float) -> Outcome:
         """Return the best plan with bytes of memory at `weight` seconds each."""
@@ -406,9 +416,11 @@ class _Stages:
     def _tables(self, weight: float) -> dict[str, Tables]:
         if weight:
             return {name: chain.tables(weight) for name, chain in self._chains.items()}
-        # Without a price of memory all stages have the same.
-        tables = next(iter(self._chains.values())).tables()
-        return {name: replace(tables, chain=chain) for name, chain in self._chains.items()}
+        if not self._free:
+            # Without a price of memory all stages have the same.
+            tables = next(iter(self._chains.values())).tables()
+            self._free = {n: replace(tables, chain=chain) for n, chain in self._chains.items()}
+        return self._free
 
     def _outcome(self, stages: Sequence[Stage], bound: float) -> Outcome:
         return Outcome(
@@ -436,15 +448,15 @@ class _Stages:
     # Seconds of a stage for each layout at its borders, and of what is tied.
 
     def _first(self, tables: Tables) -> Array:
-        value = _flat(tables.head.value)
+        value = flat(tables.head.value)
         for _ in range(self._per_stage - 1):
-            value = _through(tables.middle.value.T, value)
+            value = through(tables.middle.value.T, value)
         return value + self._sent[:, None]
 
     def _last(self, tables: Tables) -> Array:
-        value = _flat(tables.tail.value)
+        value = flat(tables.tail.value)
         for _ in range(self._per_stage):
-            value = _through(tables.middle.value, value)
+            value = through(tables.middle.value, value)
         return value
 
     def _middle(self, tables: Tables) -> Array:
@@ -453,10 +465,10 @@ class _Stages:
         value: Array | None = None
         while power:
             if power % 2:
-                value = one if value is None else _through(value, one)
+                value = one if value is None else through(value, one)
             power //= 2
             if power:
-                one = _through(one, one)
+                one = through(one, one)
         if value is None:
             raise ValueError("a stage has blocks")
         return np.diagonal(value) + self._sent
@@ -468,7 +480,7 @@ class _Stages:
         chain = tables.chain
         shape = tables.head.value.shape[1:]
         ties = [int(at) for at in np.unravel_index(tie, shape)] if chain.tied else []
-        head, tail = _flat(tables.head.value)[:, tie], _flat(tables.tail.value)[:, tie]
+        head, tail = flat(tables.head.value)[:, tie], flat(tables.tail.value)[:, tie]
         count = self._per_stage
         if name == "first":
             value, path = shortest(head, tables.middle.value, border, count)
@@ -481,16 +493,3 @@ class _Stages:
             return value + float(self._sent[cut]), Plan(head={}, blocks=full.blocks, tail={})
         tied = dict(zip(chain.tied, ties, strict=True))
         return value, Plan(head=tied, blocks=full.blocks, tail=full.tail)
-
-
-def _flat(table: Array) -> Array:
-    found: Array = table.reshape(len(table), -1)
-    return found
-
-
-def _through(a: Array, b: Array) -> Array:
-    """Return the least sums over what is between: (rows, between) with (between, columns)."""
-    found = np.empty((len(a), b.shape[1]))
-    for at, row in enumerate(a):
-        found[at] = (row[:, None] + b).min(axis=0)
-    return found

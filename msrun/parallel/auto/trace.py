@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.export import Exported, export
 from msrun.parallel.auto.operators import rule_of
 from msrun.parallel.auto.program import Program, Step, Value
 from msrun.parallel.auto.rules import Rule, Site
@@ -29,23 +29,19 @@ class Traced:
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
     """
 
-    def __init__(self, exported: torch.export.ExportedProgram, model: nn.Module) -> None:
-        signature = exported.graph_signature
+    def __init__(self, exported: Exported, model: nn.Module) -> None:
         self.graph = exported.graph
-        self._inputs = [str(name) for name in signature.user_inputs]
-        self._returned = list(signature.user_outputs)
-        self._spec = exported.call_spec.out_spec
+        self._inputs = [str(name) for name in exported.inputs]
+        self._returned = list(exported.returned)
+        self._spec = exported.spec
         self.nodes: dict[str, fx.Node] = {}
-        self.buffers: dict[str, str] = {
-            **signature.inputs_to_buffers,
-            **signature.inputs_to_lifted_tensor_constants,
-        }
-        self._constants: dict[str, Any] = dict(exported.constants)
+        self.buffers = dict(exported.buffers)
+        self._constants = dict(exported.constants)
         self._names: dict[str, str] = {}
         self._values: dict[str, Value] = {}
         self._steps: list[Step] = []
-        self._user_outputs = set(signature.user_outputs)
-        params = self._read_params(signature.inputs_to_parameters, model)
+        self._user_outputs = set(self._returned)
+        params = self._read_params(exported.params, model)
         outputs: list[str] = []
         for node in self.graph.nodes:
             match node.op:
@@ -59,7 +55,7 @@ class Traced:
         self.program = Program(
             values=self._values,
             params=params,
-            inputs=tuple(name for name in signature.user_inputs if name in self._values),
+            inputs=tuple(name for name in self._inputs if name in self._values),
             steps=tuple(self._steps),
             outputs=tuple(outputs),
             frozen=frozenset(name for name, full in params.items() if full not in trained),
@@ -117,7 +113,7 @@ class Traced:
         leaves = [next(found) if name is not None else None for name in self._returned]
         return self._spec.unflatten(leaves)
 
-    def _read_params(self, names: dict[str, str], model: nn.Module) -> dict[str, str]:
+    def _read_params(self, names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
         first: dict[int, str] = {}
         found: dict[str, str] = {}
@@ -212,7 +208,7 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(model, tuple(distinct), strict=False)
+            exported = export(model, distinct)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(

@@ -1,0 +1,303 @@
+"""Modules that are alike, and how a trace follows the first of them alone.
+
+Two modules are alike if they have the same class, the same attributes, parameters and buffers of
+the same form, and children that are alike; two calls, if their arguments are.  While a model is
+traced, the first module of each kind is marked where it begins and ends, and the others are one
+mark each, without parameters, which would take time.  Whatever does not say all of what a call
+does, or a call that does more than return a value, is an `UnlikeError`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# What marks are for.
+ENTER, LEAVE, AGAIN = "enter", "leave", "again"
+
+_COPIES_MIN = 3
+_DEEP = 8
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+Key = tuple[object, ...]
+
+
+class UnlikeError(Exception):
+    """A call can not stand for others."""
+
+
+@torch.library.custom_op("msrun::mark", mutates_args=())
+def mark(given: Sequence[Tensor], like: Sequence[Tensor], role: str, name: str) -> list[Tensor]:
+    """Return tensors such as `like`; it stands in traces alone.
+
+    Args:
+        given: What the module gets, or returns.
+        like: What it looks like.
+        role: Whether the module begins, ends, or is left out.
+        name: Of the module; and of that it is like, behind a space.
+    """
+    raise NotImplementedError(name)
+
+
+@mark.register_fake
+def _(
+    given: Sequence[Tensor],  # noqa: ARG001 - as of the operator
+    like: Sequence[Tensor],
+    role: str,  # noqa: ARG001 - as of the operator
+    name: str,  # noqa: ARG001 - as of the operator
+) -> list[Tensor]:
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in like]
+
+
+def _state(item: Any, deep: int = 0) -> object:
+    """Return what two attributes have in common if nothing can tell them apart."""
+    if isinstance(item, _PLAIN):
+        return type(item), item
+    if isinstance(item, list | tuple | set | dict) and deep < _DEEP:
+        parts = [*item.items()] if isinstance(item, dict) else item
+        found = [_state(part, deep + 1) for part in parts]
+        return type(item), tuple(sorted(found, key=repr) if isinstance(item, set) else found)
+    return id(item)
+
+
+def _attributes(module: nn.Module) -> Key:
+    """Return the attributes of a module and its children, but for what they have registered."""
+    registered = ("_parameters", "_buffers", "_modules")
+    own = tuple(
+        (name, _state(item))
+        for name, item in vars(module).items()
+        if name not in registered and not isinstance(item, _Following)
+    )
+    return type(module), own, tuple((k, _attributes(child)) for k, child in module.named_children())
+
+
+def _form(x: Tensor) -> Key:
+    return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+class Alike:
+    """Modules of which there are several that are alike.
+
+    Args:
+        model: Whose modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shared = Counter(id(x) for _, x in tensors_of(model))
+        self.groups: dict[Key, list[_Member]] = {}
+        self._find(model, "")
+
+    def _find(self, parent: nn.Module, prefix: str) -> None:
+        """Find them from the outermost on; what is inside one is not looked at."""
+        children = list(parent.named_children())
+        types = Counter(type(child) for _, child in children)
+        kinds: dict[str, Key] = {
+            name: (prefix, _attributes(child), self._registered(child))
+            for name, child in children
+            if types[type(child)] >= _COPIES_MIN and any(child.children())
+        }
+        counts = Counter(kinds.values())
+        for name, child in children:
+            kind = kinds.get(name)
+            if kind is not None and counts[kind] >= _COPIES_MIN and "forward" not in vars(child):
+                self.groups.setdefault(kind, []).append(_Member(parent, name, prefix + name, child))
+            else:
+                self._find(child, f"{prefix}{name}.")
+
+    def _registered(self, module: nn.Module) -> Key:
+        """Return the form of parameters and buffers; those used elsewhere too are themselves."""
+        return tuple(
+            (name, type(x), x.requires_grad, id(x) if self._is_shared(x) else _form(x))
+            for name, x in tensors_of(module)
+        )
+
+    def _is_shared(self, x: Tensor) -> bool:
+        """Return whether more than one module has this parameter or buffer."""
+        return self._shared[id(x)] > 1
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Have the first of each kind marked when it is called, and the others left out."""
+        members = [(kind, one) for kind, found in self.groups.items() for one in found]
+        templates: dict[Key, _Followed] = {}
+        try:
+            for kind, one in members:
+                if one is self.groups[kind][0]:
+                    one.module.forward = _Following(kind, one, templates)
+                else:
+                    one.parent.register_module(one.name, _LeftOut(kind, one, templates))
+            yield
+        finally:
+            for _, one in members:
+                one.parent.register_module(one.name, one.module)
+                vars(one.module).pop("forward", None)
+
+
+class _Member(NamedTuple):
+    """One of several modules that are alike.
+
+    Args:
+        parent: Whose child it is.
+        name: There.
+        full: Its name in the model.
+        module: The module.
+    """
+
+    parent: nn.Module
+    name: str
+    full: str
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The first call of its kind.
+
+    Args:
+        name: Of the module.
+        out: What it returned.
+        like: The tensors in it.
+    """
+
+    name: str
+    out: _Packed
+    like: list[Tensor]
+
+
+class _Following:
+    """The forward of the first module of a kind, which stands for all calls of this kind.
+
+    Args:
+        kind: Of the module.
+        member: The module.
+        templates: Kind of a call -> the first of it.
+    """
+
+    def __init__(self, kind: Key, member: _Member, templates: dict[Key, _Followed]) -> None:
+        self._kind, self._member, self._templates = kind, member, templates
+        self._forward = member.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns, between two marks."""
+        given, name = _Packed((args, kwargs)), self._member.full
+        key = given.call(self._kind, self._member.module)
+        if key in self._templates:
+            raise UnlikeError(f"{name} is called twice")
+        args, kwargs = given.filled(mark(given.tensors, given.tensors, ENTER, name))
+        out = _Packed(self._forward(*args, **kwargs))
+        if _Packed((args, kwargs)).call(self._kind, self._member.module) != key:
+            raise UnlikeError(f"{name} does more than return a value")
+        out.check()
+        like = mark(out.tensors, out.tensors, LEAVE, name)
+        self._templates[key] = _Followed(name, out, like)
+        return out.filled(like)
+
+
+class _LeftOut(nn.Module):
+    """Stands where a module is that is like another; it has no parameters that take time.
+
+    Args:
+        kind: Of the module.
+        member: The module.
+        templates: Kind of a call -> the first of it.
+    """
+
+    def __init__(self, kind: Key, member: _Member, templates: dict[Key, _Followed]) -> None:
+        super().__init__()
+        self.training = member.module.training
+        self._call = (kind, [member], templates)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module would return."""
+        kind, (member,), templates = self._call
+        given = _Packed((args, kwargs))
+        template = templates[given.call(kind, member.module)]
+        words = f"{member.full} {template.name}"
+        return template.out.filled(mark(given.tensors, template.like, AGAIN, words))
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@dataclass(slots=True)
+class _Packed:
+    """Values with the tensors taken out, each once.
+
+    Args:
+        item: The values.
+    """
+
+    item: Any
+    tensors: list[Tensor] = field(init=False, default_factory=list)
+    is_plain: bool = field(init=False, default=True)
+    _form: Any = field(init=False)
+    _places: dict[int, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._form = self._packed(self.item)
+
+    def _packed(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            if id(item) not in self._places:
+                self._places[id(item)] = len(self.tensors)
+                self.tensors.append(item)
+                self.is_plain &= not isinstance(item, nn.Parameter)
+            return _Place(self._places[id(item)])
+        if type(item) in (list, tuple):
+            return type(item)(self._packed(part) for part in item)
+        if type(item) is dict:
+            return {key: self._packed(part) for key, part in item.items()}
+        self.is_plain &= isinstance(item, _PLAIN)
+        return item
+
+    def check(self) -> None:
+        """Refuse values that say less than all, and none at all.
+
+        Raises:
+            UnlikeError: There are such.
+        """
+        if not self.is_plain or not self.tensors:
+            raise UnlikeError("a call takes or returns what can not be compared")
+
+    def call(self, kind: Key, module: nn.Module) -> Key:
+        """Return what equal calls of `module` with these arguments have in common.
+
+        Raises:
+            UnlikeError: An argument cannot be compared.
+        """
+        self.check()
+        tensors = tuple(_form(x) for x in self.tensors)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return kind, _attributes(module), repr(self._form), tensors, modes
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the values with other tensors."""
+
+        def fill(item: Any) -> Any:
+            if isinstance(item, _Place):
+                return tensors[item.at]
+            if type(item) in (list, tuple):
+                return type(item)(fill(part) for part in item)
+            return {k: fill(v) for k, v in item.items()} if type(item) is dict else item
+
+        return fill(self._form)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor stood.
+
+    Args:
+        at: Its number.
+    """
+
+    at: int
