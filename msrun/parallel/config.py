@@ -265,7 +265,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         memory: With mode auto, bytes that a plan may take on a rank; None is any.
         topology: With mode auto, name of the machine that costs are of; None follows the device.
         plan: Operator-level rules; the first that matches a module counts.  With mode auto, wishes
-            for parameters.  Or a strategy file, which says for each parameter how it is divided.
+            for parameters.  Or a strategy file, which says for each parameter how it is divided;
+            with mode auto, a plan of `msrun search -o`.
         optimizer: Optimizer parallel.
         pipeline: Pipeline parallel; None without.
         recompute: Recomputation; None without.
@@ -314,9 +315,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key}: belongs to mode auto")
             return
-        if isinstance(self.plan, str):
-            said = f"plan: {self.plan} is a file, and mode auto searches (leave mode out)"
-            raise ValueError(said)  # noqa: TRY004 - as msgspec reads it
+        for key in ("search", "memory", "topology"):
+            if isinstance(self.plan, str) and getattr(self, key) is not None:
+                raise ValueError(f"{key}: {self.plan} of plan is found already")
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self):
                 raise ValueError(f"{key}: mode auto has none: the search decides")

@@ -169,8 +169,14 @@ def by_class(logits, target):
 
 @pytest.mark.parametrize(
     ("config", "loss_inside"),
-    [(CONFIGS[0], False), (CONFIGS[1], True), (CONFIGS[2], True), (CONFIGS[2], False)],
-    ids=["dp", "tp", "dp-tp", "dp-tp-outside"],
+    [
+        (CONFIGS[0], False),
+        (CONFIGS[1], True),
+        (CONFIGS[1], False),
+        (CONFIGS[2], True),
+        (CONFIGS[2], False),
+    ],
+    ids=["dp", "tp", "tp-outside", "dp-tp", "dp-tp-outside"],
 )
 def test_training_learns_what_one_process_does(config, loss_inside):
     size = math.prod(config["mesh"].values())

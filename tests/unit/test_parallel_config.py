@@ -122,6 +122,10 @@ def test_rendering_reads_back():
         ({"search": "exact"}, "parallel.search: belongs to mode auto"),
         ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
         (
+            {"mode": "auto", "plan": "plan.json", "memory": "1GiB"},
+            "parallel.memory: plan.json of plan is found already",
+        ),
+        (
             {"mode": "auto", "optimizer": {"zero": 1}},
             "parallel.optimizer: mode auto has none: the search decides",
         ),

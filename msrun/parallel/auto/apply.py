@@ -1,9 +1,10 @@
-"""`mode: auto` of `rt.shard`: search on the first rank, the same plan on all."""
+"""`mode: auto` of `rt.shard`: search on the first rank, or a plan found before; the same on all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,9 +17,10 @@ from msrun.parallel.auto.build import Pin, build
 from msrun.parallel.auto.codes import RR
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
-from msrun.parallel.auto.repeat import find_blocks
+from msrun.parallel.auto.saved import check_fit, check_model, choices_of
 from msrun.parallel.auto.search import Mode, search
 from msrun.parallel.auto.topology import Topology, preset
 from msrun.parallel.auto.trace import Traced, trace
@@ -49,20 +51,23 @@ class Answer(msgspec.Struct, frozen=True):
         chosen: Node -> its choice on every axis.
         seconds: Predicted, of a step.
         error: Why there is no plan; empty if there is one.
+        hint: What to do about it; may be empty.
     """
 
     chosen: dict[str, tuple[int, ...]] = {}
     seconds: float = 0.0
     error: str = ""
+    hint: str = ""
 
 
 def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> None:
-    """Search a plan for `model` and make its forward run it, in place.
+    """Search a plan for `model`, or read it, and make its forward run it, in place.
 
     Every rank has the same whole parameters before.
 
     Raises:
-        UsageError: The model cannot be traced, a wish cannot be met, or no plan fits.
+        UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
+            was saved is for something else.
     """
     if sample is None:
         raise UsageError(
@@ -82,13 +87,15 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> N
         data_axes=data_axes,
         batch=batch,
     )
-    pins = _pins(runtime, model, traced.program)
-    answer = _agreed(partial(_ask, runtime, traced, setting, pins), runtime)
+    path = runtime.config.plan
+    if isinstance(path, str):
+        ask = partial(_read, runtime, traced.program, setting, path)
+    else:
+        ask = partial(_ask, runtime, traced, setting, _pins(runtime, model, traced.program))
+    answer = _agreed(ask, runtime)
     if answer.error:
-        raise UsageError(answer.error)
-    blocks = find_blocks(traced.program)
-    cuts = blocks.cuts if blocks else ()
-    problem = build(traced.program, setting, cuts=[c for c in cuts if f"hub:{c}" in answer.chosen])
+        raise UsageError(answer.error, hint=answer.hint or None)
+    problem = build(traced.program, setting, cuts=_hubs(answer.chosen))
     rules = {node.name: node.rule for node in problem.nodes}
     executor = Executor(
         model, traced, rules, answer.chosen, setting=setting, mesh=runtime.mesh, seed=_seed()
@@ -128,8 +135,42 @@ def _ask(runtime: Runtime, traced: Traced, setting: Setting, pins: Sequence[Pin]
         needed = f"{error.least / _GIB:.3g} GiB"
         return Answer(error=f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank")
     except UsageError as error:
-        return Answer(error=error.message)
+        return Answer(error=error.message, hint=error.hint or "")
     return Answer(chosen=found.chosen, seconds=found.seconds)
+
+
+def _read(runtime: Runtime, program: Program, setting: Setting, path: str) -> Answer:
+    """Return what a saved plan says, if it is for this job and model."""
+    try:
+        plan = read_plan(Path(path))
+        axes = runtime.layout.axes
+        check_fit(plan, path, world=runtime.world_size, mesh=axes, batch=setting.batch)
+        _check_runs(plan, path)
+        check_model(plan, path, program)
+        problem = build(program, setting, cuts=plan.shared)
+        chosen = choices_of(plan, path, problem, program)
+    except UsageError as error:
+        return Answer(error=f"{ROOT}.plan: {error.message}", hint=error.hint or "")
+    return Answer(chosen=chosen, seconds=plan.seconds)
+
+
+def _check_runs(plan: SavedPlan, where: str) -> None:
+    """Refuse what the executor does not do."""
+    for is_there, what in (
+        (plan.stages > 1, f"{plan.stages} stages of a pipeline"),
+        (plan.microbatches > 1, f"{plan.microbatches} micro-batches"),
+        (plan.recompute, "recomputation"),
+    ):
+        if is_there:
+            raise UsageError(
+                f"{where} has {what}, which mode auto does not run",
+                hint="name the mesh in `msrun search --mesh`",
+            )
+
+
+def _hubs(chosen: Mapping[str, object]) -> list[str]:
+    """Return the tensors that a plan moves once for all who read them."""
+    return [name.removeprefix("hub:") for name in chosen if name.startswith("hub:")]
 
 
 def _agreed(ask: Any, runtime: Runtime) -> Answer:
