@@ -40,6 +40,7 @@ THOROUGH = (
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
     "tests/torch/test_auto.py",
+    "tests/torch/test_auto_mesh.py",
     "tests/torch/test_auto_rules.py",
     "tests/torch/test_auto_saved.py",
     "tests/torch/test_checkpoint_crash.py",

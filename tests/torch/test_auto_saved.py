@@ -39,15 +39,21 @@ def saved(tmp_path, monkeypatch):
     return tmp_path / "plan.json"
 
 
+def local(rt, batch):
+    """Return this rank's part of a batch."""
+    return [x.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)] for x in batch]
+
+
 def train(config):
     """Return losses, whole weights, where each lies, and the collectives of all steps."""
     rt = msrun.init(config)
     torch.manual_seed(0)
     net = GPT(layers=3).double()
     torch.manual_seed(1)
-    parts, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
-    batches = [[x.chunk(parts)[index] for x in MODELS["gpt"][1]()] for _ in range(3)]
-    net = rt.shard(net, sample=batches[0])
+    whole = [MODELS["gpt"][1]() for _ in range(3)]
+    is_found = config["mesh"] == "auto"
+    net = rt.shard(net, sample=whole[0] if is_found else local(rt, whole[0]))
+    batches = [local(rt, batch) for batch in whole]
     optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     losses = []
     with Counted() as counted:
@@ -65,6 +71,8 @@ def test_a_saved_plan_runs_as_a_found_one_and_as_one_process(saved):
     ((want, weights, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}})
     found = run_ranks(train, 4, AUTO | {"memory": MEMORY})
     loaded = run_ranks(train, 4, AUTO | {"plan": str(saved)})
+    # The plan knows its mesh.
+    loaded += run_ranks(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
     for losses, whole, places, sent in loaded:
         assert losses == pytest.approx(want, rel=1e-10)
         for name, weight in weights.items():

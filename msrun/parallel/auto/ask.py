@@ -43,7 +43,7 @@ from msrun.parallel.config import DATA_AXIS
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
-_SMALL, _LARGE = 2, 6
+SIZES = (2, 6)
 _GIB = 2**30
 
 
@@ -96,7 +96,7 @@ def ask(
     batch = question.batch or _batch_of(sample)
     if question.mesh:
         return _on_mesh(question, model, sample, batch)
-    small, large = (trace(model, resized(sample, number)).program for number in (_SMALL, _LARGE))
+    small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
@@ -107,7 +107,7 @@ def ask(
     short, two = shortened(small, blocks)
     other, _ = shortened(large, blocks)
     job = Job(
-        programs=Batches(short, other, (_SMALL, _LARGE)),
+        programs=Batches(short, other, SIZES),
         blocks=two,
         count=blocks.count,
         topology=question.topology,
