@@ -248,7 +248,7 @@ def _without_effect(settings: Settings, found: _Found) -> Iterator[str]:
 
 
 def _unfitted(parallel: Parallel | None) -> Iterator[str]:
-    if parallel and parallel.layout is None:
+    if parallel and parallel.layout is None and parallel.config.mesh != "auto":
         yield "--parallel is checked when the nodes are there, unless --worker-num says how many"
 
 

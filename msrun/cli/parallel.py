@@ -81,7 +81,7 @@ def fit_parallel(given: Given[ParallelConfig] | None, world_size: int | None) ->
     """
     if given is None:
         return None
-    if world_size is None:
+    if world_size is None or given.value.mesh == "auto":
         return Parallel(config=given.value, layout=None)
     from msrun.parallel.layout import resolve
 

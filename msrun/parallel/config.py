@@ -259,13 +259,13 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
     Args:
-        mesh: Axis name -> size, the slowest-varying first; one may be -1, the rest.
+        mesh: Axis name -> size, the slowest first; one may be -1, the rest; `auto` finds all.
         mode: What is allowed beside the mesh; None follows from the rest.
         search: With mode auto, how a plan is found; None is exact.
         memory: With mode auto, bytes that a plan may take on a rank; None is any.
         topology: With mode auto, name of the machine that costs are of; None follows the device.
         plan: Operator-level rules; the first that matches a module counts.  With mode auto, wishes
-            for parameters.  Or a strategy file, which says for each parameter how it is divided.
+            for parameters.  Or a file: how each parameter is divided, or a plan of mode auto.
         optimizer: Optimizer parallel.
         pipeline: Pipeline parallel; None without.
         recompute: Recomputation; None without.
@@ -277,7 +277,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         seed: Seed of all random generators; None leaves them as they are.
     """
 
-    mesh: dict[str, int] = msgspec.field(default_factory=lambda: {DATA_AXIS: REST})
+    mesh: dict[str, int] | Literal["auto"] = msgspec.field(
+        default_factory=lambda: {DATA_AXIS: REST}
+    )
     mode: Literal["stand_alone", "data", "semi_auto", "auto", "manual"] | None = None
     search: Search | None = None
     memory: int | str | None = None
@@ -297,26 +299,36 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         _at_least(self, "accumulate", 1)
         if self.seed is not None:
             _at_least(self, "seed", 0)
-        for name in self.mesh:
-            if not _KEY.fullmatch(name):
-                raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
         if self.plan == "":
             raise ValueError("plan: '' names no file")
         self._check_search()
+        self._check_mesh()
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
 
+    def _check_mesh(self) -> None:
+        """Check the names of axes, or what a mesh that is found leaves to say."""
+        if self.mesh != "auto":
+            for name in self.mesh:
+                if not _KEY.fullmatch(name):
+                    raise ValueError(f"mesh: {name!r} is no name of an axis (choose such as tp)")
+        elif self.mode != "auto":
+            raise ValueError("mesh: auto belongs to mode auto")
+        elif self.accumulate > 1:
+            raise ValueError("accumulate: mesh auto finds the number of micro-batches")
+        elif isinstance(self.plan, list) and self.plan:
+            raise ValueError("plan: its rules name axes, which mesh auto finds (name the mesh)")
+
     def _check_search(self) -> None:
         """Check what mode auto has, and what it has not."""
+        asked = [key for key in ("search", "memory", "topology") if getattr(self, key) is not None]
         if self.mode != "auto":
-            for key in ("search", "memory", "topology"):
-                if getattr(self, key) is not None:
-                    raise ValueError(f"{key}: belongs to mode auto")
+            if asked:
+                raise ValueError(f"{asked[0]}: belongs to mode auto")
             return
-        if isinstance(self.plan, str):
-            said = f"plan: {self.plan} is a file, and mode auto searches (leave mode out)"
-            raise ValueError(said)  # noqa: TRY004 - as msgspec reads it
+        if asked and isinstance(self.plan, str):
+            raise ValueError(f"{asked[0]}: {self.plan} of plan is found already")
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
@@ -355,17 +367,12 @@ def parse_config(tree: object) -> ParallelConfig:
     """
     if isinstance(tree, Mapping) and set(tree) == {ROOT}:
         tree = tree[ROOT]
-    if tree is None:
-        tree = {}
+    tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
     for key, feature in _ELSEWHERE.items():
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
-    if tree.get("mesh") == "auto":
-        raise UsageError(
-            f"{ROOT}.mesh: auto is for `msrun search`, which finds one: write the axes it prints"
-        )
     try:
         return msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -71,6 +71,8 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     Raises:
         UsageError: A size does not fit, or a key names an axis that is not there.
     """
+    if config.mesh == "auto":
+        raise UsageError(f"{ROOT}.mesh: auto is found by rt.shard: call it first")
     layout = MeshLayout(_fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):

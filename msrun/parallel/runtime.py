@@ -56,9 +56,6 @@ class Runtime:
         generation: How many times the job re-formed before.
         device: Its device.
         config: The parallel configuration.
-        layout: The mesh by arithmetic.
-        mesh: The mesh with its process groups.
-        root_mesh: The same with the axis `dp` in two, where optimizer parallel has copies.
     """
 
     def __init__(
@@ -77,10 +74,9 @@ class Runtime:
         self.generation = identity.generation
         self.config = config
         self.device = device
-        self.layout: MeshLayout = resolve(config, self.world_size)
-        self.mesh = _mesh(device, self.layout.axes)
-        axes = root_axes(config, self.layout)
-        self.root_mesh = self.mesh if axes == self.layout.axes else _mesh(device, axes)
+        self._layout: MeshLayout | None = None
+        if config.mesh != "auto":
+            self.lay_out(config)
         self._owns_group = owns_group
         self._models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = (
             weakref.WeakKeyDictionary()
@@ -92,6 +88,32 @@ class Runtime:
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
+
+    def lay_out(self, config: ParallelConfig) -> None:
+        """Make the mesh that `config` names; all ranks call it, once."""
+        self._layout = layout = resolve(config, self.world_size)
+        self._mesh = _mesh(self.device, layout.axes)
+        axes = root_axes(config, layout)
+        self._root_mesh = self._mesh if axes == layout.axes else _mesh(self.device, axes)
+
+    @property
+    def layout(self) -> MeshLayout:
+        """The mesh by arithmetic.
+
+        Raises:
+            UsageError: `mesh: auto` has it found by `shard`, which was not called.
+        """
+        return self._layout or resolve(self.config, self.world_size)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh with its process groups, which is there with `layout`."""
+        return self._mesh
+
+    @property
+    def root_mesh(self) -> DeviceMesh:
+        """The same with the axis `dp` in two, where optimizer parallel has copies."""
+        return self._root_mesh
 
     @property
     def is_main(self) -> bool:
@@ -154,7 +176,8 @@ class Runtime:
         Args:
             model: Is used up.
             sample: Inputs of one local batch, by which `pipeline: {stages: auto}` balances the
-                stages and `mode: auto` finds a plan.
+                stages and `mode: auto` finds a plan.  With `mesh: auto`, of the whole batch of a
+                step: what is local is not known before.
 
         Raises:
             UsageError: The configuration does not fit the model.
@@ -412,7 +435,8 @@ def init(
     identity = read_identity(env)
     settings = read_config(environ.config_file(env) if config is None else config)
     is_adopted = dist.is_initialized()
-    resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
+    if settings.mesh != "auto":
+        resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
     own = devices.pick_device(device, identity)
     if not is_adopted:
         _join(identity, env, backend or devices.backend_for(own), timeout)

@@ -58,6 +58,7 @@ class ShardedModel:
         originals: Its parameters before; those that were replaced are no longer its own.
         reductions: What sums gradients over data-parallel ranks.
         computing: Context in which loss and gradients come out right.
+        microbatches: Into how many a step divides a local batch.
     """
 
     def __init__(
@@ -66,11 +67,14 @@ class ShardedModel:
         originals: Sequence[weakref.ref[Parameter]],
         reductions: Sequence[Reduction],
         computing: Context,
+        *,
+        microbatches: int,
     ) -> None:
         self._model = weakref.ref(model)
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
+        self.microbatches = microbatches
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's parameters, each once."""
@@ -114,7 +118,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
-    config, layout = runtime.config, runtime.layout
+    config = runtime.config
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
@@ -122,7 +126,7 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     if config.plan and config.mode != "auto":
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
         source = config.plan if isinstance(config.plan, str) else None
-        plans = plan_modules(_rules(runtime, model), layout, shapes, source)
+        plans = plan_modules(_rules(runtime, model), runtime.layout, shapes, source)
     return _Choice(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
@@ -165,8 +169,10 @@ def shard_model(
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
     if config.mode == "auto":
-        _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
-        return model, ShardedModel(model, originals.references(), [], contextlib.nullcontext)
+        parts = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
+        nothing = contextlib.nullcontext
+        references = originals.references()
+        return model, ShardedModel(model, references, [], nothing, microbatches=parts)
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
@@ -187,7 +193,8 @@ def shard_model(
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
     computing = guard.active_with_loss if guard else contextlib.nullcontext
-    return model, ShardedModel(model, originals.references(), reductions, computing)
+    references, parts = originals.references(), config.accumulate
+    return model, ShardedModel(model, references, reductions, computing, microbatches=parts)
 
 
 class _Originals:

@@ -59,7 +59,7 @@ def _train(
     """Run forward and backward of all micro-batches; return their mean loss."""
     sharded = runtime.sharded(model)
     samples = batch_size(batch)
-    parts = split_batch(batch, runtime.config.accumulate)
+    parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=runtime.device)
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
@@ -68,7 +68,7 @@ def _train(
             with sharded.computing():
                 loss = whole(loss_fn(model(*part[:-1]), part[-1]))
                 (loss * (share * runtime.batch_weight)).backward()
-        total += loss.detach() * share
+        total = total + loss.detach() * share
     return total
 
 

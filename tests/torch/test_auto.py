@@ -169,8 +169,14 @@ def by_class(logits, target):
 
 @pytest.mark.parametrize(
     ("config", "loss_inside"),
-    [(CONFIGS[0], False), (CONFIGS[1], True), (CONFIGS[2], True), (CONFIGS[2], False)],
-    ids=["dp", "tp", "dp-tp", "dp-tp-outside"],
+    [
+        (CONFIGS[0], False),
+        (CONFIGS[1], True),
+        (CONFIGS[1], False),
+        (CONFIGS[2], True),
+        (CONFIGS[2], False),
+    ],
+    ids=["dp", "tp", "tp-outside", "dp-tp", "dp-tp-outside"],
 )
 def test_training_learns_what_one_process_does(config, loss_inside):
     size = math.prod(config["mesh"].values())
@@ -259,6 +265,28 @@ class Normed(nn.Module):
         return functional.mse_loss(self.norm(x), y)
 
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        q = self.up(x)[None]
+        y_hat = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return functional.mse_loss(y_hat[0], y)
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x, y):
+        h = self.up(x)
+        h.t().relu_()
+        return functional.mse_loss(h, y)
+
+
 def refused(config, sample, model=MODELS["perceptron"][0]):
     torch.manual_seed(0)
     with pytest.raises(UsageError) as caught:
@@ -275,5 +303,10 @@ def test_what_cannot_be_searched_is_one_sentence():
     assert said.startswith("parallel.memory: no plan fits; the smallest takes")
     (said,) = run_ranks(refused, 1, {}, (x, y), Normed)
     assert said == "parallel.mode: auto cannot run batch_norm, as norm does"
+    attention = "scaled_dot_product_attention with dropout"
+    written = "relu_ on what is read again behind it"
+    for model, what in ((Attending, attention), (Writing, written)):
+        (said,) = run_ranks(refused, 1, {}, (x, y), model)
+        assert said == f"parallel.mode: auto cannot run {what}, as the model does"
     (said,) = run_ranks(refused, 1, {}, (x,))
     assert said.startswith("search: the forward of Perceptron cannot be traced")

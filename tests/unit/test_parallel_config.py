@@ -116,11 +116,24 @@ def test_rendering_reads_back():
             "parallel.plan: mode data has none (choose semi_auto)",
         ),
         (
-            {"mode": "auto", "mesh": "auto"},
-            "parallel.mesh: auto is for `msrun search`, which finds one: write the axes it prints",
+            {"mesh": "auto"},
+            "parallel.mesh: auto belongs to mode auto",
+        ),
+        ({"mesh": "best"}, "parallel.mesh: 'best' is not known (choose auto)"),
+        (
+            {"mode": "auto", "mesh": "auto", "accumulate": 2},
+            "parallel.accumulate: mesh auto finds the number of micro-batches",
+        ),
+        (
+            {"mode": "auto", "mesh": "auto", "plan": [COLWISE]},
+            "parallel.plan: its rules name axes, which mesh auto finds (name the mesh)",
         ),
         ({"search": "exact"}, "parallel.search: belongs to mode auto"),
         ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
+        (
+            {"mode": "auto", "plan": "plan.json", "memory": "1GiB"},
+            "parallel.memory: plan.json of plan is found already",
+        ),
         (
             {"mode": "auto", "optimizer": {"zero": 1}},
             "parallel.optimizer: mode auto has none: the search decides",

@@ -1,9 +1,11 @@
-"""`mode: auto` of `rt.shard`: search on the first rank, the same plan on all."""
+"""`mode: auto` of `rt.shard`: search on the first rank, or a plan found before; the same on all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,16 +14,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.ask import SIZES, resized
+from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.build import Pin, build
 from msrun.parallel.auto.codes import RR
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.meshes import LEFT_OUT, choose
+from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
-from msrun.parallel.auto.repeat import find_blocks
+from msrun.parallel.auto.saved import check_fit, check_model, choices_of
 from msrun.parallel.auto.search import Mode, search
 from msrun.parallel.auto.topology import Topology, preset
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.trace import trace
 from msrun.parallel.config import DATA_AXIS, ROOT, Dim
 from msrun.parallel.layout import rules_of
 from msrun.parallel.tensor import describe_modules
@@ -40,29 +46,44 @@ _MODES: dict[str, Mode] = {
 }
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
 _GIB = 2**30
+_PLAN = f"{ROOT}.plan"
+
+Row = tuple[int, ...]
 
 
 class Answer(msgspec.Struct, frozen=True):
     """What the first rank tells the others.
 
     Args:
-        chosen: Node -> its choice on every axis.
+        mesh: Axis -> size.
+        microbatches: Into how many a step divides a local batch.
+        chosen: Node -> its choice on every axis; empty before the search.
+        plan: One that was saved.
         seconds: Predicted, of a step.
         error: Why there is no plan; empty if there is one.
+        hint: What to do about it; may be empty.
     """
 
-    chosen: dict[str, tuple[int, ...]] = {}
+    mesh: dict[str, int] = {}
+    microbatches: int = 1
+    chosen: dict[str, Row] = {}
+    plan: SavedPlan | None = None
     seconds: float = 0.0
     error: str = ""
+    hint: str = ""
 
 
-def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> None:
-    """Search a plan for `model` and make its forward run it, in place.
+def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> int:
+    """Search a plan for `model`, or read it, and make its forward run it, in place.
 
     Every rank has the same whole parameters before.
 
+    Returns:
+        Into how many micro-batches a step divides a local batch.
+
     Raises:
-        UsageError: The model cannot be traced, a wish cannot be met, or no plan fits.
+        UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
+            was saved is for something else.
     """
     if sample is None:
         raise UsageError(
@@ -71,29 +92,123 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> N
         )
     was_training = model.training
     model.train()
-    whole, batch = _whole_batch(sample, runtime.layout.size(DATA_AXIS))
-    traced = trace(model, whole)
+    batch = _samples(runtime, sample)
+    answer = _outline(runtime, model, sample, batch)
+    if runtime.config.mesh == "auto":
+        runtime.lay_out(msgspec.structs.replace(runtime.config, mesh=answer.mesh, plan=[]))
+    setting = _setting(runtime, batch, answer.microbatches)
+    traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
-    names = list(runtime.layout.axes)
-    data_axes = frozenset(at for at, name in enumerate(names) if name == DATA_AXIS)
-    setting = Setting(
-        sizes=tuple(runtime.layout.axes.values()),
-        topology=_topology(runtime),
-        data_axes=data_axes,
-        batch=batch,
-    )
-    pins = _pins(runtime, model, traced.program)
-    answer = _agreed(partial(_ask, runtime, traced, setting, pins), runtime)
-    if answer.error:
-        raise UsageError(answer.error)
-    blocks = find_blocks(traced.program)
-    cuts = blocks.cuts if blocks else ()
-    problem = build(traced.program, setting, cuts=[c for c in cuts if f"hub:{c}" in answer.chosen])
+    chosen = _chosen(runtime, model, traced.program, setting, answer)
+    problem = build(traced.program, setting, cuts=_hubs(chosen))
     rules = {node.name: node.rule for node in problem.nodes}
-    executor = Executor(
-        model, traced, rules, answer.chosen, setting=setting, mesh=runtime.mesh, seed=_seed()
+    model.forward = Executor(
+        model, traced, rules, chosen, setting=setting, mesh=runtime.mesh, seed=_seed()
     )
-    model.forward = executor
+    return answer.microbatches
+
+
+def _samples(runtime: Runtime, sample: Sequence[Any]) -> int:
+    """Return the samples of a step of all ranks."""
+    local = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
+    if not local:
+        raise UsageError("the sample of rt.shard holds no tensor with a first dim of samples")
+    return local if runtime.config.mesh == "auto" else local * runtime.layout.size(DATA_AXIS)
+
+
+def _outline(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int) -> Answer:
+    """Return mesh and micro-batches, and what came with them if they were not given."""
+    config = runtime.config
+    if isinstance(config.plan, str):
+        return _agreed(partial(_read, runtime, config.plan, batch), runtime)
+    if config.mesh == "auto":
+        return _agreed(partial(_choose_mesh, runtime, model, sample, batch), runtime)
+    return Answer(mesh=runtime.layout.axes, microbatches=config.accumulate)
+
+
+def _read(runtime: Runtime, path: str, batch: int) -> Answer:
+    """Return a saved plan, if it is for this job."""
+    config = runtime.config
+    try:
+        plan = read_plan(Path(path))
+        mesh = plan.axes() if config.mesh == "auto" else runtime.layout.axes
+        check_fit(plan, path, world=runtime.world_size, mesh=mesh, batch=batch)
+    except UsageError as error:
+        raise UsageError(f"{_PLAN}: {error.message}", hint=error.hint) from None
+    for is_there, what in (
+        (plan.stages > 1, f"{plan.stages} stages of a pipeline"),
+        (plan.recompute, "recomputation"),
+    ):
+        if is_there:
+            raise UsageError(
+                f"{_PLAN}: {path} has {what}, which mode auto does not run",
+                hint="name the mesh in `msrun search --mesh`, or have rt.shard find one",
+            )
+    if config.accumulate not in (1, plan.microbatches):
+        raise UsageError(
+            f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
+            f"and {ROOT}.accumulate is {config.accumulate}"
+        )
+    return Answer(mesh=mesh, microbatches=plan.microbatches, plan=plan)
+
+
+def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int) -> Answer:
+    """Return the best mesh of those that can be run, and its plan."""
+    config = runtime.config
+    small, large = (trace(model, resized(sample, number)).program for number in SIZES)
+    with _told_memory():
+        best = choose(
+            Batches(small, large, SIZES),
+            _topology(runtime),
+            world=runtime.world_size,
+            batch=batch,
+            mode=_MODES[config.search or "exact"],
+            limit=None if config.memory is None else float(config.memory),
+        )
+    mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
+    runtime.print(
+        f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es), {best.found.seconds:.4g} s a "
+        f"step predicted; left out, as mode auto does not run them: {', '.join(LEFT_OUT)}"
+    )
+    return Answer(mesh=best.mesh, microbatches=best.microbatches, chosen=best.found.chosen)
+
+
+def _setting(runtime: Runtime, batch: int, microbatches: int) -> Setting:
+    """Return what a plan is for: a micro-batch of all ranks."""
+    axes = runtime.layout.axes
+    local = batch // runtime.layout.size(DATA_AXIS)
+    if local % microbatches:
+        raise UsageError(
+            f"{ROOT}.accumulate: {microbatches} does not divide the {local} samples of a local "
+            "batch, and mode auto needs equal micro-batches"
+        )
+    return Setting(
+        sizes=tuple(axes.values()),
+        topology=_topology(runtime),
+        data_axes=frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS),
+        batch=batch // microbatches,
+        rounds=microbatches,
+    )
+
+
+def _chosen(
+    runtime: Runtime, model: nn.Module, program: Program, setting: Setting, answer: Answer
+) -> dict[str, Row]:
+    """Return what every node chooses."""
+    if answer.plan is None:
+        if answer.chosen:
+            return answer.chosen
+        pins = _pins(runtime, model, program)
+        return _agreed(partial(_search, runtime, program, setting, pins), runtime).chosen
+    where = f"{_PLAN}: {runtime.config.plan}"
+    check_model(answer.plan, where, program)
+    problem = build(program, setting, cuts=answer.plan.shared)
+    return choices_of(answer.plan, where, problem, program)
+
+
+def _hubs(chosen: Mapping[str, object]) -> list[str]:
+    """Return the tensors that a plan moves once for all who read them."""
+    return [name.removeprefix("hub:") for name in chosen if name.startswith("hub:")]
 
 
 def _topology(runtime: Runtime) -> Topology:
@@ -104,46 +219,53 @@ def _topology(runtime: Runtime) -> Topology:
         raise UsageError(f"{ROOT}.{error.message}") from None
 
 
-def _whole_batch(sample: Sequence[Any], ranks: int) -> tuple[list[Any], int]:
-    """Return inputs as of all data-parallel ranks together, and their number of samples."""
-    local = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
-    if not local:
-        raise UsageError("the sample of rt.shard holds no tensor with a first dim of samples")
-    whole = [
-        x.new_zeros((local * ranks, *x.shape[1:]))
-        if isinstance(x, Tensor) and x.dim() and len(x) == local
-        else x
-        for x in sample
-    ]
-    return whole, local * ranks
-
-
-def _ask(runtime: Runtime, traced: Traced, setting: Setting, pins: Sequence[Pin]) -> Answer:
+def _search(runtime: Runtime, program: Program, setting: Setting, pins: Sequence[Pin]) -> Answer:
     config = runtime.config
     mode = _MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
-    try:
-        found = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
-    except OutOfMemoryError as error:
-        needed = f"{error.least / _GIB:.3g} GiB"
-        return Answer(error=f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank")
-    except UsageError as error:
-        return Answer(error=error.message)
+    with _told_memory():
+        found = search(program, setting, mode=mode, pins=pins, limit=limit)
     return Answer(chosen=found.chosen, seconds=found.seconds)
 
 
-def _agreed(ask: Any, runtime: Runtime) -> Answer:
-    """Return what the first rank answers."""
-    content = msgspec.json.encode(ask()) if runtime.rank == 0 else b""
-    if runtime.world_size == 1:
-        return msgspec.json.decode(content, type=Answer)
-    size = torch.tensor([len(content)], device=runtime.device)
-    dist.broadcast(size, src=0)
-    sent = torch.zeros(int(size), dtype=torch.uint8, device=runtime.device)
-    if runtime.rank == 0:
-        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(sent, src=0)
-    return msgspec.json.decode(bytes(sent.tolist()), type=Answer)
+@contextlib.contextmanager
+def _told_memory() -> Iterator[None]:
+    """Have a plan that does not fit be told with the key."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        needed = f"{error.least / _GIB:.3g} GiB"
+        raise UsageError(
+            f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank"
+        ) from None
+
+
+def _agreed(ask: Callable[[], Answer], runtime: Runtime) -> Answer:
+    """Return what the first rank answers.
+
+    Raises:
+        UsageError: The first rank has no answer; then every rank raises it.
+    """
+    content = msgspec.json.encode(_tried(ask)) if runtime.rank == 0 else b""
+    if runtime.world_size > 1:
+        size = torch.tensor([len(content)], device=runtime.device)
+        dist.broadcast(size, src=0)
+        sent = torch.zeros(int(size), dtype=torch.uint8, device=runtime.device)
+        if runtime.rank == 0:
+            sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        dist.broadcast(sent, src=0)
+        content = bytes(sent.tolist())
+    answer = msgspec.json.decode(content, type=Answer)
+    if answer.error:
+        raise UsageError(answer.error, hint=answer.hint or None)
+    return answer
+
+
+def _tried(ask: Callable[[], Answer]) -> Answer:
+    try:
+        return ask()
+    except UsageError as error:
+        return Answer(error=error.message, hint=error.hint or "")
 
 
 def _seed() -> int:

@@ -35,13 +35,15 @@ from msrun.parallel.auto.plan import VERSION, SavedPlan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.repeat import Blocks, find_blocks, shortened
+from msrun.parallel.auto.saved import identity, shared
 from msrun.parallel.auto.search import Found, Mode, Names, indices, search
 from msrun.parallel.auto.topology import Topology
 from msrun.parallel.auto.trace import trace
+from msrun.parallel.config import DATA_AXIS
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
-_SMALL, _LARGE = 2, 6
+SIZES = (2, 6)
 _GIB = 2**30
 
 
@@ -94,7 +96,7 @@ def ask(
     batch = question.batch or _batch_of(sample)
     if question.mesh:
         return _on_mesh(question, model, sample, batch)
-    small, large = (trace(model, resized(sample, number)).program for number in (_SMALL, _LARGE))
+    small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
@@ -105,7 +107,7 @@ def ask(
     short, two = shortened(small, blocks)
     other, _ = shortened(large, blocks)
     job = Job(
-        programs=Batches(short, other, (_SMALL, _LARGE)),
+        programs=Batches(short, other, SIZES),
         blocks=two,
         count=blocks.count,
         topology=question.topology,
@@ -188,6 +190,7 @@ def _saved(
     return SavedPlan(
         version=VERSION,
         model=question.target,
+        program=identity(program),
         topology=job.topology.name,
         world=job.world,
         mesh=dict(zip(names, layout.sizes, strict=True)),
@@ -201,6 +204,7 @@ def _saved(
         gap=max(0.0, best.seconds / best.bound - 1),
         params=parameters(program, rules, chosen),
         operators=operators(program, rules, chosen),
+        shared=shared(rules, chosen),
         unknown=list(problem.unknown),
         rejected=others,
     )
@@ -213,7 +217,9 @@ def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch:
         written = " x ".join(f"{name} {size}" for name, size in question.mesh.items())
         raise UsageError(f"--mesh: {written} is not --world {question.world}")
     program = trace(model, resized(sample, batch)).program
-    setting = Setting(sizes=sizes, topology=question.topology)
+    # As in training: ranks of the data axis are handed different samples.
+    data = frozenset(at for at, name in enumerate(question.mesh) if name == DATA_AXIS)
+    setting = Setting(sizes=sizes, topology=question.topology, data_axes=data, batch=batch)
     limit = question.memory or question.topology.memory
     try:
         found = search(program, setting, mode=question.mode, limit=limit)
@@ -237,6 +243,7 @@ def _saved_mesh(
     return SavedPlan(
         version=VERSION,
         model=question.target,
+        program=identity(program),
         topology=question.topology.name,
         world=question.world,
         mesh=question.mesh,
@@ -250,6 +257,7 @@ def _saved_mesh(
         gap=found.gap,
         params=parameters(program, rules, found.chosen),
         operators=operators(program, rules, found.chosen),
+        shared=shared(rules, found.chosen),
         unknown=list(found.unknown),
     )
 

@@ -378,7 +378,7 @@ class _Builder:
     def _output_choices(self, tensor: Value) -> list[range]:
         sizes, data = self._setting.sizes, self._setting.data_axes
         both = range(2 if tensor.shape else 1)
-        if not data:
+        if not data and not self._setting.batch:
             return [both] * len(sizes)
         divisor = int(np.prod([sizes[m] for m in data]))
         fits = bool(tensor.shape) and tensor.shape[0] % divisor == 0

@@ -23,7 +23,7 @@ from msrun.parallel.auto.carry import Carrier, Exchanged
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
 from msrun.parallel.auto.edges import behind
 from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.program import Step
+from msrun.parallel.auto.program import Program, Step
 from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.rules import Choice, Rule, Site
 from msrun.parallel.auto.trace import Traced
@@ -65,11 +65,7 @@ class Executor:
         self._model, self._traced, self._chosen = model, traced, chosen
         self._program, self._setting, self._mesh = traced.program, setting, mesh
         self._rules = dict(rules)
-        for step in self._program.steps:
-            packet = step.target.split(".")[1]
-            if packet in REFUSED:
-                where = step.module or "the model"
-                raise UsageError(f"parallel.mode: auto cannot run {packet}, as {where} does")
+        _check(self._program)
         self._carrier = Carrier(mesh)
         self._readings = Readings(self._program, setting, traced.rules)
         self._steps = {step.name: step for step in self._program.steps}
@@ -288,8 +284,11 @@ class Executor:
     ) -> list[Tensor]:
         """Run one operator on parts; arguments that are sizes become those of the parts."""
         target: Any = self._traced.nodes[step.name].target
-        args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
         packet = step.target.split(".")[1]
+        if _writes(packet):
+            # What others read stays as it is; `_check` has seen to what reads the result.
+            ins = [ins[0].clone(), *ins[1:]]
+        args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
         if packet in _SIZED and choices:
             outs = tuple(choice.outs[0] for choice in choices)
             args[1] = list(self._local_shape(step.outputs[0], outs))
@@ -327,9 +326,15 @@ class Executor:
         index = 0
         for axis in axes:
             index = index * self._setting.sizes[axis] + self._mesh.get_local_rank(axis)
-        low = index * weight.shape[0]
-        is_other = (indices < low) | (indices >= low + weight.shape[0])
-        rows = functional.embedding(torch.where(is_other, 0, indices - low), weight)
+        count = weight.shape[0]
+        low = index * count
+        is_other = (indices < low) | (indices >= low + count)
+        padding = int(step.attrs.get("padding_idx", -1))
+        rows = functional.embedding(
+            torch.where(is_other, 0, indices - low),
+            weight,
+            padding_idx=padding - low if low <= padding < low + count else None,
+        )
         return rows.masked_fill(is_other.unsqueeze(-1), 0.0)
 
     def average(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
@@ -375,6 +380,40 @@ class Executor:
         return ins[0] * (part / (1 - p)).to(ins[0])
 
 
+def _check(program: Program) -> None:
+    """Refuse steps that parts cannot do as one process would.
+
+    Raises:
+        UsageError: There is one.
+    """
+    makers = {name: step for step in program.steps for name in step.outputs}
+    read = {_root(name, program, makers) for name in program.outputs}
+    for step in reversed(program.steps):
+        packet = step.target.split(".")[1]
+        roots = [_root(name, program, makers) for name in step.inputs.values()]
+        what = packet if packet in REFUSED else ""
+        if float(step.attrs.get("dropout_p", 0.0)) > 0:
+            what = f"{packet} with dropout"
+        if _writes(packet) and roots[0] in read:
+            what = f"{packet} on what is read again behind it"
+        if what:
+            where = step.module or "the model"
+            raise UsageError(f"parallel.mode: auto cannot run {what}, as {where} does")
+        read.update(roots)
+
+
+def _root(name: str, program: Program, makers: Mapping[str, Step]) -> str:
+    """Return the tensor that `name` is a view of, or itself."""
+    while name in makers and renaming(Site(makers[name], program)) is not None:
+        (name,) = makers[name].inputs.values()
+    return name
+
+
+def _writes(packet: str) -> bool:
+    """Return whether an operator changes its first input."""
+    return packet.endswith("_") and not packet.endswith("__")
+
+
 class _Shared(torch.autograd.Function):
     """The identity, whose gradient is one of several shares."""
 
@@ -410,6 +449,7 @@ _SPECIAL: dict[str, _Special] = {
             "smooth_l1_loss",
             "huber_loss",
             "binary_cross_entropy_with_logits",
+            "kl_div",
         ),
         Executor.average,
     ),

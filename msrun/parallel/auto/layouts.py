@@ -133,9 +133,9 @@ def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
     """Return every number of stages with every mesh of a stage."""
     return [
         (stages, sizes)
-        for stages in _divisors(math.gcd(job.count, job.world))
+        for stages in divisors(math.gcd(job.count, job.world))
         if stages <= job.batch
-        for sizes in _meshes(job.world // stages)
+        for sizes in shapes(job.world // stages)
     ]
 
 
@@ -144,21 +144,22 @@ def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
     most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
     return [
         JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
-        for number in _divisors(job.batch)
+        for number in divisors(job.batch)
         if stages <= number <= most
         for recompute in (False, True)
     ]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return what divides `number`, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
-def _meshes(ranks: int) -> list[tuple[int, ...]]:
+def shapes(ranks: int) -> list[tuple[int, ...]]:
     """Return the meshes of one to three axes; the inner axes are not too long."""
     found: list[tuple[int, ...]] = [(ranks,)]
-    inner = [n for n in _divisors(ranks) if 1 < n <= min(_AXIS_MAX, ranks - 1)]
+    inner = [n for n in divisors(ranks) if 1 < n <= min(_AXIS_MAX, ranks - 1)]
     found += [(ranks // n, n) for n in inner]
     for n in inner:
         for m in (m for m in inner if m <= _THIRD_AXIS_MAX):

@@ -27,11 +27,15 @@ def _elementwise(site: Site) -> Rule:
 
 
 def _linear_elementwise(site: Site) -> Rule:
-    """Sums pass through: all inputs together for `add`, the first alone for `mul` and `to`."""
+    """Sums pass through: all inputs together for `add`, the first alone for `mul` and `to`.
+
+    Not through what rounds, and not through one input to which a number is added.
+    """
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
     is_sum = site.packet in ("add", "sub", "rsub", "add_", "sub_")
-    is_affine = is_sum and len(ins) == 1
+    is_rounded = bool(site.attr("rounding_mode")) or not site.out.is_float
+    is_affine = is_rounded or (is_sum and len(ins) == 1)
     linear: list[list[int]] = [] if is_affine else [list(range(len(ins))) if is_sum else [0]]
     keeps = () if is_sum or len(ins) == 1 else _all(site)
     return divided(site, ins, [letters(len(shape))], linear=linear, keeps=keeps)
@@ -123,11 +127,20 @@ def _batch_norm(site: Site) -> Rule:
     return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
 
 
-def _along(site: Site) -> Rule:
-    """Every dim but the one that the operator runs along."""
-    along = site.dim()
+def _gated(site: Site) -> Rule:
+    """`prelu`, whose weights are of channels: of the second dim."""
     shape = site.ins[0].shape
-    labels = [None if dim == along else f"d{dim}" for dim in range(len(shape))]
+    labels = letters(len(shape))
+    weight = [labels[1] if len(shape) > 1 and site.ins[1].count > 1 else None]
+    weights = weight * len(site.ins[1].shape)
+    return divided(site, [labels, weights], [labels], keeps=_all(site))
+
+
+def _along(site: Site) -> Rule:
+    """Every dim but those that the operator runs along."""
+    along = site.dims("dims") if "dims" in site.step.attrs else {site.dim()}
+    shape = site.ins[0].shape
+    labels = [None if dim in along else f"d{dim}" for dim in range(len(shape))]
     outs = [labels] * len(site.outs)
     others: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
     return divided(site, [labels, *others], outs, keeps_out=True)
@@ -135,6 +148,8 @@ def _along(site: Site) -> Rule:
 
 def _reduction(site: Site) -> Rule:
     """The dims that stay; `sum` and `mean` by all, as a sum of parts is the sum."""
+    if len(site.ins) > 1:  # `max` and `min` of two tensors
+        return _elementwise(site)
     shape = site.ins[0].shape
     dims = site.dims()
     is_sum = site.packet in ("sum", "mean")
@@ -153,7 +168,10 @@ def _embedding(site: Site) -> Rule:
     """By token, by width, and by row: ranks look up the rows they have, which are then added."""
     tokens = letters(len(site.ins[1].shape), "b")
     nbytes = 2.0 * site.out.nbytes
-    return divided(site, [["v", "h"], tokens], [[*tokens, "h"]], nbytes=nbytes, keeps=(1,))
+    # Gradients divided by how often a token comes need all tokens.
+    whole = ["v", *filter(None, tokens)] if site.attr("scale_grad_by_freq") else []
+    ins: list[Labels] = [["v", "h"], tokens]
+    return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, keeps=(1,))
 
 
 def _cross_entropy(site: Site) -> Rule:
@@ -205,11 +223,11 @@ def _spatial(site: Site, *, last: int) -> Rule:
 
 
 def _padding(site: Site) -> Rule:
-    shape = site.ins[0].shape
-    labels = [
-        f"d{dim}" if size == made else None
-        for dim, (size, made) in enumerate(zip(shape, site.out.shape, strict=True))
-    ]
+    """Every dim to which nothing is added; what is added and taken may leave the size as it is."""
+    pads = list(site.attr("pad"))
+    ndim = len(site.ins[0].shape)
+    touched = {ndim - 1 - at // 2 for at, number in enumerate(pads) if number}
+    labels = [None if dim in touched else f"d{dim}" for dim in range(ndim)]
     return divided(site, [labels], [labels])
 
 
@@ -237,9 +255,10 @@ def _parted(site: Site) -> Rule:
 
 
 def _expanded(site: Site) -> Rule:
+    """`expand`, and `expand_as`, which takes the shape of a part from a part."""
     shape = site.out.shape
-    ins = broadcast(site.ins[0].shape, shape)
-    return divided(site, [ins], [letters(len(shape))], linear=[[0]], nbytes=0.0)
+    ins = [broadcast(value.shape, shape) for value in site.ins]
+    return divided(site, ins, [letters(len(shape))], linear=[[0]], nbytes=0.0)
 
 
 def _repeated(site: Site) -> Rule:
@@ -288,13 +307,14 @@ _TABLE: tuple[tuple[Maker, str], ...] = (
         clamp_max clamp_min cos dropout elu eq erf erfc exp expm1 fill floor ge gelu gt hardsigmoid
         hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log1p log2 logical_and
         logical_not logical_or logical_xor lt masked_fill maximum minimum mish ne ones_like pow
-        prelu reciprocal relu relu_ remainder round rsqrt selu sigmoid sign silu sin softplus sqrt
+        reciprocal relu relu_ remainder round rsqrt selu sigmoid sign silu sin softplus sqrt
         square tan tanh threshold where zeros_like full_like floor_divide""",
     ),
     (
         _linear_elementwise,
-        "add add_ sub sub_ rsub mul mul_ div div_ neg to _to_copy type_as clone detach float alpha",
+        "add add_ sub sub_ rsub mul mul_ div div_ neg to _to_copy type_as clone detach",
     ),
+    (_gated, "prelu"),
     (_linear, "linear"),
     (_matmul, "mm bmm matmul addmm baddbmm mv dot"),
     (_attention, "scaled_dot_product_attention"),
@@ -335,6 +355,4 @@ _TABLE: tuple[tuple[Maker, str], ...] = (
     (_gathered, "gather"),
     (_triangle, "tril triu"),
 )
-_MAKERS: dict[str, Maker] = {
-    name: maker for maker, names in _TABLE for name in names.split() if name != "alpha"
-}
+_MAKERS: dict[str, Maker] = {name: maker for maker, names in _TABLE for name in names.split()}

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.parallel.config import PIPELINE_AXIS
 from msrun.units import quoted
 
-VERSION = 1
+VERSION = 2
 BYTES_MAX = 64 << 20
 _SHOWN_MAX = 8
 
@@ -41,6 +42,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         version: Of this form.
         model: What was searched.
+        program: What tells it from other models.
         topology: Name of the machine it is for.
         world: Ranks.
         mesh: Axis -> size, stages of the pipeline excluded.
@@ -54,12 +56,14 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         gap: By how much a better plan for this mesh could be faster at most; None if not known.
         params: Parameter -> its placement on each axis.
         operators: Step of the graph -> how it runs.
+        shared: Tensor that several operators read -> what each axis does with it, once for all.
         unknown: Operators without a rule, which run whole on every rank.
         rejected: Other layouts and why they were not chosen.
     """
 
     version: int
     model: str
+    program: str
     topology: str
     world: int
     mesh: dict[str, int]
@@ -73,8 +77,13 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     gap: float | None
     params: dict[str, list[str]]
     operators: dict[str, Operator]
+    shared: dict[str, list[str]] = {}
     unknown: list[str] = []
     rejected: list[str] = []
+
+    def axes(self) -> dict[str, int]:
+        """Return the axes of the whole job: stages of the pipeline first, where there are some."""
+        return {PIPELINE_AXIS: self.stages, **self.mesh} if self.stages > 1 else self.mesh
 
 
 def write_plan(plan: SavedPlan, path: Path) -> None:
@@ -103,12 +112,18 @@ def read_plan(path: Path) -> SavedPlan:
     if len(content) > BYTES_MAX:
         raise UsageError(f"{path} is larger than 64 MiB")
     try:
-        plan = msgspec.json.decode(content, type=SavedPlan)
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            raise UsageError(f"{path} has version {version} (this msrun reads {VERSION})")
+        return msgspec.json.decode(content, type=SavedPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is no plan of msrun search: {error}") from None
-    if plan.version != VERSION:
-        raise UsageError(f"{path} has version {plan.version} (this msrun reads {VERSION})")
-    return plan
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    """What every version has."""
+
+    version: int
 
 
 def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str]]:

@@ -103,5 +103,5 @@ _MAKERS: dict[str, Callable[[Site], Renaming]] = {
         ("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint"),
         _permuted,
     ),
-    **dict.fromkeys(("contiguous", "alias", "view_as"), _same),
+    **dict.fromkeys(("contiguous", "alias"), _same),
 }

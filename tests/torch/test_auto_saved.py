@@ -1,0 +1,144 @@
+"""A plan that `msrun search` saved runs as one that `rt.shard` finds, and as one process."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from auto_models import GPT, MODELS, Llama
+from ranks import Counted, run_ranks
+
+import msrun
+from msrun.cli.main import main
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.torch
+
+MODEL = """
+from auto_models import GPT, tokens
+
+
+def make():
+    return GPT(layers=3).double(), tokens()
+"""
+MESH = {"dp": 2, "tp": 2}
+AUTO = {"mode": "auto", "mesh": MESH}
+# So little that parameters are cut.
+MEMORY = "400KiB"
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Return the file of a plan."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved_gpt.py").write_text(MODEL)
+    words = ("--world", "4", "--mesh", "dp=2,tp=2", "--topology", "cpu", "-o", "plan.json")
+    assert main(["search", "saved_gpt.py:make", "--memory", MEMORY, *words]) == 0
+    return tmp_path / "plan.json"
+
+
+def local(rt, batch):
+    """Return this rank's part of a batch."""
+    return [x.chunk(rt.layout.size("dp"))[rt.coordinate.get("dp", 0)] for x in batch]
+
+
+def train(config):
+    """Return losses, whole weights, where each lies, and the collectives of all steps."""
+    rt = msrun.init(config)
+    torch.manual_seed(0)
+    net = GPT(layers=3).double()
+    torch.manual_seed(1)
+    whole = [MODELS["gpt"][1]() for _ in range(3)]
+    is_found = config["mesh"] == "auto"
+    net = rt.shard(net, sample=whole[0] if is_found else local(rt, whole[0]))
+    batches = [local(rt, batch) for batch in whole]
+    optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    losses = []
+    with Counted() as counted:
+        for x, y in batches:
+            losses.append(rt.step(net, optimizer, lambda out, _: out, x, y, y).item())
+    weights, places = {}, {}
+    for name, param in net.named_parameters():
+        is_divided = hasattr(param, "full_tensor")
+        weights[name] = (param.full_tensor() if is_divided else param).detach()
+        places[name] = str(param.placements) if is_divided else ""
+    return losses, weights, places, (counted.calls, counted.bytes)
+
+
+def test_a_saved_plan_runs_as_a_found_one_and_as_one_process(saved):
+    ((want, weights, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}})
+    found = run_ranks(train, 4, AUTO | {"memory": MEMORY})
+    loaded = run_ranks(train, 4, AUTO | {"plan": str(saved)})
+    # The plan knows its mesh.
+    loaded += run_ranks(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
+    for losses, whole, places, sent in loaded:
+        assert losses == pytest.approx(want, rel=1e-10)
+        for name, weight in weights.items():
+            assert torch.allclose(whole[name], weight, rtol=1e-10, atol=1e-12), name
+        assert (places, sent) == found[0][2:]
+    assert any("Shard" in place for place in loaded[0][2].values())
+
+
+def refused(config, make):
+    """Return what a rank is told: the error in one line, and what to do."""
+    x = torch.zeros(4, 8, dtype=torch.long)
+    with pytest.raises(UsageError) as caught:
+        msrun.init(config).shard(make().double(), sample=(x, x.clone()))
+    return caught.value.message
+
+
+def gpt():
+    return GPT(layers=3)
+
+
+def three_sizes():
+    net = gpt()
+    net.blocks[1].up.bias = None
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "mesh", "sentence"),
+    [
+        ({}, {"dp": 2}, "plan.json is for 4 ranks, and world_size is 2"),
+        ({}, {"dp": 4}, "plan.json is for the mesh dp 2 x tp 2 = 4, not dp 4"),
+        ({"version": 1}, {"dp": 2}, "plan.json has version 1 (this msrun reads 2)"),
+        (
+            {"batch": 16},
+            MESH,
+            "plan.json is for 16 samples a step, and the sample of rt.shard makes 8",
+        ),
+        (
+            {"stages": 2, "mesh": {"tp": 2}},
+            MESH,
+            "plan.json is for the mesh pp 2 x tp 2 = 4, not dp 2 x tp 2 = 4",
+        ),
+        ({"recompute": True}, MESH, "plan.json has recomputation, which mode auto does not run"),
+        ({"shared": {}}, MESH, "plan.json has nothing for p_tokens_weight, which cannot lie so"),
+    ],
+    ids=["world", "mesh", "version", "batch", "stages", "recompute", "shared"],
+)
+def test_a_plan_for_something_else_is_refused(saved, change, mesh, sentence):
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | change))
+    config = {"mode": "auto", "mesh": mesh, "plan": "plan.json"}
+    for said in run_ranks(refused, math.prod(mesh.values()), config, gpt):
+        assert said == f"parallel.plan: {sentence}"
+
+
+@pytest.mark.parametrize("make", [Llama, three_sizes])
+def test_a_plan_of_another_model_is_refused(saved, make):
+    config = AUTO | {"plan": "plan.json"}
+    program = json.loads(saved.read_text())["program"]
+    for said in run_ranks(refused, 4, config, make):
+        assert said.startswith(f"parallel.plan: plan.json is for a model of {program}, and this ")
+        assert said.count("parameters and") == 2
+
+
+def test_what_is_no_plan_is_refused(saved):
+    saved.write_text('{"version": 2}')
+    config = AUTO | {"plan": "plan.json"}
+    sentence = "parallel.plan: plan.json is no plan of msrun search: Object missing required field"
+    for said in run_ranks(refused, 4, config, gpt):
+        assert said.startswith(sentence)

@@ -1,0 +1,77 @@
+"""Which meshes are looked at for a job, and which is taken."""
+
+from __future__ import annotations
+
+import math
+
+import programs
+import pytest
+from programs import TINY
+
+from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.meshes import candidates, choose
+from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.search import search
+
+
+def made(batch):
+    return programs.transformer(4, batch=batch, length=4, width=8, heads=2)
+
+
+PROGRAMS = Batches(made(2), made(6), (2, 6))
+
+
+def everything(limit, number=1):
+    """Return seconds and bytes of every mesh of four ranks, with so many micro-batches."""
+    part = 8 // number
+    found = {}
+    for sizes in ((4,), (1, 4), (2, 2)):
+        if part % sizes[0] == 0:
+            setting = Setting(
+                sizes=sizes, topology=TINY, data_axes=frozenset({0}), batch=part, rounds=number
+            )
+            try:
+                plan = search(made(part), setting, limit=limit)
+                found[sizes] = plan.seconds, plan.memory
+            except OutOfMemoryError as error:
+                found[sizes] = math.inf, error.least
+    return found
+
+
+def best(limit):
+    return choose(PROGRAMS, TINY, world=4, batch=8, limit=limit)
+
+
+def test_the_data_axis_comes_first_and_divides_the_batch():
+    assert list(candidates(1, 3)) == [{"dp": 1}]
+    assert list(candidates(4, 8)) == [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}]
+    assert list(candidates(4, 2)) == [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}]
+    assert list(candidates(4, 1)) == [{"dp": 1, "tp": 4}]
+    assert {"dp": 2, "mp": 2, "tp": 2} in candidates(8, 8)
+    assert all(len(mesh) < 3 for mesh in candidates(128, 128))
+
+
+def test_the_fastest_mesh_is_taken():
+    found, seconds = best(None), everything(None)
+    sizes = tuple(found.mesh.values())
+    assert found.microbatches == 1
+    assert found.found.seconds == seconds[sizes][0] == min(time for time, _ in seconds.values())
+
+
+def test_a_batch_is_cut_only_where_it_does_not_fit_at_once():
+    least = min(memory for _, memory in everything(1.0).values())
+    assert best(least * 1.01).microbatches == 1
+    found = best(least * 0.99)
+    assert found.microbatches == 2
+    assert found.found.memory <= least * 0.99
+    times = everything(least * 0.99, number=2)
+    assert found.found.seconds == min(time for time, _ in times.values())
+
+
+def test_when_nothing_fits_the_least_memory_that_would_is_known():
+    with pytest.raises(OutOfMemoryError) as caught:
+        best(1.0)
+    assert best(caught.value.least * 1.01).found.memory <= caught.value.least * 1.01
+    with pytest.raises(OutOfMemoryError):
+        best(caught.value.least * 0.99)
