@@ -160,6 +160,8 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
     lines = [f"#SBATCH --{key}={_checked(key, value)}" for key, value in asked.items() if value]
     if options.requeue is not None:
         lines.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
+    if options.requeue:
+        lines.append("#SBATCH --open-mode=append")  # The console of the first run stays.
     lines += [f"#SBATCH {_checked('sbatch option', word)}" for word in options.more]
     srun = "srun --ntasks-per-node=1 $cpus --cpu-bind=none --mpi=none --no-kill"
     agent, follower = (

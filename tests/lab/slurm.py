@@ -35,6 +35,7 @@ SlurmctldPort={head.port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
 SlurmdTimeout=300
