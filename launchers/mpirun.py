@@ -181,7 +181,7 @@ class MpirunLauncher:
         if plan.fleet.ranks:
             (command,) = plan.commands
             os.execvpe(command.argv[0], command.argv, {**environ.without_options(), **command.env})  # noqa: S606 - there is no shell
-        return run_fleet(plan, secret)
+        return run_fleet(plan.commands, secret)
 
     def _flags(self, names: str) -> tuple[str, ...]:
         if self._flavour in (Flavour.MPICH, Flavour.INTEL):

@@ -16,14 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
 from msgspec.structs import replace
 
 from msrun import __version__, environ
-from msrun.errors import UsageError, signal_exit_code
+from msrun.errors import ExitCode, UsageError
 from msrun.fleet import (
     ORDER_BYTES_MAX,
     Order,
@@ -47,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except UsageError as error:
-        node = socket.gethostname()
-        print(f"error: node {node}: {error.render().removeprefix('error: ')}", file=sys.stderr)  # noqa: T201 - there is no console yet
-        return error.exit_code
+        return _complain(error)
+
+
+def _complain(error: UsageError) -> int:
+    node, text = socket.gethostname(), error.render().removeprefix("error: ")
+    print(f"error: node {node}: {text}", file=sys.stderr, flush=True)  # noqa: T201 - there is no console yet
+    return error.exit_code
 
 
 def _run(words: Sequence[str]) -> int:
@@ -59,35 +62,44 @@ def _run(words: Sequence[str]) -> int:
         launcher = sys.stdin.fileno()
         secret, text = _read_line(_SECRET_CHARS_MAX), _read_line(ORDER_BYTES_MAX)
     order = parse_order(text)
+    try:
+        node_rank, order = _prepare(words, order)
+    except UsageError as error:
+        code = _complain(error)
+        _report(Report(node=-1, code=code, is_last=True))
+        return code
+    has_scheduler = order.nnodes == 1 or _is_here(order.master_addr)
+    own = order.own_env[node_rank] if order.own_env else {}
+    env = {**environ.without_options(), **order.env, **own}
+    _report(Report(node=node_rank))
+    command = [sys.executable, "-P", "-m", "msrun", *agent_words(order, node_rank, hold(secret))]
+    start = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env=env,
+        preexec_fn=start,  # noqa: PLW1509 - this process has one thread
+    ) as agent:
+        code = _wait(agent, launcher)
+    _report(Report(node=node_rank, code=code, is_last=has_scheduler))
+    return 0 if order.hides_code else code
+
+
+def _prepare(words: Sequence[str], order: Order) -> tuple[int, Order]:
+    """Return this node's rank, and `order` as it is here, in whose directory we are then."""
     check_versions(order.versions, read_versions(order.versions))
     node_rank, order = _place(words, order)
     try:
         os.chdir(order.cwd)
     except OSError as error:
         raise UsageError(f"directory {shown(order.cwd)}: {error.strerror}") from None
-    own = order.own_env[node_rank] if order.own_env else {}
-    env = {**environ.without_options(), **order.env, **own}
-    if order.is_followed:
-        _report(node_rank)
-    with _secret_file(secret) as path:
-        command = [sys.executable, "-P", "-m", "msrun", *agent_words(order, node_rank, path)]
-        start = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            preexec_fn=start,  # noqa: PLW1509 - this process has one thread
-        ) as agent:
-            code = _wait(agent, launcher)
-    if order.is_followed:
-        _report(node_rank, code)
-    return 0 if order.hides_code else code
+    return node_rank, order
 
 
-def _report(node_rank: int, code: int | None = None) -> None:
+def _report(report: Report) -> None:
     """Tell the launcher, in one write so that nothing comes between; it may be gone."""
     with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), render_report(Report(node=node_rank, code=code)))
+        os.write(sys.stdout.fileno(), render_report(report))
 
 
 def _place(words: Sequence[str], order: Order) -> tuple[int, Order]:
@@ -174,20 +186,13 @@ def _read_line(most: int) -> str:
     return line.decode(errors="replace").strip()
 
 
-@contextlib.contextmanager
-def _secret_file(secret: str) -> Iterator[str]:
-    """Yield the name of a private file that holds `secret` for as long as the agent runs."""
-    # The launcher's environment may name a directory that only its own node has.
-    named = environ.runtime_dir()
-    directory = named if named and os.access(named, os.W_OK | os.X_OK) else None
-    try:
-        file = tempfile.NamedTemporaryFile("w", prefix="msrun-secret-", dir=directory)  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise UsageError(f"the secret cannot be kept here: {error.strerror}") from None
-    with file:
-        file.write(secret)
-        file.flush()
-        yield file.name
+def hold(secret: str) -> str:
+    """Return the name of a private file with `secret` that lives as long as this process."""
+    # In memory alone: an mpirun that stops a job kills this process before it can remove a file.
+    descriptor = os.memfd_create("msrun-secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
@@ -199,7 +204,8 @@ def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
     if end not in ready:
         agent.send_signal(signal.SIGTERM)
     code = agent.wait()
-    return signal_exit_code(-code) if code < 0 else code
+    # What an agent was killed by is its node's affair: to the job, the node is lost.
+    return ExitCode.NODE_LOST if code < 0 else code
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from msrun.fleet import (
     render_order,
 )
 from msrun.roles.batch import follow
+from msrun.roles.fleet import run_fleet
 from msrun.units import shown
 
 SCRIPT = "job.sbatch"
@@ -117,7 +119,7 @@ class SlurmLauncher:
         if fleet.hosts:
             msg = "--launcher slurm takes the nodes that Slurm gives"
             raise UsageError(msg, hint="leave --hostfile out, or give --nodelist to sbatch")
-        order = render_order(replace(make_order(fleet), is_followed=False))
+        order = render_order(replace(make_order(fleet), hides_code=True))
         if len(order) > VARIABLE_BYTES_MAX:
             raise UsageError(
                 f"the job's words are {len(order)} bytes (at most {VARIABLE_BYTES_MAX} by Slurm)",
@@ -158,8 +160,14 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
     lines = [f"#SBATCH --{key}={_checked(key, value)}" for key, value in asked.items() if value]
     if options.requeue is not None:
         lines.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
+    if options.requeue:
+        lines.append("#SBATCH --open-mode=append")  # The console of the first run stays.
     lines += [f"#SBATCH {_checked('sbatch option', word)}" for word in options.more]
-    agent = shlex.join([fleet.python, "-P", "-m", "launchers.remote"])
+    srun = "srun --ntasks-per-node=1 $cpus --cpu-bind=none --mpi=none --no-kill"
+    agent, follower = (
+        shlex.join([fleet.python, "-P", "-m", name])
+        for name in ("launchers.remote", "launchers.slurm")
+    )
     return "\n".join(
         [
             "#!/bin/sh",
@@ -172,7 +180,8 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
             # All CPUs of a node are the agent's to divide; a lost node is the agents' to judge.
             # Slurm 22.05 and later does not hand the number of CPUs on to srun by itself.
             "cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}",
-            f"exec srun --ntasks-per-node=1 $cpus --cpu-bind=none --mpi=none --no-kill {agent}",
+            # Who follows the step ends it with the job's code, also where a node is lost.
+            f"exec {follower} {srun} {agent}",
             "",
         ]
     )
@@ -223,13 +232,29 @@ def parse_end(text: str) -> int | None:
     """Return the exit code of a job of which `scontrol show job` says that it has ended."""
     fields = dict(_FIELD.findall(text))
     state = fields.get("JobState", "")
-    if state not in _CODES:
-        return None
     match = _EXIT_CODE.fullmatch(fields.get("ExitCode", ""))
     code, signum = (int(match[1]), int(match[2])) if match else (0, 0)
+    if state == "COMPLETING" and code:
+        return code  # The script has ended, and Slurm waits minutes for a node that is lost.
+    if state not in _CODES:
+        return None
     return code or (signal_exit_code(signum) if signum else _CODES[state])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the words of a batch script that start its agents, and return the job's exit code."""
+    command = StartCommand(node="", argv=tuple(sys.argv[1:] if argv is None else argv))
+    try:
+        return run_fleet([command], b"")  # Order and secret are in the environment.
+    except MsrunError as error:
+        print(error.render(), file=sys.stderr)  # noqa: T201 - there is no console
+        return error.exit_code
 
 
 def cancel(number: str) -> None:
     """Have Slurm end a job."""
     subprocess.run(["scancel", number], stdin=subprocess.DEVNULL, timeout=_SECONDS, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -76,7 +76,7 @@ class SshLauncher:
 
     def submit(self, plan: FleetPlan, secret: bytes) -> int:
         """Run the agents to their end and return the job's exit code."""
-        return run_fleet(plan, secret)
+        return run_fleet(plan.commands, secret)
 
 
 def _words(fleet: Fleet, host: Host, node_rank: int) -> tuple[str, ...]:

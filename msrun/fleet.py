@@ -63,7 +63,6 @@ class Order(
         hosts: Name of each node by node_rank, where the launcher numbers them otherwise.
         own: Words of each node beside those of all, by node_rank; empty adds none.
         own_env: Variables of each node, likewise.
-        is_followed: The launcher reads the agents' output, and wants a `Report` in it.
         hides_code: The agents end with 0 whatever became of the job, because what started
             them kills the others when one fails; the code stands in the last `Report`.
     """
@@ -78,7 +77,6 @@ class Order(
     hosts: tuple[str, ...] = ()
     own: tuple[tuple[str, ...], ...] = ()
     own_env: tuple[dict[str, str], ...] = ()
-    is_followed: bool = True
     hides_code: bool = False
 
 
@@ -86,12 +84,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What an agent's first program tells the launcher, as a line of its standard output.
 
     Args:
-        node: Its node_rank.
+        node: Its node_rank; -1 when it found none.
         code: Exit code of the agent; None says that it is about to start.
+        is_last: The job is over with this code: the scheduler was there, or the order is refused.
     """
 
     node: int
     code: int | None = None
+    is_last: bool = False
 
 
 class StartCommand(msgspec.Struct, frozen=True, kw_only=True):

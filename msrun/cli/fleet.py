@@ -110,15 +110,18 @@ def _fleet(request: Request, world: World) -> Fleet:
     settings = request.settings
     hosts, program = _hosts(settings), _program(request)
     host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
+    job_id = _job_id(settings, program, world)
+    # Its own, so that jobs may share nodes; and told, since what starts agents may tell another.
+    own_port = port_of(job_id) if hosts else 0
     return Fleet(
-        job_id=_job_id(settings, program, world),
+        job_id=job_id,
         words=(*_words(settings), *program),
         nnodes=len(hosts) or settings.value(options.NNODES)[1],
         python=_python(settings),
         cwd=str(Path.cwd()),
         hosts=hosts,
         master_addr=host.value if host else "",
-        master_port=port.value if port else 0,
+        master_port=port.value if port else own_port,
         versions={"msrun": __version__},
     )
 

@@ -12,18 +12,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import IO
 
 from msrun import environ
 from msrun.errors import ExitCode, MsrunError, UsageError, signal_exit_code
-from msrun.fleet import ORDER_BYTES_MAX, FleetPlan, StartCommand, parse_report
-from msrun.supervise.process import die_with_parent
+from msrun.fleet import ORDER_BYTES_MAX, Report, StartCommand, parse_report
+from msrun.supervise.process import descendants, die_with_parent
 from msrun.transport.loop import Loop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 14
+# ssh and MPICH's mpirun wait for a node that lost power; nothing is asked of it any more.
+_LAST_SECONDS = 5.0
 # The agent's first program refused its order, Python lacks it, or the shell lacks Python.
 _USAGE_CODES = (ExitCode.USAGE, 1, 126, 127)
 
@@ -36,13 +39,13 @@ class FleetError(MsrunError):
         self.exit_code = exit_code
 
 
-def run_fleet(plan: FleetPlan, secret: bytes) -> int:
-    """Run the commands of `plan` to their end and return the job's exit code.
+def run_fleet(commands: Sequence[StartCommand], secret: bytes) -> int:
+    """Run all commands to their end and return the job's exit code.
 
     The output of the first command is ours; that of another is told when it starts no agent.
 
     Args:
-        plan: What to run; its files are written already.
+        commands: What to run, all at once.
         secret: The job's secret.
 
     Raises:
@@ -50,10 +53,10 @@ def run_fleet(plan: FleetPlan, secret: bytes) -> int:
         FleetError: An agent cannot be started, or none of them told how the job ended.
     """
     loop = Loop()
-    run = _Run(loop, plan)
+    run = _Run(loop)
     try:
-        run.start(secret.hex())
-        loop.run(lambda: None, lambda: None)
+        run.start(commands, secret.hex())
+        loop.run(lambda: run.due, run.kill)
         return run.code()
     finally:
         run.kill()
@@ -117,17 +120,21 @@ class _Output:
         stream: Where it comes from.
         target: Where its lines go; None keeps the last of them.
         command: Whose it is.
-        codes: Exit codes of agents by node_rank.
+        ended: Called with each report of an agent's end.
     """
 
     def __init__(
-        self, stream: IO[bytes], target: int | None, command: _Command, codes: dict[int, int]
+        self,
+        stream: IO[bytes],
+        target: int | None,
+        command: _Command,
+        ended: Callable[[Report], None],
     ) -> None:
         self.source = stream.fileno()
         self.kept = b""
         self._target = target
         self._command = command
-        self._codes = codes
+        self._ended = ended
         self._rest = b""
         os.set_blocking(self.source, False)
 
@@ -155,29 +162,32 @@ class _Output:
         elif report.code is None:
             self._command.nodes.add(report.node)
         else:
-            self._codes[report.node] = report.code
+            self._ended(report)
 
 
 class _Run:
-    """All commands of a plan.
+    """All commands.
 
     Args:
         loop: Calls us.
-        plan: What is run.
+
+    Attributes:
+        due: When `kill` is to be called, None while there is no reason to.
     """
 
-    def __init__(self, loop: Loop, plan: FleetPlan) -> None:
+    def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._plan = plan
         self._running: dict[_Command, tuple[_Output, _Output]] = {}
         self._codes: dict[int, int] = {}
+        self._last: int | None = None
+        self.due: float | None = None
         self._signum = 0
         self._refusal: FleetError | None = None
 
-    def start(self, secret: str) -> None:
+    def start(self, commands: Sequence[StartCommand], secret: str) -> None:
         """Start all commands."""
         self._loop.on_signals(_SIGNALS, self._on_signal)
-        for number, plan in enumerate(self._plan.commands):
+        for number, plan in enumerate(commands):
             try:
                 command = _Command(plan, secret)
             except OSError as error:
@@ -187,7 +197,7 @@ class _Run:
 
     def _follow(self, command: _Command, *, is_first: bool) -> None:
         def follow(stream: IO[bytes] | None, target: int) -> _Output:
-            output = _Output(_given(stream), target if is_first else None, command, self._codes)
+            output = _Output(_given(stream), target if is_first else None, command, self._on_report)
             self._loop.watch(output.source, lambda: self._on_output(output))
             return output
 
@@ -212,10 +222,20 @@ class _Run:
                 pass
             self._loop.forget(output.source)
         if code and not command.nodes and not self._signum and self._refusal is None:
-            self._refusal = _refusal(command, code, outputs[1].kept)
+            self._refusal = _refusal(command, self._last or code, outputs[1].kept)
             self._stop()
         if not self._running:
             self._loop.stop()
+
+    def _on_report(self, report: Report) -> None:
+        """Take an agent's code; after the job's own, what has not ended soon never will."""
+        if not report.is_last:
+            self._codes[report.node] = report.code or 0
+        elif self._last is None:
+            self._last = report.code
+            self.due = self._loop.now() + _LAST_SECONDS
+            if report.node < 0:
+                self._stop()
 
     def _on_signal(self, signum: int) -> None:
         if self._signum:
@@ -229,14 +249,17 @@ class _Run:
 
     def kill(self) -> None:
         """End what still runs at once; the agents notice that their launcher is gone."""
-        for command in self._running:
-            command.process.kill()
+        self.due = None
+        for pid in descendants(os.getpid()):  # with the ssh of an mpirun
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def code(self) -> int:
         """Return the job's exit code, when all commands have ended."""
         if self._refusal:
             raise self._refusal
-        code = self._codes[min(self._codes)] if self._codes else None
+        first = self._codes[min(self._codes)] if self._codes else None
+        code = first if self._last is None else self._last
         # Agents end by SIGTERM whichever signal we got, and mpirun may kill them before they tell.
         if self._signum and code in (None, signal_exit_code(signal.SIGTERM)):
             return signal_exit_code(self._signum)
@@ -250,8 +273,9 @@ def _refusal(command: _Command, code: int, errors: bytes) -> FleetError:
     """Return why a command started no agent, in its own last words."""
     name, node = command.plan.argv[0], command.plan.node
     lines = errors.decode(errors="replace").strip().splitlines()
+    first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), -1)
     where = f" on {node}" if node else ""
     kind = ExitCode.USAGE if code in _USAGE_CODES else ExitCode.NODE_LOST
     end = f"exit code {code}" if code > 0 else f"signal {-code}"
     message = f"{name} started no agent{where}: {end}"
-    return FleetError(message, kind, hint=lines[-1].removeprefix("error: ") if lines else None)
+    return FleetError(message, kind, hint="\n".join(lines[first:]).removeprefix("error: ") or None)

@@ -1,11 +1,11 @@
 """Time from a command to the first all-reduce of its ranks: each backend beside its bare peer.
 
-    python scripts/bench/backends.py                       # 5 pairs, 8 ranks on this machine
-    python scripts/bench/backends.py --pairs 1 --ranks 2
+    python scripts/bench/backends.py                       # 5 pairs, 8 ranks on 4 hosts
+    python scripts/bench/backends.py --pairs 1 --hosts 2
     python scripts/bench/backends.py --check               # exit 1 and name the missed bars
 
-The two take turns.  A backend whose programs are not here is left out by name.  Slurm is one
-node of its own on this machine, and sshd runs for each connection, for which both need root.
+Hosts are made of network namespaces, with one more for the command, which takes root.  The two
+of a pair take turns.  A backend whose programs are not here is left out by name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,30 +24,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/lab"))
 
 from tests.lab import slurm, ssh
+from tests.lab.hosts import Lab, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 BAR = 0.7
 PATIENCE = 120.0
+SLOTS = 2
 PROGRAM = """
-import os, time
+import sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 found = torch.ones(1)
 dist.all_reduce(found)
 if dist.get_rank() == 0:
-    assert found.item() == int(os.environ["BENCH_RANKS"])
-    with open(os.environ["BENCH_FILE"], "w") as file:
+    assert found.item() == dist.get_world_size() == int(sys.argv[1])
+    with open("reduced", "w") as file:
         file.write(str(time.monotonic()))
 dist.barrier()
 dist.destroy_process_group()
 """
 # What a program of torchrun's reads, which a bare mpirun does not tell.
 BARE = """
-import os, runpy
+import os, runpy, sys
 for name, theirs in {"RANK": "RANK", "WORLD_SIZE": "SIZE"}.items():
     os.environ[name] = os.environ.get(f"OMPI_COMM_WORLD_{theirs}") or os.environ[f"PMI_{theirs}"]
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "n0", "29600"
 runpy.run_path("first.py", run_name="__main__")
 """
 
@@ -66,19 +69,23 @@ class Pair:
 def main() -> int:
     """Measure, print, and return the exit code."""
     options = _parse_options()
-    cores, load = os.cpu_count(), os.getloadavg()[0]
-    print(f"{options.ranks} ranks on one host, {cores} cores, load {load:.2f} before")
+    if lacks := missing():
+        sys.exit(f"the hosts cannot be made: {lacks}")
+    ranks, cores, load = options.hosts * SLOTS, os.cpu_count(), os.getloadavg()[0]
+    print(f"{ranks} ranks on {options.hosts} hosts, {cores} cores, load {load:.2f} before")
+    names = [f"n{number}" for number in range(options.hosts)]
     missed = []
-    with tempfile.TemporaryDirectory(prefix="b") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        (folder / "first.py").write_text(PROGRAM)
-        (folder / "bare.py").write_text(BARE)
-        for pair in _pairs(folder, options.ranks, stack):
+    with (
+        tempfile.TemporaryDirectory(prefix="b") as name,
+        Lab(Path(name), "head", *names) as lab,
+        contextlib.ExitStack() as stack,
+    ):
+        for pair in _pairs(lab, _write_files(lab.folder, names), stack):
             seconds: dict[str, list[float]] = {"msrun": [], "peer": []}
             for turn in range(options.pairs):
                 both = [("msrun", pair.ours), ("peer", pair.peer)]
                 for who, command in both if turn % 2 == 0 else reversed(both):
-                    seconds[who].append(_measure(folder, command, options.ranks, pair.env))
+                    seconds[who].append(_measure(lab, command, pair.env))
             ours, peer = (statistics.median(values) for values in seconds.values())
             print(f"{pair.name:16} msrun {ours:6.2f} s, bare {peer:6.2f} s: {ours / peer:.2f}")
             if ours > BAR * peer:
@@ -93,72 +100,65 @@ def _parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each")
-    parser.add_argument("--ranks", type=int, default=8, metavar="N")
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="with 2 ranks each")
     parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
     return parser.parse_args()
 
 
-def _pairs(folder: Path, ranks: int, stack: contextlib.ExitStack) -> Iterator[Pair]:
+def _write_files(folder: Path, names: list[str]) -> str:
+    """Write what the commands name, and return the Python of all hosts."""
+    (folder / "first.py").write_text(PROGRAM)
+    (folder / "bare.py").write_text(BARE)
+    (folder / "hosts").write_text("".join(f"{name} slots={SLOTS}\n" for name in names))
+    python = folder / "python"
+    settings = f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1"
+    python.write_text(f'#!/bin/sh\ncd {folder} && {settings} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def _pairs(lab: Lab, python: str, stack: contextlib.ExitStack) -> Iterator[Pair]:
     """Yield each backend that can run here; `stack` ends what was started for it."""
-    python = sys.executable
-    msrun, program = [python, "-P", "-m", "msrun"], ["--workers-per-node", str(ranks), "first.py"]
-    torchrun = [python, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "first.py"]
-    for name, words in {"mpirun.openmpi": ["--oversubscribe"], "mpirun.mpich": []}.items():
-        if not shutil.which(name):
-            print(f"{name:16} is not here")
-            continue
-        ours = [*msrun, "--launcher", "mpirun", "--mpirun", name, *program]
-        yield Pair(name, ours, [name, *words, "-n", str(ranks), python, "bare.py"])
-    is_root = os.geteuid() == 0
-    if ssh.MISSING or not is_root:
-        print(f"{'ssh':16} {ssh.MISSING or 'needs root'}")
+    names = [host.name for host in lab.hosts[1:]]
+    ranks = len(names) * SLOTS
+    msrun, first = [python, "-P", "-m", "msrun"], ["first.py", str(ranks)]
+    size = [f"--nnodes={len(names)}", f"--nproc-per-node={SLOTS}"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={names[0]}:29500"]
+    torchrun = [python, "-m", "torch.distributed.run", *size, *meeting, *first]
+    if ssh.MISSING:
+        print(f"{'ssh':16} {ssh.MISSING}")
     else:
-        client = ["ssh", "-F", str(ssh.write_config(folder / "ssh")), "-T", "localhost"]
-        (folder / "hosts").write_text("localhost\n")
-        names = ("PYTHONPATH", "BENCH_FILE", "BENCH_RANKS")
-        there = f"cd {folder} && " + " ".join(f"{name}=${name}" for name in names)
-        peer = ["sh", "-c", f'exec "$@" "{there} {" ".join(torchrun)}"', "sh", *client]
-        started = ["--ssh", " ".join(client[:3]), "--env", f"BENCH_RANKS={ranks}"]
-        started += ["--env", f"BENCH_FILE={folder}/reduced", "--hostfile", "hosts"]
-        started += ["--remote-python", _remote_python(folder)]
-        yield Pair("ssh", [*msrun, "--launcher", "ssh", *started, *program], peer)
-    if slurm.MISSING or not is_root:
-        print(f"{'slurm':16} {slurm.MISSING or 'needs root'}")
+        env = ssh.serve(lab.folder / "ssh", *lab.hosts[1:])
+        fleet = ["--hostfile", "hosts", "--remote-python", python]
+        slots = ",".join(f"{name}:{SLOTS}" for name in names)
+        flags = {"mpirun.openmpi": ["--allow-run-as-root", "--host"], "mpirun.mpich": ["-hosts"]}
+        for name, words in flags.items():
+            if not shutil.which(name):
+                print(f"{name:16} is not here")
+                continue
+            ours = [*msrun, "--launcher", "mpirun", "--mpirun", name, *fleet, *first]
+            bare = [python, "bare.py", str(ranks)]
+            yield Pair(name, ours, [name, *words, slots, "-n", str(ranks), *bare], env)
+        lines = [f"ssh {name} {shlex.join(torchrun)} &" for name in names]
+        peer = ["sh", "-c", "\n".join([*lines, "wait"])]
+        yield Pair("ssh", [*msrun, "--launcher", "ssh", *fleet, *first], peer, env)
+    if slurm.MISSING:
+        print(f"{'slurm':16} {slurm.MISSING}")
         return
-    env = stack.enter_context(slurm.cluster(folder / "slurm"))
-    srun = ["srun", "--ntasks-per-node=1"]
-    yield Pair("slurm", [*srun, *msrun, *program], [*srun, *torchrun], env)
+    env = stack.enter_context(slurm.cluster_on(lab.folder / "slurm", *lab.hosts))
+    srun = ["srun", f"-N{len(names)}", "--ntasks-per-node=1"]
+    ours = [*srun, *msrun, f"--workers-per-node={SLOTS}", *first]
+    yield Pair("slurm", ours, [*srun, *torchrun], env)
 
 
-def _remote_python(folder: Path) -> str:
-    path = folder / "python"
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def _measure(folder: Path, command: list[str], ranks: int, env: Mapping[str, str]) -> float:
+def _measure(lab: Lab, command: list[str], env: Mapping[str, str]) -> float:
     """Return the seconds from starting `command` to the first all-reduce of its ranks."""
-    reduced = folder / "reduced"
+    reduced = lab.folder / "reduced"
     reduced.unlink(missing_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    bench = {"BENCH_FILE": str(reduced), "BENCH_RANKS": str(ranks), "PYTHONPATH": str(ROOT)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     began = time.monotonic()
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **root, **meeting, **bench, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = lab.hosts[0].run(command, cwd=lab.folder, env=env, timeout=PATIENCE)
     if done.returncode or not reduced.exists():
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        sys.exit(f"{shlex.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return float(reduced.read_text()) - began
 
 

@@ -1,108 +1,179 @@
-"""Agents that ssh starts on several hosts, from a machine that is none of them."""
+"""One promise for all backends, across hosts: verdict, code, and nothing left running.
 
+`tests/process/test_fleet.py` has what one host can show.
+"""
+
+import contextlib
 import os
+import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
+import hosts
 import pytest
-import ssh
-from support import shell, until
-
-import msrun as package
+import sites
+from conftest import skip_without
+from support import script
 
 pytestmark = pytest.mark.process
-HOME = Path(package.__file__).parent.parent
+REDUCE = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks = torch.tensor(dist.get_rank())
+    dist.all_reduce(ranks)
+    print(ranks.item())
+    dist.destroy_process_group()
+"""
+WAIT = "touch ready.$RANK; sleep 60 & wait"
+
+
+def open_here(backend, folder):
+    skip_without("lab of hosts", hosts.missing())
+    skip_without(backend, sites.missing(backend))
+    return sites.open_site(backend, folder)
+
+
+@pytest.fixture(scope="module", params=sites.BACKENDS)
+def site_of_all(request, tmp_path_factory):
+    with open_here(request.param, tmp_path_factory.mktemp("s")) as site:
+        yield site
 
 
 @pytest.fixture
-def start(lab, tmp_path):
-    """Start a job of two workers on each of three hosts; `tell` of it what it has said."""
-    if ssh.MISSING:
-        pytest.skip(ssh.MISSING)
-    python = tmp_path / "remote-python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={HOME} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    config = ssh.write_config(tmp_path / "ssh", {host.name: host.enter() for host in lab.hosts})
-    (tmp_path / "hosts").write_text("".join(f"{host.name} slots=2\n" for host in lab.hosts))
-    words = ["--launcher", "ssh", "--hostfile", "hosts", "--ssh", f"ssh -F {config}"]
-    words += ["--remote-python", python, "--log-dir", tmp_path / "logs", "--grace", "5s"]
-    heads = []
-
-    def call(*program):
-        with (tmp_path / "said").open("wb") as said:
-            head = subprocess.Popen(
-                [sys.executable, "-P", "-m", "msrun", *map(str, [*words, *program])],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(HOME)},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-            )
-        heads.append(head)
-        return head
-
-    yield call
-    for head in heads:
-        head.kill()
-        head.wait()
-    print((tmp_path / "said").read_text(errors="replace"))
+def site(site_of_all):
+    """A head and two nodes, on which nothing runs before and after the test."""
+    with watching(site_of_all) as site:
+        yield site
 
 
-def ready(folder, count=6):
-    """Wait until so many workers have made a file of their rank."""
-    until(lambda: len(list(folder.glob("ready.*"))) == count, f"for {count} workers")
+@contextlib.contextmanager
+def watching(site):
+    """End what a test leaves, print all that its jobs have said, and wait for the end of all."""
+    site.jobs.clear()
+    site.use_own_python()
+    try:
+        yield site
+    finally:
+        for job in site.jobs:
+            job.process.kill()
+            job.process.wait()
+            print(f"======== {job.name}, exit code {job.process.returncode}\n{job.report()}")
+            print(f"== console\n{job.console}")
+    site.await_nothing()
 
 
-def nothing_left(lab):
-    until(lambda: not any(host.processes() for host in lab.hosts if host.pid), "for all ends")
+def test_ranks_of_two_hosts_train_together(site):
+    if site.backend != "ssh":  # one is enough of what takes a while
+        job = site.start(script(site.lab.folder, REDUCE))
+        assert (job.wait(45), job.log(0).splitlines()[-1]) == (0, "6")
+        return
+    job = site.start("--env", "OMP_NUM_THREADS=1", sites.HOME / "examples/train_digits.py")
+
+    assert job.wait(45) == 0
+    accuracy = re.search(r"accuracy (\d\.\d+) at 4 workers", job.log(0))
+    assert accuracy
+    assert float(accuracy[1]) >= 0.95
 
 
-PROGRAM = "touch ready.$RANK; sleep 60 & wait"
+def test_ranks_follow_the_nodes_and_the_first_is_heard(site):
+    job = site.start_shell('echo "rank $RANK of $WORLD_SIZE on $(hostname)"', "--tail", "0")
+
+    assert job.wait() == 0
+    lines = [f"rank {rank} of 4 on {'ab'[rank // 2]}\n" for rank in range(4)]
+    assert [job.log(rank) for rank in range(4)] == lines
+    assert lines[0] in job.console
 
 
-def test_ranks_follow_the_hostfile(start, lab, tmp_path):
-    head = start(*shell('echo "$(hostname) $WORLD_SIZE $LOCAL_RANK" > who.$RANK'))
+def test_the_code_is_the_first_failing_workers(site):
+    job = site.start_shell(f"[ $RANK = 3 ] && exit 3; {WAIT}")
 
-    assert head.wait(60) == 0
-    told = [(tmp_path / f"who.{rank}").read_text() for rank in range(6)]
-    assert told == [f"{'abc'[rank // 2]} 6 {rank % 2}\n" for rank in range(6)]
-    nothing_left(lab)
-
-
-def test_the_code_of_a_worker_on_another_host(start, lab, tmp_path):
-    head = start(*shell(f"[ $RANK = 5 ] && exit 3; {PROGRAM}"))
-
-    assert head.wait(60) == 3
-    assert "rank 5 (node c" in (tmp_path / "said").read_text()
-    nothing_left(lab)
+    assert job.wait() == 3
+    assert root(job) == (3, "b", 3, None)
+    assert "rank 3 (node b, local_rank 1" in job.console
 
 
-def test_a_signal_to_the_head_ends_all(start, lab, tmp_path):
-    head = start(*shell(PROGRAM))
-    ready(tmp_path)
+def test_a_worker_that_is_killed(site):
+    job = site.start_shell(f"[ $RANK = 2 ] && kill -9 $$; {WAIT}")
 
-    head.send_signal(signal.SIGTERM)
-
-    assert head.wait(60) == 143
-    nothing_left(lab)
+    assert job.wait() == 137
+    assert root(job) == (2, "b", 137, 9)
 
 
-def test_a_head_that_is_killed_takes_all_agents_with_it(start, lab, tmp_path):
-    head = start(*shell(PROGRAM))
-    ready(tmp_path)
+def test_a_worker_that_is_killed_is_started_again(site):
+    text = "[ $RANK$TORCHELASTIC_RESTART_COUNT = 20 ] && kill -9 $$; sleep 0.1"
+    job = site.start_shell(text, "--max-restarts", "1")
 
-    head.kill()
+    assert job.wait() == 0
+    verdict = job.verdict()
+    assert (verdict["code"], verdict["generation"], verdict["restarts"]) == (0, 1, 1)
 
-    nothing_left(lab)
+
+def test_an_agent_that_is_killed_is_a_lost_node(site):
+    job = site.start_shell(WAIT)
+    job.await_ready()
+
+    os.kill(site.agent(site.nodes[1]), signal.SIGKILL)
+
+    assert job.wait() == 120
+    assert "node b" in job.verdict()["reason"]
 
 
-def test_a_host_that_loses_power_ends_the_job(start, lab, tmp_path):
-    head = start("--join-timeout", "5s", *shell(PROGRAM))
-    ready(tmp_path)
+def test_a_signal_to_the_head_ends_all(site):
+    job = site.start_shell(WAIT)
+    job.await_ready()
 
-    lab.host("c").power_off()
+    job.send(signal.SIGTERM)
 
-    assert head.wait(60) in {120, 121}
-    nothing_left(lab)
+    assert job.wait() == 143
+    site.await_nothing()
+
+
+def test_a_head_that_is_killed_takes_all_agents_with_it(site):
+    job = site.start_shell(WAIT)
+    job.await_ready()
+
+    job.send(signal.SIGKILL)
+
+    if site.backend == "slurm":  # which has the job, whoever follows it
+        assert job.wait() == 137
+        site.cancel(job)
+    site.await_nothing()
+
+
+def test_a_node_with_another_msrun_is_named(site):
+    other = "import sys, msrun; msrun.__version__ = '0.0'; from launchers.remote import main"
+    is_odd = '[ "$(hostname)$3" = blaunchers.remote ]'
+    site.use_own_python(f'{is_odd} && set -- -c "{other}; sys.exit(main(sys.argv[1:]))"')
+    job = site.start_shell(WAIT)
+
+    assert job.wait() == 2
+    assert "node b: msrun is 0.0 here" in job.console
+
+
+def test_a_plan_names_every_command_and_starts_nothing(site):
+    plan = site.plan("train.py")
+
+    assert plan.returncode == 0, plan.stderr
+    assert "-P -m launchers.remote" in plan.stdout
+    assert not site.leftovers()
+
+
+@pytest.mark.parametrize("backend", sites.BACKENDS)
+def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
+    with open_here(backend, tmp_path) as own, watching(own) as site:
+        job = site.start_shell(WAIT, "--lease", "2s")
+        job.await_ready()
+
+        site.nodes[1].power_off()
+
+        assert job.wait(60) == 120
+        assert "node b" in job.verdict()["reason"]
+
+
+def root(job):
+    """Return rank, host, code and signal of the worker that the verdict blames."""
+    verdict = job.verdict()
+    found = verdict["root"]
+    assert verdict["code"] == found["code"] or found["signum"]
+    return found["rank"], found["host"], verdict["code"], found["signum"]

@@ -1,7 +1,8 @@
-"""A real Slurm of one controller and some nodes on this machine, in one directory.
+"""A real Slurm of one controller and some nodes, on this machine or on the hosts of a lab.
 
-All daemons run in the foreground as our children, on ports that the kernel chose, without
-munge; cgroups and accounting stay untouched.  Needs root, as whom slurmd runs.
+All files are in one directory.  All daemons run in the foreground as our children, on this
+machine on ports that the kernel chose, without munge; cgroups and accounting stay untouched.
+Needs root, as whom slurmd runs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hosts import Host
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = next(
@@ -25,13 +30,15 @@ _PATIENCE = 30.0
 
 _CONFIG = """\
 ClusterName=lab
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
+SlurmctldHost={head.hostname}({head.address})
+SlurmctldPort={head.port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=5
 CredType=cred/none
 StateSaveLocation={folder}/state
+SlurmdTimeout=300
 SlurmdSpoolDir={folder}/spool.%n
 TmpFS={folder}/tmp.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -55,20 +62,60 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+class Place(NamedTuple):
+    """Where a daemon runs.
+
+    Attributes:
+        name: What Slurm calls it.
+        hostname: What the machine calls itself.
+        address: IPv4 address.
+        port: Where the daemon listens.
+        enter: Words before a command that run it there.
+    """
+
+    name: str
+    hostname: str
+    address: str
+    port: int
+    enter: Sequence[str] = ()
+
+
+def cluster(folder: Path, nodes: int = 1) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Run Slurm on this machine; as `run`."""
+    host = socket.gethostname().partition(".")[0]
+    names = ("controller", *(f"n{i}" for i in range(nodes)))
+    ports = _free_ports(len(names))
+    places = zip(names, ports, strict=True)
+    return run(folder, *(Place(name, host, "127.0.0.1", port) for name, port in places))
+
+
+def cluster_on(folder: Path, *hosts: Host) -> contextlib.AbstractContextManager[dict[str, str]]:
+    """Run Slurm on hosts of a lab, whose first has the controller; as `run`."""
+    return run(
+        folder, *(Place(h.name, h.name, h.ipv4, 6817, h.enter(folder.parent)) for h in hosts)
+    )
+
+
 @contextlib.contextmanager
-def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
-    """Run Slurm in `folder` and yield the variables by which clients find it."""
+def run(folder: Path, head: Place, *nodes: Place) -> Iterator[dict[str, str]]:
+    """Run the controller on `head` and a daemon for each of `nodes`, with all files in `folder`.
+
+    Yields:
+        The variables by which clients find it.
+    """
     folder.mkdir()
     config = folder / "slurm.conf"
-    config.write_text(_config(folder, nodes))
+    config.write_text(_config(folder, head, nodes))
+    # What the hosts of a lab have of cgroups is none, which version 1 is content with.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     env = {**os.environ, "SLURM_CONF": str(config)}
-    daemons = [_start(folder, env, "slurmctld", "-D", "-i", "-f", str(config))]
+    daemons = [_start(folder, env, head, "slurmctld", "-D", "-i", "-f", str(config))]
     try:
         daemons += (
-            _start(folder, env, "slurmd", "-D", "-N", f"n{i}", "-f", str(config))
-            for i in range(nodes)
+            _start(folder, env, node, "slurmd", "-D", "-N", node.name, "-f", str(config))
+            for node in nodes
         )
-        _await_nodes(env, nodes, daemons, folder)
+        _await_nodes(env, head, len(nodes), daemons, folder)
         yield {"SLURM_CONF": str(config)}
     finally:
         for daemon in reversed(daemons):
@@ -76,16 +123,14 @@ def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
         _kill_left_over(folder)
 
 
-def _config(folder: Path, nodes: int) -> str:
-    host = socket.gethostname().partition(".")[0]
-    controller, *ports = _free_ports(nodes + 1)
-    for name in ("state", *(f"tmp.n{i}" for i in range(nodes))):
-        (folder / name).mkdir()
-    lines = [
-        f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
-        for i, port in enumerate(ports)
-    ]
-    return _CONFIG.format(host=host, port=controller, folder=folder, nodes="\n".join(lines))
+def _config(folder: Path, head: Place, nodes: Sequence[Place]) -> str:
+    (folder / "state").mkdir()
+    lines = []
+    for node in nodes:
+        (folder / f"tmp.{node.name}").mkdir()
+        where = f"NodeHostname={node.hostname} NodeAddr={node.address} Port={node.port}"
+        lines.append(f"NodeName={node.name} {where} CPUs=2 State=UNKNOWN")
+    return _CONFIG.format(head=head, folder=folder, nodes="\n".join(lines))
 
 
 def _free_ports(count: int) -> list[int]:
@@ -96,10 +141,12 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _start(folder: Path, env: dict[str, str], program: str, *words: str) -> subprocess.Popen[bytes]:
+def _start(
+    folder: Path, env: dict[str, str], place: Place, program: str, *words: str
+) -> subprocess.Popen[bytes]:
     with (folder / f"{program}.out").open("ab") as out:
         return subprocess.Popen(
-            [f"/usr/sbin/{program}", *words],
+            [*place.enter, f"/usr/sbin/{program}", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
@@ -109,11 +156,15 @@ def _start(folder: Path, env: dict[str, str], program: str, *words: str) -> subp
 
 
 def _await_nodes(
-    env: dict[str, str], nodes: int, daemons: list[subprocess.Popen[bytes]], folder: Path
+    env: dict[str, str],
+    head: Place,
+    nodes: int,
+    daemons: list[subprocess.Popen[bytes]],
+    folder: Path,
 ) -> None:
     deadline = time.monotonic() + _PATIENCE
     while True:
-        command = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+        command = [*head.enter, "sinfo", "-h", "-t", "idle", "-o", "%D"]
         done = subprocess.run(
             command, capture_output=True, text=True, env=env, timeout=30, check=False
         )

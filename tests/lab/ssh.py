@@ -1,19 +1,26 @@
-"""A real ssh server for tests, without a daemon and without a port.
+"""A real ssh server for tests, on this machine or on the hosts of a lab.
 
-The client starts it for each connection, as inetd would, and both talk through pipes.
+On this machine there is neither daemon nor port: the client starts the server for each
+connection, as inetd would, and both talk through pipes.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hosts import Host
 
 SSHD = "/usr/sbin/sshd"
 MISSING = "needs sshd and ssh" if not Path(SSHD).exists() or not shutil.which("ssh") else ""
 
+_PATIENCE = 30.0
 _SERVER = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
@@ -23,25 +30,52 @@ PermitRootLogin prohibit-password
 PidFile none
 """
 _CLIENT = """\
-Host nowhere
-  ProxyCommand false
 Host *
-  ProxyCommand {start}
   IdentityFile {folder}/key
   IdentitiesOnly yes
   StrictHostKeyChecking no
   UserKnownHostsFile /dev/null
   LogLevel ERROR
 """
+_HERE = """\
+Host nowhere
+  ProxyCommand false
+Host *
+  ProxyCommand {start}
+"""
+# Where sshd locks itself in until somebody logs in.
+_START = f"mkdir -p /run/sshd && exec {SSHD} -f {{folder}}/sshd_config -E {{folder}}/sshd.log"
 
 
-def write_config(folder: Path, into: Mapping[str, Sequence[str]] | None = None) -> Path:
-    """Make keys and configurations in `folder` and return the client's.
+def write_config(folder: Path) -> Path:
+    """Make keys and configurations in `folder`, which is new, and return the client's."""
+    start = shlex.join(["sh", "-c", f"{_START.format(folder=folder)} -i"])
+    return _write(folder, _HERE.format(start=start))
+
+
+def serve(folder: Path, *hosts: Host) -> dict[str, str]:
+    """Run sshd on hosts of a lab, and return the variables with which `ssh` reaches them.
 
     Args:
-        folder: Where; it is made.
-        into: Host of a lab -> the words that run a command there.
+        folder: Where all files are; it is made.
+        hosts: Who is served; the servers end with them.
     """
+    client = _write(folder)
+    (folder / "bin").mkdir()
+    program = folder / "bin/ssh"
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {client} "$@"\n')
+    program.chmod(0o755)
+    for host in hosts:
+        host.popen(["sh", "-c", f"{_START.format(folder=folder)} -D"])
+    deadline = time.monotonic() + _PATIENCE
+    while not all(map(_listens, hosts)):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"sshd did not come up\n{(folder / 'sshd.log').read_text()}")
+        time.sleep(0.01)
+    return {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+
+
+def _write(folder: Path, more: str = "") -> Path:
     folder.mkdir()
     for name in ("host_key", "key"):
         subprocess.run(
@@ -50,13 +84,11 @@ def write_config(folder: Path, into: Mapping[str, Sequence[str]] | None = None) 
             timeout=30,
         )
     (folder / "sshd_config").write_text(_SERVER.format(folder=folder))
-    # Where sshd locks itself in until somebody logs in.
-    start = f"mkdir -p /run/sshd && exec {SSHD} -i -f {folder}/sshd_config -E {folder}/sshd.log"
-    lab = [
-        f"Host {name}\n  ProxyCommand {shlex.join([*words, 'sh', '-c', start])}\n"
-        for name, words in (into or {}).items()
-    ]
-    here = shlex.join(["sh", "-c", start])
     client = folder / "config"
-    client.write_text("".join(lab) + _CLIENT.format(folder=folder, start=here))
+    client.write_text(more + _CLIENT.format(folder=folder))
     return client
+
+
+def _listens(host: Host) -> bool:
+    """Whether something waits at port 22 of `host`, as the kernel lists it."""
+    return ":0016 00000000:0000 0A" in Path(f"/proc/{host.pid}/net/tcp").read_text()

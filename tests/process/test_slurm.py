@@ -42,16 +42,20 @@ def start(cluster, msrun, tmp_path, runtime):
     return call
 
 
-def state(cluster, number):
-    done = subprocess.run(
-        ["scontrol", "show", "job", number],
+def call(cluster, *command):
+    """Return what a command of Slurm prints."""
+    return subprocess.run(
+        command,
         env={**os.environ, **cluster},
         capture_output=True,
         text=True,
         timeout=30,
-        check=False,
-    )
-    return re.search(r"JobState=(\w+)", done.stdout)[1]
+        check=True,
+    ).stdout
+
+
+def state(cluster, number):
+    return re.search(r"JobState=(\w+)", call(cluster, "scontrol", "show", "job", number))[1]
 
 
 def test_a_job_that_ends_well(start, cluster):
@@ -86,6 +90,20 @@ def test_a_job_that_nobody_follows(start, cluster):
 
     assert job.wait() == 0
     until(lambda: state(cluster, job.out.strip()) == "FAILED", "for the state")
+
+
+def test_a_job_that_slurm_starts_again_has_all_its_restarts(start, cluster, tmp_path):
+    first = "[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 3"
+    words = ["--max-restarts", "1", "--requeue", "true"]
+    job = start(*words, *shell(f'{first}; [ "$SLURM_RESTART_COUNT" ] || {{ echo up; sleep 60; }}'))
+    job.until_logged("up", 0, 1)
+
+    call(cluster, "scontrol", "requeue", job.out.strip())
+
+    assert job.wait(45) == 0
+    verdict = job.verdict()
+    assert (verdict["generation"], verdict["restarts"]) == (1, 1)
+    assert (tmp_path / "console").read_text().count("exited with code 3") == 2
 
 
 def test_what_slurm_refuses(start):

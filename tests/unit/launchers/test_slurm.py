@@ -18,7 +18,9 @@ SHOWN = """JobId=2 JobName=t
     [
         ("PENDING", "0:0", None),
         ("RUNNING", "0:0", None),
-        ("COMPLETING", "3:0", None),
+        ("COMPLETING", "3:0", 3),
+        ("COMPLETING", "0:0", None),
+        ("COMPLETING", "0:15", None),
         ("COMPLETED", "0:0", 0),
         ("FAILED", "3:0", 3),
         ("FAILED", "0:9", 137),
