@@ -18,7 +18,6 @@ from msrun.units import parse_duration, parse_size, quoted
 if TYPE_CHECKING:
     from msrun.cli.world import World
     from msrun.parallel.auto.plan import SavedPlan
-    from msrun.parallel.auto.topology import Topology
 
 SUMMARY = (
     "Find the fastest parallel plan of the model that FILE:FUNCTION makes, on a cluster that need "
@@ -116,6 +115,7 @@ def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
 
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:
+    from msrun.parallel.auto.topology_file import find_topology
     from msrun.transport.loop import Loop
 
     mode = MODES.get(given["mode"])
@@ -132,7 +132,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         world=_number("--world", given["world"], _RANKS_MAX),
         batch=given["batch"] and _number("--batch", given["batch"], _BATCH_MAX),
         memory=float(parse_size(given["memory"])) if given["memory"] else None,
-        topology=_topology(given["topology"]),
+        topology=find_topology(given["topology"]),
         mesh=mesh,
         mode=mode,
         budget=budget,
@@ -158,16 +158,6 @@ def _mesh(text: str | None) -> dict[str, int]:
             raise UsageError(f"--mesh {quoted(text or '')} is no mesh (choose such as dp=4,tp=2)")
         found[name] = _number(f"--mesh {name}", size, _RANKS_MAX)
     return found
-
-
-def _topology(text: str) -> Topology:
-    from msrun.parallel.auto.topology import parse_topology, preset
-    from msrun.parallel.config import load_yaml
-
-    path = Path(text)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return parse_topology(load_yaml(path))
-    return preset(text)
 
 
 # What is shown.

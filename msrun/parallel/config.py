@@ -263,7 +263,8 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         mode: What is allowed beside the mesh; None follows from the rest.
         search: With mode auto, how a plan is found; None is exact.
         memory: With mode auto, bytes that a plan may take on a rank; None is any.
-        topology: With mode auto, name of the machine that costs are of; None follows the device.
+        topology: With mode auto, what costs are of: a preset, or a file of `msrun calibrate`;
+            None follows the device.
         plan: Operator-level rules; the first that matches a module counts.  With mode auto, wishes
             for parameters.  Or a file: how each parameter is divided, or a plan of mode auto.
         optimizer: Optimizer parallel.

@@ -4,10 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from ranks import run_ranks
 from support import PATIENCE, environment
 
+import msrun
 from msrun.cli.calibrate import PROGRAM
 from msrun.cli.main import main
+from msrun.errors import UsageError
 from msrun.parallel.auto.calibrate import fit
 from msrun.parallel.auto.cost import collective
 from msrun.parallel.auto.redistribution import Kind
@@ -67,6 +71,25 @@ def test_the_verb_starts_the_job(tmp_path):
     assert done.stderr.endswith("see one.yaml\n")
     found = parse_topology(load_yaml(tmp_path / "one.yaml"))
     assert found.measured == ()
+
+
+def with_topology(path):
+    """Return the words of the refusal, or None when a plan was found."""
+    runtime = msrun.init({"mode": "auto", "mesh": {"dp": 2}, "topology": path})
+    try:
+        runtime.shard(torch.nn.Linear(4, 4), sample=(torch.ones(2, 4),))
+    except UsageError as error:
+        return error.message
+    return None
+
+
+def test_training_takes_it_too(tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text("preset: cpu\nlaunch: 1e-6\n")
+
+    assert run_ranks(with_topology, 2, str(path)) == [None, None]
+    missing = f"parallel.topology: {tmp_path}/none.yaml cannot be read: No such file or directory"
+    assert run_ranks(with_topology, 2, str(tmp_path / "none.yaml")) == [missing] * 2
 
 
 @pytest.mark.parametrize(

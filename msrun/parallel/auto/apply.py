@@ -26,7 +26,8 @@ from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.saved import check_fit, check_model, choices_of
 from msrun.parallel.auto.search import Mode, search
-from msrun.parallel.auto.topology import Topology, preset
+from msrun.parallel.auto.topology import Topology
+from msrun.parallel.auto.topology_file import find_topology
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.config import DATA_AXIS, ROOT, Dim
 from msrun.parallel.layout import rules_of
@@ -214,7 +215,7 @@ def _hubs(chosen: Mapping[str, object]) -> list[str]:
 def _topology(runtime: Runtime) -> Topology:
     """Return the machine that is named, or what goes for this device."""
     try:
-        return preset(runtime.config.topology or _PRESETS.get(runtime.device.type, "a100"))
+        return find_topology(runtime.config.topology or _PRESETS.get(runtime.device.type, "a100"))
     except UsageError as error:
         raise UsageError(f"{ROOT}.{error.message}") from None
 
