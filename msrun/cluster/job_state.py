@@ -48,6 +48,8 @@ class JobState:
     _forming: Forming = field(init=False)
     _grow_at: float | None = None
     _seen: int = -1
+    untold: set[str] = field(default_factory=set)
+    """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
 
     def __post_init__(self) -> None:
         """Count the time for the first forming from the start."""

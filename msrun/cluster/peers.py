@@ -5,6 +5,7 @@ It turns frames into the events of `SchedulerState` and its bodies into frames.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from msrun.cluster.lease import Lease
@@ -70,6 +71,7 @@ class Peers:
     _lost: dict[str, tuple[int, int]] = field(default_factory=dict)
     _over: set[tuple[str, int]] = field(default_factory=set)
     _check_at: float | None = None
+    _awake_since: float = -math.inf
 
     def __contains__(self, node_id: str) -> bool:
         """Whether the node has registered and is not lost."""
@@ -150,11 +152,14 @@ class Peers:
         """Return the nodes that are lost by now, and the frames that are due."""
         if self._check_at is None or now < self._check_at:
             return [], []
+        if now - self._check_at > self.lease.heartbeat:
+            # This process was frozen: what nodes said meanwhile waits in its socket.
+            self._awake_since = now
         reason = f"no sign of life for {self.lease.lost:g}s"
         losses = [
             loss
             for node_id, peer in list(self._peers.items())
-            if now - peer.heard_at >= self.lease.lost
+            if now - max(peer.heard_at, self._awake_since) >= self.lease.lost
             for loss in self.lose(node_id, peer.incarnation, reason)
         ]
         frames = [

@@ -66,6 +66,7 @@ class SchedulerState(JobState):
         the last members: whatever runs is stopped, and all begin again.
         """
         self.verdict = wal.verdict_of(records)
+        self.untold = set(wal.untold(records))
         if self.verdict:
             self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
         for node_id, why in wal.excluded(records).items():
@@ -87,6 +88,8 @@ class SchedulerState(JobState):
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         """Apply `event` at time `now` and return what the caller must do, in order."""
+        if isinstance(event, Received):
+            self.untold.discard(event.node_id)
         if self.phase in (Phase.DONE, Phase.FAILED):
             return self._repeat_verdict(event)
         if isinstance(event, Tick):
@@ -452,7 +455,10 @@ class SchedulerState(JobState):
     def _decide(self, verdict: Verdict) -> list[Action]:
         self.verdict = verdict
         self.phase = Phase.FAILED if verdict.code else Phase.DONE
-        return [Write(wal.Decided(verdict)), *self._tell_all(Finish(verdict=verdict))]
+        # The agent that keeps the scheduler reads it in the log.
+        nodes = self._roster.nodes.items()
+        others = sorted(n for n, node in nodes if not node.registration.serves)
+        return [Write(wal.Decided(verdict, others)), *self._tell_all(Finish(verdict=verdict))]
 
     def _repeat_verdict(self, event: Event) -> list[Action]:
         """Answer a late node with the verdict, which never changes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -70,9 +70,10 @@ class Excluded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    """The verdict was reached."""
+    """The verdict was reached; `untold` are the nodes that have to hear of it from a scheduler."""
 
     verdict: Verdict
+    untold: list[str] = []
 
 
 Record = Began | GenerationStarted | Excluded | Decided
@@ -131,6 +132,14 @@ def excluded(records: Iterable[Record]) -> dict[str, str]:
 def verdict(data: bytes) -> Verdict | None:
     """Return the verdict in the log `data`, None when there is none yet."""
     return verdict_of(decode(data))
+
+
+def untold(records: Sequence[Record]) -> list[str]:
+    """Return the nodes that have to hear from the next scheduler how the job ended or goes on."""
+    decided = [record.untold for record in records if isinstance(record, Decided)]
+    last = last_generation(records)
+    members = last.members if last else []
+    return decided[0] if decided else [member.node_id for member in members]
 
 
 def verdict_of(records: Iterable[Record]) -> Verdict | None:

@@ -138,10 +138,11 @@ class Keeper:
         """Take the verdict of a scheduler that has left, or start one that died again."""
         self._loop.forget(self._scheduler.pidfd)
         how, verdict = self._scheduler.how_it_ended(), self._scheduler.verdict()
+        has_died = self._scheduler.has_died  # perhaps before all nodes knew the verdict
         self._scheduler.close()
         now = self._loop.now()
         self._restarts = [at for at in self._restarts if now - at < _MINUTE]
-        if verdict is None and len(self._restarts) < RESTARTS_MAX:
+        if (verdict is None or has_died) and len(self._restarts) < RESTARTS_MAX:
             self._restarts.append(now)
             self._console.say(f"warning: {how}; it is started again")
             self._start()

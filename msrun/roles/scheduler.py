@@ -133,9 +133,7 @@ class Scheduler:
             self._reachable.add((member.node_id, member.incarnation))
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
-        last = wal.last_generation(records)
-        self._untold = {member.node_id for member in last.members} if last else set()
-        """Nodes that do not know from this life how the job ended, or that it goes on."""
+        self._perform([])  # one that comes after the verdict leaves when all know it
 
     def run(self) -> None:
         """Serve until the agent, whose end of standard input closes, is gone."""
@@ -181,7 +179,7 @@ class Scheduler:
 
     @property
     def _has_told_all(self) -> bool:
-        return not self._untold and self._peers.all_delivered
+        return not self._state.untold and self._peers.all_delivered
 
     # What agents say.
 
@@ -274,8 +272,6 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()
-        if isinstance(event, Received):
-            self._untold.discard(event.node_id)
         if isinstance(event, Received) and self._control.is_for(event):
             self._perform(self._control.receive(event, now=now))
             return

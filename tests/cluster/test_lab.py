@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -316,6 +317,39 @@ def test_a_cable_can_be_slow(lab):
     fast = float(a.run(python(UPLOAD, "b")).stdout)
 
     assert (slow > 0.5, fast < slow) == (True, True)
+
+
+COUNT = """
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind(("", 9))
+        print("up", flush=True)
+        sock.settimeout(10)
+        while (number := int(sock.recv(9))) < 1000:
+            print(number, flush=True)
+"""
+TELL = """
+    import socket, sys, time
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for number in [*range(500), *[1000] * 50]:
+            sock.sendto(b"%d" % number, (sys.argv[1], 9))
+            time.sleep(0.001)
+"""
+
+
+def test_a_cable_can_lose_double_and_reorder_frames(lab):
+    a, b = lab.hosts[:2]
+    b.spoil(0.2)
+    receiver = b.popen(python(COUNT), stdout=subprocess.PIPE)
+    assert receiver.stdout.readline() == "up\n"
+    a.run(python(TELL, b.ipv4))
+    numbers = [int(line) for line in receiver.communicate(timeout=20)[0].split()]
+
+    assert 300 < len(set(numbers)) < 480
+    assert len(numbers) > len(set(numbers)) + 20
+    assert sum(late < early for early, late in itertools.pairwise(numbers)) > 20
 
 
 # Clocks.

@@ -39,6 +39,24 @@ def test_a_verdict_outlives_its_scheduler(lab, living, audit, attempt):
     assert codes(nodes) == [3, 3, 3]
 
 
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit, attempt):
+    nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
+    audit.until_running(0, "a", "b")
+    nodes += living(lab.hosts[2:], "--nnodes", 2, "--max-restarts", 0)
+    nodes[2].until_said("stands by as a spare")
+    scheduler = nodes[0].find("msrun scheduler")
+    log = nodes[0].run_dir / "scheduler.wal"
+    lab.host("c").freeze(nodes[2].pid)  # so that it is told by the next one, if by any
+    audit.fail(0, attempt % 2)
+    until(lambda: b"Decided" in log.read_bytes(), "for the verdict", pause=0)
+    scheduler.kill()
+    wait(0.5)
+    lab.host("c").thaw(nodes[2].pid)
+
+    assert codes(nodes) == [3, 3, 3]
+
+
 def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
@@ -122,3 +140,18 @@ def test_a_scheduler_that_was_frozen_for_long_costs_one_restart_at_most(lab, liv
 
     assert codes(nodes) == [0, 0, 0]
     assert nodes[0].verdict()["restarts"] == 1
+    assert "no sign of life" not in nodes[0].err
+
+
+def test_a_scheduler_that_was_frozen_for_a_moment_is_not_noticed(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    scheduler = nodes[0].find("msrun scheduler")
+    scheduler.suspend()
+    wait(LEASE * 0.4)
+    scheduler.resume()
+    wait(LEASE)
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert {life.generation for life in audit.lives()} == {0}

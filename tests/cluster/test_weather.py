@@ -108,6 +108,19 @@ def test_a_slow_cable_is_no_lost_node(lab, living, audit):
     assert {life.generation for life in audit.lives()} == {0}
 
 
+def test_cables_that_lose_double_and_reorder_frames_break_no_promise(lab, living, audit):
+    for host in lab.hosts[1:]:
+        host.spoil(0.2)
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c", seconds=60)
+    audit.fail(0, 1)
+    audit.until_later(0, "a", "b", "c", seconds=60)
+    wait(2 * LEASE)
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+
+
 def test_a_cluster_may_have_ipv6_alone(new_lab, living, audit):
     lab = new_lab("a", "b", "c", families=(6,))
     a, b, c = living(lab.hosts, "--nnodes", "1:3")

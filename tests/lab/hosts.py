@@ -32,6 +32,7 @@ from msrun.supervise.process import is_alive
 PATIENCE = 10.0
 """Seconds in which the kernel must have done what it was asked for."""
 _PROGRAMS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("namespaces.py"))]
+_BAD_CABLE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("bad_cable.py"))]
 _NOBODY = "02:00:00:00:00:00"
 _TOOLS = ("ip", "nsenter", "tc")
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
@@ -237,6 +238,21 @@ class Host:
         queue = f"tbf rate {rate} burst 32kb latency 400ms" if rate else "noqueue"
         for pid, device in ((self.lab.pid, self._port), (self.pid, "eth0")):
             configure(pid, [f"qdisc replace dev {device} root {queue}"], tool="tc")
+
+    def spoil(self, share: float) -> None:
+        """Have the cable lose that share of all frames, double as many, and reorder as many."""
+        near, far = f"near{self._port}", f"far{self._port}"
+        lines = [
+            f"link set {self._port} nomaster",
+            f"link add {near} type veth peer name {far}",
+            f"link set {near} up",
+            f"link set {far} master switch up",
+        ]
+        configure(self.lab.pid, lines)
+        inside = ["nsenter", "-t", str(self.lab.pid), "-n", *_BAD_CABLE]
+        words = [*inside, str(share), self._port, near]
+        cable = self.lab.ending.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE))
+        self.lab.ending.callback(cable.kill)
 
     def power_off(self) -> None:
         """End this host as a power cut does: not one more packet tells its peers."""

@@ -9,7 +9,7 @@ import textwrap
 
 import psutil
 import pytest
-from support import PATIENCE, kill, script
+from support import PATIENCE, kill, script, until
 from terminals import JOIN, TELL
 
 pytestmark = pytest.mark.process
@@ -198,6 +198,27 @@ def test_a_scheduler_that_dies_is_started_again_and_the_job_goes_on(cluster, tmp
 
     assert cluster.codes() == [0, 0, 0]
     assert "it is started again" in scheduler.err
+
+
+def test_everybody_learns_a_verdict_that_outlives_its_scheduler(cluster, tmp_path, runtime):
+    fail = tmp_path / "fail"
+    body = f"while not os.path.exists({str(fail)!r}): time.sleep(0.01)"
+    code = f"{JOIN}\nprint('up', flush=True)\n{body}\nos._exit(3 * int(os.environ['RANK']))"
+    scheduler = cluster.scheduler(code, workers=2)
+    workers = [cluster.worker(code, workers=2, MS_NODE_ID=rank) for rank in range(2)]
+    for worker in workers:
+        worker.until_said("] up")
+    spare = cluster.worker(code, workers=2)
+    spare.until_said("stands by as a spare")
+    spare.process.send_signal(signal.SIGSTOP)
+    (log,) = runtime.rglob("scheduler.wal")
+    (child,) = psutil.Process(scheduler.process.pid).children()
+    fail.touch()
+    until(lambda: b"Decided" in log.read_bytes(), "for the verdict", pause=0)
+    kill(child)
+    spare.process.send_signal(signal.SIGCONT)
+
+    assert cluster.codes() == [3, 3, 3, 3]
 
 
 def test_a_worker_that_is_killed_with_its_launcher_ends_the_job(cluster):

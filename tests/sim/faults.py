@@ -19,7 +19,7 @@ SCHEDULER = "scheduler"
 class Chaos(Driver):
     """Tells a world what happens, as `seed` decides."""
 
-    def __init__(self, seed, build=None, *, freezes=None):
+    def __init__(self, seed, build=None, **odds):
         self.random = draw = random.Random(seed)
         self.inputs = []
         self.heap = []
@@ -38,10 +38,12 @@ class Chaos(Driver):
         self.ignores = draw.choice([0.0, 0.3])
         self.crashes = draw.choice([0.0, 0.01, 0.03])
         self.cuttings = draw.choice([0.0, 0.02, 0.05])
-        self.freezes = draw.choice([0.0, 0.02]) if freezes is None else freezes
+        self.freezes = draw.choice([0.0, 0.02])
         self.deaths = draw.choice([0.0, 0.01, 0.05])
         self.log_losses = draw.choice([0.0, 0.0, 0.3])
         self.signals = draw.choice([0.0, 0.0, 0.003])
+        for name, value in odds.items():
+            setattr(self, name, value)
         self.length = draw.choice([5.0, 20.0, 60.0])
         most = draw.randint(1, 4)
         least = draw.choice([most, most, draw.randint(1, most)])

@@ -66,7 +66,11 @@ class Script:
             assert due is None or due > self.now, "a deadline is due and was not acted on"
         at = f"generation={self.state.generation} now={self.now:g}"
         ending = "" if due is None else f" deadline={due:g}"
+        ending += self._show_rest()
         return [*map(self._show, actions), f"{self.state.phase.value} {at}{ending}"]
+
+    def _show_rest(self):
+        return ""
 
     def _perform(self, event):
         return self.state.handle(event, now=self.now)
@@ -230,6 +234,10 @@ class SchedulerScript(Script):
                 assert generation in started
             case scheduler_events.Send(body=Finish(verdict=verdict)):
                 assert verdict == self.verdict == self.state.verdict
+
+    def _show_rest(self):
+        untold = ",".join(sorted(self.state.untold))
+        return f" untold={untold}" if untold and self.verdict else ""
 
     @property
     def verdict(self):

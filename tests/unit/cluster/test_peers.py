@@ -25,6 +25,14 @@ def join(peers, *, now=100.0, **words):
     return peers.receive(frame(seq=1, stamp=1.0, body=REGISTER, **words), now=now)
 
 
+def tick_until(peers, now):
+    """Return who is lost by then, when the scheduler looks as often as it does."""
+    losses = []
+    while (due := peers.deadline()) is not None and due <= now:
+        losses += peers.tick(now=due)[0]
+    return losses
+
+
 def test_a_registration_is_passed_on_once_and_echoed(peers):
     events, (answer,) = join(peers)
 
@@ -87,15 +95,35 @@ def test_an_acknowledgement_of_who_has_not_registered_is_not_answered(peers):
 def test_a_silent_node_is_lost_after_the_lease(peers):
     join(peers, now=100.0)
 
-    assert peers.tick(now=109.9)[0] == []
-    assert peers.tick(now=110.2)[0] == [Lost("a", 7, "no sign of life for 10s", 100.0)]
+    assert tick_until(peers, 109.9) == []
+    assert tick_until(peers, 110.2) == [Lost("a", 7, "no sign of life for 10s", 100.0)]
     assert "a" not in peers
-    assert peers.tick(now=120.0) == ([], [])
+    assert tick_until(peers, 120.0) == []
+
+
+def test_a_scheduler_that_was_frozen_hears_its_nodes_before_it_judges_them(peers):
+    join(peers, now=100.0)
+    join(peers, now=100.0, node_id="b")
+    peers.tick(now=100.3)
+
+    assert peers.tick(now=130.0)[0] == []
+    peers.receive(frame(stamp=2.0), now=130.1)
+    assert tick_until(peers, 139.9) == []
+    assert tick_until(peers, 140.0) == [Lost("b", 7, "no sign of life for 10s", 100.0)]
+    assert "a" in peers
+
+
+def test_a_scheduler_that_is_a_little_late_does_not_lengthen_the_lease(peers):
+    join(peers, now=100.0)
+    for second in range(1, 10):
+        assert peers.tick(now=100.0 + second)[0] == []
+
+    assert [loss.node_id for loss in peers.tick(now=110.0)[0]] == ["a"]
 
 
 def test_a_late_registration_of_a_lost_session_counts_for_nothing(peers):
     join(peers)
-    peers.tick(now=110.0)
+    tick_until(peers, 110.0)
 
     events, (answer,) = join(peers, now=111.0)
 
@@ -107,7 +135,7 @@ def test_a_late_registration_of_a_lost_session_counts_for_nothing(peers):
 def test_a_machine_that_was_booted_anew_may_have_a_smaller_incarnation(peers):
     join(peers, incarnation=7)
     assert join(peers, incarnation=2, now=105.0) == ([], [])
-    peers.tick(now=110.0)
+    tick_until(peers, 110.0)
 
     assert join(peers, incarnation=2, now=111.0)[0] == [Received("a", 2, -1, REGISTER)]
     assert join(peers, incarnation=7, now=112.0) == ([], [])
@@ -186,7 +214,7 @@ def test_an_expected_node_is_lost_when_it_does_not_come(peers):
     peers.expect("b", 3, now=100.0)
     assert join(peers, now=105.0)[0] == [Received("a", 7, -1, REGISTER)]
 
-    assert peers.tick(now=110.0)[0] == [Lost("b", 3, "no sign of life for 10s", 100.0)]
+    assert tick_until(peers, 110.0) == [Lost("b", 3, "no sign of life for 10s", 100.0)]
 
 
 def test_a_single_node_is_never_lost():
