@@ -161,6 +161,11 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
 
 def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
     degree, pipeline = layout.size(PIPELINE_AXIS), config.pipeline
+    if config.mode == "auto" and degree > 1:
+        raise UsageError(
+            f"{ROOT}.mesh.{PIPELINE_AXIS}: mode auto runs no pipeline stages",
+            hint="leave the axis out, or take mode semi_auto",
+        )
     if pipeline is None:
         if degree > 1:
             raise UsageError(f"{ROOT}.mesh.{PIPELINE_AXIS}: {degree} stages need {ROOT}.pipeline")

@@ -20,6 +20,7 @@ from msrun.parallel.auto.build import build
 from msrun.parallel.auto.eliminate import solve
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.problem import Edge, Problem, Setting
+from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.local import local_part
@@ -254,6 +255,52 @@ def test_what_is_dropped_does_not_depend_on_the_plan():
     assert len(set(want)) == 3
     for losses in run_ranks(dropped, 4, (2, 2)):
         assert losses == pytest.approx(want, rel=1e-10)
+
+
+def recomputed(sizes):
+    """Return losses, gradients and kept bytes of two steps, without recomputation and with."""
+    torch.manual_seed(1)
+    inputs = batch("gpt")
+    torch.manual_seed(0)
+    traced = trace(GPT(layers=3, dropout=0.5).double(), inputs)
+    blocks = find_blocks(traced.program)
+    setting = Setting(sizes=sizes, topology=PRESETS["cpu"])
+    problem = build(traced.program, setting, cuts=blocks.cuts)
+    plan = drawn(problem, np.random.default_rng(5))
+    rules = {node.name: node.rule for node in problem.nodes}
+    mesh = init_device_mesh("cpu", sizes)
+    found = []
+    for given in (None, blocks):
+        torch.manual_seed(0)
+        net = GPT(layers=3, dropout=0.5).double()
+        run = Executor(net, traced, rules, plan, setting=setting, mesh=mesh, seed=7, blocks=given)
+        losses, kept = [], {}
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(partial(note, kept), lambda x: x):
+                loss = run(*inputs)
+            loss.backward()
+            losses.append(loss.item())
+        gradients = [whole(param.grad) for param in net.parameters()]
+        found.append((losses, gradients, sum(kept.values())))
+    return found
+
+
+def note(kept, x):
+    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return x
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def test_recomputed_blocks_keep_less_and_learn_the_same():
+    for kept, again in run_ranks(recomputed, 4, (2, 2)):
+        assert kept[0] == again[0]
+        assert kept[0][0] != kept[0][1]
+        for one, other in zip(kept[1], again[1], strict=True):
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+        assert again[2] < 0.5 * kept[2]
 
 
 class Normed(nn.Module):

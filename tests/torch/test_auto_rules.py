@@ -15,9 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from msrun.parallel.auto.build import build
 from msrun.parallel.auto.codes import PR, RR, SHARDS
-from msrun.parallel.auto.execute import REFUSED, Executor
+from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.operators import _MAKERS as OPERATORS
 from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.refused import REFUSED
 from msrun.parallel.auto.rules import Site, divided, letters
 from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace

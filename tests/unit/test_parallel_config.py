@@ -214,6 +214,11 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
         ),
         ({"mesh": {"dp": 4, "pp": 2}}, 8, "parallel.mesh.pp: 2 stages need parallel.pipeline"),
         (
+            {"mesh": {"dp": 4, "pp": 2}, "mode": "auto"},
+            8,
+            "parallel.mesh.pp: mode auto runs no pipeline stages",
+        ),
+        (
             {"pipeline": {"stages": "auto", "microbatches": 2}},
             8,
             "parallel.pipeline: the mesh has no axis pp",

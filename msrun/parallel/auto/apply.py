@@ -24,6 +24,7 @@ from msrun.parallel.auto.meshes import LEFT_OUT, choose
 from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
+from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.saved import check_fit, check_model, choices_of
 from msrun.parallel.auto.search import Mode, search
 from msrun.parallel.auto.topology import Topology
@@ -58,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True):
     Args:
         mesh: Axis -> size.
         microbatches: Into how many a step divides a local batch.
+        recompute: Whether repeated blocks keep only what they are given.
         chosen: Node -> its choice on every axis; empty before the search.
         plan: One that was saved.
         seconds: Predicted, of a step.
@@ -67,6 +69,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     mesh: dict[str, int] = {}
     microbatches: int = 1
+    recompute: bool = False
     chosen: dict[str, Row] = {}
     plan: SavedPlan | None = None
     seconds: float = 0.0
@@ -104,7 +107,14 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> i
     problem = build(traced.program, setting, cuts=_hubs(chosen))
     rules = {node.name: node.rule for node in problem.nodes}
     model.forward = Executor(
-        model, traced, rules, chosen, setting=setting, mesh=runtime.mesh, seed=_seed()
+        model,
+        traced,
+        rules,
+        chosen,
+        setting=setting,
+        mesh=runtime.mesh,
+        seed=_seed(),
+        blocks=find_blocks(traced.program) if answer.recompute else None,
     )
     return answer.microbatches
 
@@ -136,21 +146,17 @@ def _read(runtime: Runtime, path: str, batch: int) -> Answer:
         check_fit(plan, path, world=runtime.world_size, mesh=mesh, batch=batch)
     except UsageError as error:
         raise UsageError(f"{_PLAN}: {error.message}", hint=error.hint) from None
-    for is_there, what in (
-        (plan.stages > 1, f"{plan.stages} stages of a pipeline"),
-        (plan.recompute, "recomputation"),
-    ):
-        if is_there:
-            raise UsageError(
-                f"{_PLAN}: {path} has {what}, which mode auto does not run",
-                hint="name the mesh in `msrun search --mesh`, or have rt.shard find one",
-            )
+    if plan.stages > 1:
+        raise UsageError(
+            f"{_PLAN}: {path} has {plan.stages} stages of a pipeline, and mode auto runs none",
+            hint="name the mesh in `msrun search --mesh`, or have rt.shard find one",
+        )
     if config.accumulate not in (1, plan.microbatches):
         raise UsageError(
             f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
             f"and {ROOT}.accumulate is {config.accumulate}"
         )
-    return Answer(mesh=mesh, microbatches=plan.microbatches, plan=plan)
+    return Answer(mesh=mesh, microbatches=plan.microbatches, recompute=plan.recompute, plan=plan)
 
 
 def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int) -> Answer:
@@ -167,11 +173,18 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
             limit=None if config.memory is None else float(config.memory),
         )
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
+    again = ", recomputation" if best.recompute else ""
     runtime.print(
-        f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es), {best.found.seconds:.4g} s a "
-        f"step predicted; left out, as mode auto does not run them: {', '.join(LEFT_OUT)}"
+        f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es){again}, "
+        f"{best.found.seconds:.4g} s a step predicted; left out: {LEFT_OUT}, which mode auto does "
+        "not run"
     )
-    return Answer(mesh=best.mesh, microbatches=best.microbatches, chosen=best.found.chosen)
+    return Answer(
+        mesh=best.mesh,
+        microbatches=best.microbatches,
+        recompute=best.recompute,
+        chosen=best.found.chosen,
+    )
 
 
 def _setting(runtime: Runtime, batch: int, microbatches: int) -> Setting:

@@ -8,7 +8,7 @@ stored, as `DTensor`, so optimizers and checkpoints know them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,25 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter, functional
+from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.carry import Carrier, Exchanged
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
 from msrun.parallel.auto.edges import behind
 from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.program import Program, Step
+from msrun.parallel.auto.program import Step
 from msrun.parallel.auto.readings import Readings
+from msrun.parallel.auto.refused import check, writes
+from msrun.parallel.auto.repeat import Blocks
 from msrun.parallel.auto.rules import Choice, Rule, Site
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.auto.views import is_regrouped, renaming
 
 Row = tuple[int, ...]
-# They draw numbers, or keep statistics of a batch, that one process would have others of.
-_REFUSED = """
-    batch_norm instance_norm bernoulli multinomial normal rand rand_like randint randn randn_like
-    uniform rrelu alpha_dropout feature_dropout
-"""
-REFUSED = frozenset(_REFUSED.split())
 
 
 class Executor:
@@ -49,6 +46,7 @@ class Executor:
         setting: What the plan is for.
         mesh: Its axes are those of the plan.
         seed: Of the numbers that dropout draws, the same on every rank.
+        blocks: Whose values are computed again in the backward pass; None keeps all.
     """
 
     def __init__(
@@ -61,16 +59,18 @@ class Executor:
         setting: Setting,
         mesh: DeviceMesh,
         seed: int,
+        blocks: Blocks | None = None,
     ) -> None:
         self._model, self._traced, self._chosen = model, traced, chosen
         self._program, self._setting, self._mesh = traced.program, setting, mesh
         self._rules = dict(rules)
-        _check(self._program)
+        check(self._program)
         self._carrier = Carrier(mesh)
         self._readings = Readings(self._program, setting, traced.rules)
         self._steps = {step.name: step for step in self._program.steps}
         self._makers = {name: step for step in self._program.steps for name in step.outputs}
         self._generator = torch.Generator().manual_seed(seed)
+        self._blocks = blocks
         self._stored: dict[str, Row] = {}
         self._divide()
 
@@ -120,7 +120,29 @@ class Executor:
                 param = self._model.get_parameter(full)
                 local = param.to_local() if isinstance(param, DTensor) else param
                 values[name] = self._to_hub(name, local, self._stored[name])
-        for step in self._program.steps:
+        for steps, cut in self._spans():
+            if cut is None or not torch.is_grad_enabled():
+                self._run_all(steps, values)
+            else:
+                self._run_block(steps, cut, values)
+        outputs = [self._give(at, name, values) for at, name in enumerate(self._program.outputs)]
+        return self._traced.rebuild(outputs)
+
+    def _spans(self) -> Iterator[tuple[Sequence[Step], str | None]]:
+        """Yield runs of steps, with the one value that a block hands on."""
+        steps, blocks = self._program.steps, self._blocks
+        if blocks is None:
+            yield steps, None
+            return
+        end = blocks.first + blocks.count * blocks.period
+        yield steps[: blocks.first], None
+        for start, cut in zip(range(blocks.first, end, blocks.period), blocks.cuts, strict=True):
+            yield steps[start : start + blocks.period], cut
+        yield steps[end:], None
+
+    def _run_all(self, steps: Iterable[Step], values: dict[str, Tensor]) -> None:
+        """Add what `steps` make to `values`."""
+        for step in steps:
             if step.outputs[0] in self._readings.views:
                 continue
             made = self._run(step, values)
@@ -128,8 +150,30 @@ class Executor:
             for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
                 codes = () if is_constant else self._outs(step.name, port)
                 values[name] = x if is_constant else self._to_hub(name, x, codes)
-        outputs = [self._give(at, name, values) for at, name in enumerate(self._program.outputs)]
-        return self._traced.rebuild(outputs)
+
+    def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
+        """Add what a block hands on, and keep what it is given for computing the rest again.
+
+        What no parameter has a part in, later blocks may read too.
+        """
+        constants = self._readings.constants
+        self._run_all((step for step in steps if constants.issuperset(step.outputs)), values)
+        others = [step for step in steps if not constants.issuperset(step.outputs)]
+        given, drawn = dict(values), self._generator.get_state()
+        done: list[bool] = []
+
+        def run() -> Tensor:
+            inside, now = dict(given), self._generator.get_state()
+            self._generator.set_state(drawn)
+            try:
+                self._run_all(others, inside)
+            finally:  # torch ends it with an exception where it has all it needs
+                if done:  # for the second time: others have drawn meanwhile
+                    self._generator.set_state(now)
+            done.append(True)
+            return inside[cut]
+
+        values[cut] = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the inputs, buffers and constants by the names of their values."""
@@ -285,8 +329,8 @@ class Executor:
         """Run one operator on parts; arguments that are sizes become those of the parts."""
         target: Any = self._traced.nodes[step.name].target
         packet = step.target.split(".")[1]
-        if _writes(packet):
-            # What others read stays as it is; `_check` has seen to what reads the result.
+        if writes(packet):
+            # What others read stays as it is; `check` has seen to what reads the result.
             ins = [ins[0].clone(), *ins[1:]]
         args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
         if packet in _SIZED and choices:
@@ -378,40 +422,6 @@ class Executor:
         outs = forward(np.array([choice.outs[0] for choice in choices])).tolist()
         part = self._carrier.carry(mask, [-1] * self._mesh.ndim, outs)
         return ins[0] * (part / (1 - p)).to(ins[0])
-
-
-def _check(program: Program) -> None:
-    """Refuse steps that parts cannot do as one process would.
-
-    Raises:
-        UsageError: There is one.
-    """
-    makers = {name: step for step in program.steps for name in step.outputs}
-    read = {_root(name, program, makers) for name in program.outputs}
-    for step in reversed(program.steps):
-        packet = step.target.split(".")[1]
-        roots = [_root(name, program, makers) for name in step.inputs.values()]
-        what = packet if packet in REFUSED else ""
-        if float(step.attrs.get("dropout_p", 0.0)) > 0:
-            what = f"{packet} with dropout"
-        if _writes(packet) and roots[0] in read:
-            what = f"{packet} on what is read again behind it"
-        if what:
-            where = step.module or "the model"
-            raise UsageError(f"parallel.mode: auto cannot run {what}, as {where} does")
-        read.update(roots)
-
-
-def _root(name: str, program: Program, makers: Mapping[str, Step]) -> str:
-    """Return the tensor that `name` is a view of, or itself."""
-    while name in makers and renaming(Site(makers[name], program)) is not None:
-        (name,) = makers[name].inputs.values()
-    return name
-
-
-def _writes(packet: str) -> bool:
-    """Return whether an operator changes its first input."""
-    return packet.endswith("_") and not packet.endswith("__")
 
 
 class _Shared(torch.autograd.Function):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from msrun.parallel.auto.account import axis_names
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.layouts import divisors, shapes
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.search import Found, Mode, search
 from msrun.parallel.auto.topology import Topology
 
 # What the layouts of `msrun search` have, and the executor does not run.
-LEFT_OUT = ("pipeline stages", "recomputation")
+LEFT_OUT = "pipeline stages"
 # Ranks up to which meshes of three axes are looked at: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
@@ -26,11 +28,13 @@ class Chosen:
     Args:
         mesh: Axis -> size.
         microbatches: Of a step.
+        recompute: Whether repeated blocks keep only what they are given.
         found: The plan of a micro-batch.
     """
 
     mesh: dict[str, int]
     microbatches: int
+    recompute: bool
     found: Found
 
 
@@ -60,7 +64,7 @@ def choose(
     """Return the fastest mesh and plan.
 
     A micro-batch never takes less time for a sample than the whole batch at once, so there are
-    more of them only where fewer fit no mesh.
+    more of them only where fewer fit no mesh, unless their blocks are recomputed.
 
     Args:
         programs: The model, for any batch.
@@ -74,25 +78,28 @@ def choose(
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
     least: list[float] = []
+    fitting: list[Chosen] = []
     for number in divisors(batch):
         part = batch // number
         program = programs.at(part)
-        best: Chosen | None = None
-        for mesh in candidates(world, part):
+        again = (False, True) if find_blocks(program) else (False,)
+        for mesh, recompute in product(candidates(world, part), again):
             setting = Setting(
                 sizes=tuple(mesh.values()),
                 topology=topology,
                 data_axes=frozenset({0}),
                 batch=part,
                 rounds=number,
+                recompute=recompute,
             )
             try:
                 found = search(program, setting, mode=mode, limit=limit)
             except OutOfMemoryError as error:
                 least.append(error.least)
                 continue
-            if best is None or found.seconds < best.found.seconds:
-                best = Chosen(mesh=mesh, microbatches=number, found=found)
-        if best is not None:
-            return best
-    raise OutOfMemoryError(min(least))
+            fitting.append(Chosen(mesh=mesh, microbatches=number, recompute=recompute, found=found))
+        if not all(one.recompute for one in fitting):
+            break
+    if not fitting:
+        raise OutOfMemoryError(min(least))
+    return min(fitting, key=lambda one: one.found.seconds)

@@ -69,6 +69,17 @@ def test_a_batch_is_cut_only_where_it_does_not_fit_at_once():
     assert found.found.seconds == min(time for time, _ in times.values())
 
 
+def test_blocks_are_recomputed_where_a_batch_is_one_sample():
+    def one(limit):
+        return choose(PROGRAMS, TINY, world=1, batch=1, limit=limit)
+
+    whole = one(None)
+    assert not whole.recompute
+    found = one(whole.found.memory * 0.995)
+    assert found.recompute
+    assert found.found.seconds > whole.found.seconds
+
+
 def test_when_nothing_fits_the_least_memory_that_would_is_known():
     with pytest.raises(OutOfMemoryError) as caught:
         best(1.0)
