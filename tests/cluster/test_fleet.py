@@ -25,6 +25,17 @@ REDUCE = """
     print(ranks.item())
     dist.destroy_process_group()
 """
+MEET = """
+    import msrun
+    import torch
+    import torch.distributed as dist
+
+    rt = msrun.init()
+    ranks = torch.tensor(rt.rank)
+    dist.all_reduce(ranks)
+    if rt.rank == 0:
+        print(ranks.item())
+"""
 WAIT = "touch ready.$RANK; sleep 60 & wait"
 
 
@@ -169,6 +180,14 @@ def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
 
         assert job.wait(60) == 120
         assert "node b" in job.verdict()["reason"]
+
+
+def test_ranks_that_mpich_starts_meet_without_a_master_address(tmp_path):
+    with open_here("mpirun.mpich", tmp_path) as site:
+        program = script(site.lab.folder, MEET)
+        done = site.run("mpirun.mpich", "-hosts", "a:2,b:2", "-n", "4", site.python, program)
+
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
 
 
 def root(job):
