@@ -93,6 +93,10 @@ def _prepare(words: Sequence[str], order: Order) -> tuple[int, Order]:
         os.chdir(order.cwd)
     except OSError as error:
         raise UsageError(f"directory {shown(order.cwd)}: {error.strerror}") from None
+    table = order.env.get(environ.RANK_TABLE_FILE)
+    if table and not os.access(table, os.R_OK):
+        msg = f"rank table {shown(table)} cannot be read here"
+        raise UsageError(msg, hint="it must be at the same path on every node")
     return node_rank, order
 
 

@@ -16,6 +16,7 @@ from msrun.units import shown
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
 OMP_THREADS = "OMP_NUM_THREADS"
+RANK_TABLE_FILE = "RANK_TABLE_FILE"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -234,7 +235,7 @@ def _torchrun_env(who: WorkerIdentity) -> dict[str, str]:
 
 
 def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
-    table = {"RANK_TABLE_FILE": who.rank_table} if who.rank_table else {}
+    table = {RANK_TABLE_FILE: who.rank_table} if who.rank_table else {}
     return {
         **table,
         "MS_ROLE": "MS_WORKER",

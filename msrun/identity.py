@@ -1,6 +1,7 @@
 """Who this process is in a job, and where its ranks meet, as whatever started it says.
 
-The environment alone tells it, with the file of a rank table where that names one.
+The environment alone tells it, with the file of a rank table where that names one; only where
+ranks meet is asked of Hydra, the mpirun of MPICH and Intel MPI, which tells no rank of another.
 """
 
 from __future__ import annotations
@@ -81,20 +82,36 @@ def read_identity(env: Mapping[str, str]) -> RankIdentity:
 def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, int]:
     """Return host and port at which the ranks meet: as set, or else found alike by each of them.
 
+    Every rank of the job must call this where Hydra started it: they wait for each other.
+
     Raises:
         UsageError: Neither is set, and the starter does not tell what they could be.
     """
+    if found := _told(env, identity):
+        return found
+    if identity.source != "MPI" or not env.get("PMI_FD", "").isdecimal():
+        ranks = f"{identity.source} started {identity.world_size} ranks"
+        hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
+        raise UsageError(f"{ranks}, and MASTER_ADDR and MASTER_PORT are not set", hint=hint)
+    from msrun import pmi  # Few jobs have one.
+
+    host, key = pmi.meet(int(env["PMI_FD"]), identity.rank)
+    return _LOOPBACK if _is_one_node(identity) else host, port_of(key)
+
+
+def _told(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, int] | None:
+    """Return what the environment alone says of `find_master`'s."""
     if given := environ.master(env):
         return given
     finder = _FINDERS.get(identity.source)
     host, key = finder(env) if finder else ("", "")
-    if identity.local_world_size == identity.world_size:
+    if _is_one_node(identity):
         host = _LOOPBACK
-    if not host or not key:
-        ranks = f"{identity.source} started {identity.world_size} ranks"
-        hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
-        raise UsageError(f"{ranks}, and MASTER_ADDR and MASTER_PORT are not set", hint=hint)
-    return host, port_of(key)
+    return (host, port_of(key)) if host and key else None
+
+
+def _is_one_node(identity: RankIdentity) -> bool:
+    return identity.local_world_size == identity.world_size
 
 
 def port_of(key: str) -> int:
@@ -112,16 +129,18 @@ def step_options(env: Mapping[str, str]) -> dict[str, str]:
         who = environ.rank_identity(env)
         if who.source not in _AGENT_STARTERS or who.world_size < 2 or who.local_world_size > 1:  # noqa: PLR2004 - one is alone
             return {}
-        host, port = find_master(env, who)
+        found = _told(env, who)
         _, key = _FINDERS[who.source](env)
     except UsageError:
+        return {}
+    if found is None:
         return {}
     name = f"slurm-{key}" if who.source == "Slurm" else f"mpi-{zlib.crc32(key.encode()):08x}"
     return {
         "MSRUN_NNODES": str(who.world_size),
         "MSRUN_NODE_RANK": str(who.rank),
-        "MSRUN_MASTER_ADDR": host,
-        "MSRUN_MASTER_PORT": str(port),
+        "MSRUN_MASTER_ADDR": found[0],
+        "MSRUN_MASTER_PORT": str(found[1]),
         "MSRUN_JOB_ID": name,
     }
 

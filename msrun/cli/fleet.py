@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from msrun import __version__, launch
+from msrun import __version__, environ, launch
 from msrun.cli import fleet_options, options
 from msrun.cli.job_draft import merge_env
 from msrun.cli.output import answer, say_notes
@@ -122,6 +122,7 @@ def _fleet(request: Request, world: World) -> Fleet:
         hosts=hosts,
         master_addr=host.value if host else "",
         master_port=port.value if port else own_port,
+        env=_table_env(settings, hosts),
         versions={"msrun": __version__},
     )
 
@@ -160,7 +161,7 @@ def _ranks(request: Request, world: World) -> Fleet:
         python=_python(settings),
         cwd=str(Path.cwd()),
         hosts=hosts,
-        env={**merge_env(settings).value, **meeting},
+        env={**_table_env(settings, hosts), **merge_env(settings).value, **meeting},
         ranks=total.value if total else room,
     )
 
@@ -216,6 +217,15 @@ def _hosts(settings: Settings) -> tuple[Host, ...]:
     if nnodes.value[1] > len(hosts):
         raise UsageError(f"{nnodes.cite()} is more than the {len(hosts)} hosts that are named")
     return hosts[: nnodes.value[1]]
+
+
+def _table_env(settings: Settings, hosts: tuple[Host, ...]) -> dict[str, str]:
+    """Return the variable that tells ranks of a table, where the job is the table's."""
+    given, nnodes = settings.get(fleet_options.RANK_TABLE_FILE), settings.get(options.NNODES)
+    is_range = nnodes is not None and len(set(nnodes.value)) > 1
+    if given is None or is_range or hosts != hosts_of(read_table(given.value)):
+        return {}
+    return {environ.RANK_TABLE_FILE: str(Path(given.value).absolute())}
 
 
 def read_hostfile(path: str) -> str:

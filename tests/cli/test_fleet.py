@@ -85,6 +85,17 @@ def test_a_rank_table_chooses_devices(submitted):
     assert order.words[:2] == ("--workers-per-node", "2")
 
 
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [("", True), ("--nnodes 2", True), ("--nnodes 1:2", False), ("--exclude 10.0.0.1", False)],
+)
+def test_workers_are_told_of_a_table_that_is_the_jobs(submitted, hosts, words, is_told):
+    plan = submitted(f"--launcher ssh --rank-table-file table.json {words} train.py")
+
+    expected = {"RANK_TABLE_FILE": str(hosts / "table.json")} if is_told else {}
+    assert plan.fleet.env == expected
+
+
 def test_nodes_that_come_and_go(submitted):
     plan = submitted("--launcher ssh --hostfile hosts --nnodes 1:3 train.py")
 

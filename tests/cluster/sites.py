@@ -67,7 +67,7 @@ class Site:
 
     def cancel(self, job: FleetJob) -> None:
         """Have Slurm end a job that nobody follows."""
-        self.head.run(["scancel", job.out.split()[0]], env=self._env)
+        self.run("scancel", job.out.split()[0])
 
     def start(self, *words: object) -> FleetJob:
         """Type `msrun` on the head."""
@@ -77,7 +77,10 @@ class Site:
 
     def plan(self, *words: object) -> subprocess.CompletedProcess[str]:
         """Type `msrun plan` on the head."""
-        command = [sys.executable, "-m", "msrun", "plan", *self._words, *words]
+        return self.run(sys.executable, "-m", "msrun", "plan", *self._words, *words)
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        """Run a command on the head to its end."""
         env = {"PYTHONPATH": str(HOME), **self._env}
         return self.head.run(command, cwd=self._folder(), env=env, timeout=PATIENCE)
 

@@ -7,12 +7,15 @@ import contextlib
 import os
 import re
 import signal
+import sys
 
 import hosts
 import pytest
 import sites
 from conftest import skip_without
-from support import script
+from support import script, shell
+
+from ranktable import Inventory, InventoryDevice, build_table, render_table
 
 pytestmark = pytest.mark.process
 REDUCE = """
@@ -24,6 +27,17 @@ REDUCE = """
     dist.all_reduce(ranks)
     print(ranks.item())
     dist.destroy_process_group()
+"""
+MEET = """
+    import msrun
+    import torch
+    import torch.distributed as dist
+
+    rt = msrun.init()
+    ranks = torch.tensor(rt.rank)
+    dist.all_reduce(ranks)
+    if rt.rank == 0:
+        print(ranks.item())
 """
 WAIT = "touch ready.$RANK; sleep 60 & wait"
 
@@ -169,6 +183,36 @@ def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
 
         assert job.wait(60) == 120
         assert "node b" in job.verdict()["reason"]
+
+
+def test_ranks_that_mpich_starts_meet_without_a_master_address(tmp_path):
+    with open_here("mpirun.mpich", tmp_path) as site:
+        program = script(site.lab.folder, MEET)
+        done = site.run("mpirun.mpich", "-hosts", "a:2,b:2", "-n", "4", site.python, program)
+
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+def test_a_rank_table_names_the_nodes_and_workers_are_told_of_it(tmp_path):
+    with open_here("ssh", tmp_path) as site:
+        path = site.lab.folder / "t.json"
+        devices = tuple(InventoryDevice(device_id=number) for number in range(2))
+        servers = [Inventory(server_id=host.ipv4, devices=devices) for host in site.nodes]
+        path.write_text(render_table(build_table(servers)))
+        words = ["--launcher", "ssh", "--rank-table-file", path, "--remote-python", site.python]
+        tell = f'echo "$(hostname) $RANK_TABLE_FILE" > {site.lab.folder}/told.$RANK'
+        msrun = [sys.executable, "-m", "msrun", *words, "--log-dir", site.lab.folder / "logs"]
+
+        done = site.run(*msrun, *shell(tell))
+        told = [(site.lab.folder / f"told.{rank}").read_text() for rank in range(4)]
+        site.head.file("/dev/shm/t.json").write_bytes(path.read_bytes())
+        msrun[msrun.index(path)] = "/dev/shm/t.json"
+        refused = site.run(*msrun, *shell(tell))
+
+    assert done.returncode == 0, done.stderr
+    assert told == [f"{'ab'[rank // 2]} {path}\n" for rank in range(4)]
+    assert refused.returncode == 2
+    assert "rank table /dev/shm/t.json cannot be read here" in refused.stderr
 
 
 def root(job):

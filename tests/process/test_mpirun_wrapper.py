@@ -37,17 +37,14 @@ def mpirun(request):
 
 
 def test_ranks_get_the_variables_of_torchrun(mpirun):
-    is_silent = mpirun == ["mpirun.mpich"]  # it names neither the job nor a node
-    given = {"MASTER_ADDR": "node0", "MASTER_PORT": "29501"} if is_silent else {}
-
-    done = run(*mpirun, "-n", "2", WRAPPER, "sh", "-c", SHOW, **given)
+    done = run(*mpirun, "-n", "2", WRAPPER, "sh", "-c", SHOW)
 
     lines = sorted(line.split() for line in done.stdout.splitlines())
     assert [line[:4] for line in lines] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]], done.stderr
     places = {tuple(line[4:]) for line in lines}
     assert len(places) == 1
     host, port = places.pop()
-    assert (host, port) == ("node0", "29501") if is_silent else host == "127.0.0.1"
+    assert host == "127.0.0.1"
     assert int(port) in range(20_000, 32_000)
 
 
