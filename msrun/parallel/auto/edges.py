@@ -13,6 +13,9 @@ from msrun.parallel.auto.problem import Exchange, parts
 from msrun.parallel.auto.redistribution import Kind, moves
 from msrun.parallel.auto.views import Renaming
 
+# More than there are codes.
+_BASE = 16
+
 
 class Item(NamedTuple):
     """One collective that a plan needs.
@@ -93,5 +96,6 @@ def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[C
 
 def _distinct(codes: Codes) -> tuple[Codes, Codes]:
     """Return the distinct rows, and the number of each row among them."""
-    found, inverse = np.unique(codes, axis=0, return_inverse=True)
-    return found, inverse.ravel()
+    packed = codes @ (_BASE ** np.arange(codes.shape[1]))
+    _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
+    return codes[index], inverse

@@ -31,8 +31,6 @@ _ACCUMULATE_MAX = 64
 _PRICES_MAX = 14
 _TOLERANCE = 2e-3
 _PROHIBITIVE = 1e-3
-_NEAR = 1.2
-_COARSE_AXES = 2
 _RUNNERS_UP = 5
 
 
@@ -171,22 +169,14 @@ def shapes(ranks: int) -> list[tuple[int, ...]]:
 def explore(job: Job) -> Iterator[Progress]:
     """Yield how far the search is, after every layout that was looked at.
 
-    The last one yielded is the answer.  It may be left at any time.  Meshes of three axes are
-    looked at for those numbers of stages alone that are near the best with one or two.
+    The last one yielded is the answer, and its best plan the best of all layouts but for what
+    memory leaves of its gap.  It may be left at any time.
     """
     search = _Search(job)
     found = groups(job)
     progress = Progress(total=sum(len(layouts(job, *group)) for group in found))
-    best_of: dict[int, float] = {}
     for group in sorted(found, key=search.order):
-        stages, sizes = group
-        best = progress.best.seconds if progress.best else math.inf
-        if len(sizes) > _COARSE_AXES and best_of.get(stages, math.inf) > best * _NEAR:
-            progress.pruned += len(layouts(job, *group))
-            continue
-        for outcome in search.group(group, progress):
-            if outcome is not None:
-                best_of[stages] = min(outcome.seconds, best_of.get(stages, math.inf))
+        for _ in search.group(group, progress):
             yield progress
     yield progress
 
@@ -237,21 +227,22 @@ class _Search:
             for layout in self._narrow(found, bounds, progress.best.seconds):
                 seen.add(layout)
                 yield None
-        # Number of micro-batches up to which nothing fits, with and without recomputation.
-        full = {False: 0, True: 0}
+        # Numbers of micro-batches with which nothing fits, with and without recomputation: nor
+        # does anything with larger ones that these are parts of.
+        full: dict[bool, list[int]] = {False: [], True: []}
         for layout in sorted(found, key=bounds.of):
             best = progress.best.seconds if progress.best else math.inf
             if bounds.of(layout) >= best:
                 progress.seen += layout in seen
                 progress.pruned += layout not in seen
                 continue
-            if layout.microbatches <= full[layout.recompute]:
+            if any(number % layout.microbatches == 0 for number in full[layout.recompute]):
                 progress.too_large += 1
                 continue
             outcome = self.look(layout, best, bounds)
             if isinstance(outcome, float):
                 progress.too_large += 1
-                full[layout.recompute] = max(full[layout.recompute], layout.microbatches)
+                full[layout.recompute].append(layout.microbatches)
                 progress.least = min(progress.least or math.inf, outcome)
                 yield None
                 continue

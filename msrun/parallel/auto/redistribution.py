@@ -20,11 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from msrun.parallel.auto.codes import SUM, WHOLE, Array, Codes, Mask
+
+# Pairs of sets of placements whose moves are kept: a model has some, on all meshes the same.
+_KEPT = 256
 
 
 class Kind(IntEnum):
@@ -115,11 +119,43 @@ def moves(source: Codes, target: Codes, sizes: Sequence[int]) -> Iterator[Move]:
         target: Placements, (targets, axes).
         sizes: Of the axes.
     """
-    pairs = _Pairs(source, target)
-    axes = range(len(sizes))
-    shape = (len(source), len(target))
-    now = [np.where(np.broadcast_to(pairs.a[m] >= 0, shape), sizes[m], 1.0) for m in axes]
-    reduced = np.ones(shape)
+    live = tuple(size > 1 for size in sizes)
+    products = np.ones(1)
+    for size in sizes:
+        products = np.concatenate([products, products * size])
+    for kind, axis, where, cut, reduced in _steps(source.tobytes(), target.tobytes(), live):
+        yield Move(kind, axis, where, products[cut] * products[reduced])
+
+
+class _Step(NamedTuple):
+    """A move on meshes of any sizes.
+
+    Args:
+        kind: As of `Move`.
+        axis: As of `Move`.
+        where: As of `Move`.
+        cut: The other axes that cut the tensor at that time, one bit each.
+        reduced: Those that have left a part of a sum.
+    """
+
+    kind: Kind
+    axis: int
+    where: Mask
+    cut: Codes
+    reduced: Codes
+
+
+@lru_cache(maxsize=_KEPT)
+def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step, ...]:
+    """Return the moves for all meshes of which the same axes have several ranks."""
+    a, b = (
+        np.frombuffer(codes, dtype=np.int64).reshape(-1, len(live)) for codes in (source, target)
+    )
+    pairs, axes = _Pairs(a, b), range(len(live))
+    shape = (len(a), len(b))
+    now = [np.where(np.broadcast_to(pairs.a[m] >= 0, shape), 1 << m, 0) for m in axes]
+    nothing = np.zeros(shape, dtype=np.int64)
+    reduced, small = nothing, np.min_scalar_type((1 << len(live)) - 1)
     late_gather = [pairs.gather[m] & ~pairs.early[m] for m in axes]
     phases = (
         (Kind.GATHER, axes, pairs.early),
@@ -131,20 +167,23 @@ def moves(source: Codes, target: Codes, sizes: Sequence[int]) -> Iterator[Move]:
         (Kind.TAKE, axes, pairs.late),
         (Kind.TO_SUM, axes, pairs.to_sum),
     )
+    found = []
     for kind, order, masks in phases:
         for m in order:
             where = np.broadcast_to(masks[m], shape)
-            if sizes[m] == 1 or not where.any():
+            if not live[m] or not where.any():
                 continue
-            others: Array = np.prod([now[q] for q in axes if q != m], axis=0, initial=1.0)
+            cut = sum((now[q] for q in axes if q != m), nothing).astype(small)
             if kind is Kind.REDUCE:
-                others = others * reduced
-                reduced = np.where(where, reduced * sizes[m], reduced)
-            yield Move(kind, m, where, np.broadcast_to(others, shape))
+                found.append(_Step(kind, m, where, cut, reduced.astype(small)))
+                reduced = np.where(where, reduced + (1 << m), reduced)
+            else:
+                found.append(_Step(kind, m, where, cut, nothing[:1, :1].astype(small)))
             if kind in (Kind.TAKE, Kind.SCATTER):
-                now[m] = np.where(where, sizes[m], now[m])
+                now[m] = np.where(where, 1 << m, now[m])
             elif kind is Kind.GATHER:
-                now[m] = np.where(where, 1.0, now[m])
+                now[m] = np.where(where, 0, now[m])
+    return tuple(found)
 
 
 def impossible(source: Codes, target: Codes) -> Mask:

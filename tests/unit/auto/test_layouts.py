@@ -10,7 +10,8 @@ from programs import TINY
 from msrun.errors import UsageError
 from msrun.parallel.auto import layouts
 from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.layouts import Job, JobLayout, Outcome, explore
+from msrun.parallel.auto.bounds import Bounds, JobLayout
+from msrun.parallel.auto.layouts import Job, Outcome, explore
 from msrun.parallel.auto.repeat import find_blocks, shortened
 from msrun.parallel.auto.search import Setting, search
 
@@ -50,6 +51,21 @@ def test_the_best_of_all_layouts_is_found_and_bounds_are_below_it():
     assert last.seen + last.pruned == last.total == len(outcomes)
     assert last.pruned > 0
     assert all(one.bound <= one.seconds * (1 + 1e-9) for one in outcomes.values())
+
+
+def test_what_one_layout_takes_bounds_others_of_its_mesh():
+    found = job()
+    search, raised = layouts._Search(found), 0
+    for group in layouts.groups(found):
+        outcomes = {one: search.look(one, math.inf) for one in layouts.layouts(found, *group)}
+        for known, first in outcomes.items():
+            bounds = Bounds(*search._work)
+            before = {one: bounds.of(one) for one in outcomes}
+            bounds.add(known, first.bound)
+            raised += sum(bounds.of(one) > before[one] for one in outcomes if one != known)
+            for one, outcome in outcomes.items():
+                assert bounds.of(one) <= outcome.seconds * (1 + 1e-12)
+    assert raised > len(outcomes)
 
 
 def test_with_little_memory_the_best_that_fits_is_found():
