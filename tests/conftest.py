@@ -62,6 +62,7 @@ THOROUGH = (
     "tests/torch/test_plan_file.py",
     "tests/torch/test_preload.py",
     "tests/torch/test_resume.py",
+    "tests/torch/test_trace.py",
     "tests/torch/test_zero_bubble.py",
 )
 # Markers of tests whose processes have children of their own.
