@@ -7,8 +7,9 @@ block is free to differ from the others, and a hundred blocks take no longer tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -89,11 +90,15 @@ class Chain:
         found = costs(self.problem, weight)
         before, block, behind = self.parts
         first, second = self.hubs
-        head = self._eliminate(found, before, (first, *self.tied), frozenset())
+
+        @cache
+        def head() -> Elimination:
+            return self._eliminate(found, before, (first, *self.tied), frozenset())
+
         middle = self._eliminate(found, block | {first}, (first, second), frozenset({first}))
         kept = frozenset({second, *self.tied})
         tail = self._eliminate(found, behind | kept, (second, *self.tied), kept)
-        return Tables(self, head, middle, tail)
+        return Tables(self, middle, tail, head)
 
     def _eliminate(
         self,
@@ -117,15 +122,20 @@ class Tables:
 
     Args:
         chain: The chain.
-        head: Over the first cut and what is tied.
         middle: Over two cuts, one block apart.
         tail: Over the last cut and what is tied.
+        make_head: Makes that over the first cut and what is tied, which not all have to know.
     """
 
     chain: Chain
-    head: Elimination
     middle: Elimination
     tail: Elimination
+    make_head: Callable[[], Elimination]
+
+    @property
+    def head(self) -> Elimination:
+        """What is left over the first cut and what is tied."""
+        return self.make_head()
 
     def solve(self, count: int) -> tuple[float, Plan]:
         """Return the least cost of `count` blocks, and the strategies."""

@@ -379,10 +379,12 @@ class _Stages:
         tables = self._tables(0.0)
         if self._layout.stages == 1:
             return tables["all"].least(self._job.count)
-        bound = float(max(self._first(tables["first"]).min(), self._last(tables["last"]).min()))
-        if bound >= best or "middle" not in tables:
-            return bound
-        return max(bound, float(self._middle(tables["middle"]).min()))
+        bound = float(self._last(tables["last"]).min())
+        if bound < best:
+            bound = max(bound, float(self._first(tables["first"]).min()))
+        if bound < best and "middle" in tables:
+            bound = max(bound, float(self._middle(tables["middle"]).min()))
+        return bound
 
     def solve(self, weight: float, limit: float) -> Outcome:
         """Return the best plan with bytes of memory at `weight` seconds each."""
