@@ -301,11 +301,11 @@ class NodeResources:
     def close(self) -> list[str]:
         """End every process and remove what they left; return what could not be killed."""
         stuck: list[str] = []
-        self._tell_verdict_again()
-        if "tree" in self._opened:
-            stuck = self.tree.end(TREE_SECONDS)
         if self.scheduler:
             self.scheduler.end(SCHEDULER_SECONDS if self._job.is_alone else FAREWELL_SECONDS)
+            self._tell_verdict_again(self.scheduler)
+        if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
+            stuck = self.tree.end(TREE_SECONDS)
         if self._scheduler_socket:
             self._scheduler_socket.close()
         self._store_socket.close()
@@ -313,16 +313,16 @@ class NodeResources:
         os.close(self._lock)
         return stuck
 
-    def _tell_verdict_again(self) -> None:
-        """Have another scheduler tell the other nodes what the one that died had written down."""
-        told_by = self.scheduler
-        if self._job.is_alone or not told_by or not told_by.has_died or not told_by.verdict():
+    def _tell_verdict_again(self, told_by: SchedulerProcess) -> None:
+        """Have another scheduler tell the other nodes what one that died had written down.
+
+        It may have told this node, and died before it had told all.
+        """
+        if self._job.is_alone or not told_by.has_died or not told_by.verdict():
             return
-        told_by.close()
         self.start_scheduler()
         if self.scheduler:
             self.scheduler.end(FAREWELL_SECONDS)
-        self.scheduler = None
 
 
 def node_name(job: JobSpec) -> str:
