@@ -277,8 +277,9 @@ class AgentState:
 
     def _without_our_signal(self, end: RankExit) -> RankExit:
         """Return `end` as it would have been without what we did meanwhile."""
-        end = msgspec.structs.replace(end, swept=self.phase is Phase.SWEEPING)
         is_stopping = self.phase in (Phase.STOPPING, Phase.SWEEPING)
+        is_swept = self.phase is Phase.SWEEPING
+        end = msgspec.structs.replace(end, stopped=is_stopping, swept=is_swept)
         if is_stopping and end.error and end.signum in _OURS:
             # It had raised and was on its way out, which Python goes with code 1.
             return msgspec.structs.replace(end, code=1, signum=None)

@@ -76,7 +76,8 @@ class Generation:
         if self.because is Because.CHANGE:
             return False
         ends = [end for end, _ in self.exits.values()]
-        return len(ends) == self.world_size and all(end.succeeded for end in ends)
+        are_done = all(end.succeeded and not end.stopped for end in ends)
+        return len(ends) == self.world_size and are_done
 
     def lives(self, node_id: str, incarnation: int) -> bool:
         """Whether workers of it may live in that life of a node."""

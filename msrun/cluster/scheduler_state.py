@@ -227,6 +227,9 @@ class SchedulerState(JobState):
             return []
         if not end.succeeded:
             return self._stop(end.sentence(), Because.FAILURE)
+        if end.stopped:  # by an earlier scheduler, of which nobody knows why
+            self._current.change = "it was being stopped when its scheduler ended"
+            return self._stop(self._current.change, Because.CHANGE)
         return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
 
     def _drained(

@@ -38,6 +38,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         oom: The kernel counted an out-of-memory kill at its death.
         ran_for: Seconds from start to end.
         age: Seconds since it failed: since its exception, if it left one, else its end.
+        stopped: Its node had asked it to stop before it ended.
         swept: It ended while its node was swept, so a SIGKILL was ours.
         stalled: Seconds without progress of one that runs but hangs; 0 for one that ended.
         error: First line of the exception that ended it; empty without one.
@@ -56,6 +57,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False
     ran_for: Seconds
     age: Seconds = 0.0
+    stopped: bool = False
     swept: bool = False
     stalled: float = 0.0
     error: str = ""

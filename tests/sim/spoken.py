@@ -24,7 +24,7 @@ def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):
     signum = signal.Signals[words.pop("signal")] if "signal" in words else None
     code = words.pop("code", None)
     ran_for, age = float(words.pop("ran", 5)), float(words.pop("age", 0))
-    flags = {name: words.pop(name, "no") == "yes" for name in ("oom", "core", "swept")}
+    flags = {name: words.pop(name, "no") == "yes" for name in ("oom", "core", "stopped", "swept")}
     error = words.pop("error", "")
     assert not words
     return RankExit(
