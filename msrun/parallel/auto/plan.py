@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
 from msrun.parallel.config import PIPELINE_AXIS
 from msrun.units import quoted
 
 VERSION = 2
-BYTES_MAX = 64 << 20
 _SHOWN_MAX = 8
 
 
@@ -104,13 +104,7 @@ def read_plan(path: Path) -> SavedPlan:
     Raises:
         UsageError: It cannot be read, or holds no plan.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(BYTES_MAX + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > BYTES_MAX:
-        raise UsageError(f"{path} is larger than 64 MiB")
+    content = read_bounded(path, str(path), mebibytes=64)
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
         if version != VERSION:
