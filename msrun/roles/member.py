@@ -126,7 +126,8 @@ class Keeper:
     def _start(self) -> None:
         env = environ.current()
         self._scheduler = SchedulerProcess(self._config, self._listening, env)
-        self._config = msgspec.structs.replace(self._config, lives=self._config.lives + 1)
+        lives = self._config.lives + 1
+        self._config = msgspec.structs.replace(self._config, lives=lives)
         self._loop.watch(self._scheduler.pidfd, self._on_end)
 
     def _on_signal(self, signum: int) -> None:
@@ -140,6 +141,8 @@ class Keeper:
         how, verdict = self._scheduler.how_it_ended(), self._scheduler.verdict()
         has_died = self._scheduler.has_died  # perhaps before all nodes knew the verdict
         self._scheduler.close()
+        term = max(self._config.term, self._scheduler.term)
+        self._config = msgspec.structs.replace(self._config, term=term)
         now = self._loop.now()
         self._restarts = [at for at in self._restarts if now - at < _MINUTE]
         if (verdict is None or has_died) and len(self._restarts) < RESTARTS_MAX:

@@ -78,7 +78,7 @@ class NodeResources:
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
-        self._schedulers = 0
+        self._schedulers = self._term = 0
         job = plan.job
         self.formation = formation(job)
         check_own_library()
@@ -195,6 +195,8 @@ class NodeResources:
         """Start the scheduler, if it belongs here; a later one takes up where another ended."""
         if self._scheduler_socket is None:
             return
+        if self.scheduler:
+            self._term = max(self._term, self.scheduler.term)
         timeout = self._job.join_timeout
         config = SchedulerConfig(
             job_id=self._job.job_id,
@@ -206,6 +208,7 @@ class NodeResources:
             wal_file=str(self._dir / run_dir.WAL),
             log_file=str(Path(self._job.log_dir, "scheduler.log")),
             lives=self._schedulers,
+            term=self._term,
             parent=os.getpid(),
             rank_table=self._job.emit_rank_table,
         )

@@ -75,11 +75,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         secret: The job's secret; None without authentication.
         wal_file: Where the state is written down.
         log_file: Where to log.
-        lives: Schedulers of the job before this one, which its log must know.
+        lives: Schedulers of the job that were started before this one.
+        term: Which life was the last of them that had begun; the log must know it.
         parent: Pid of the agent.
         alone: Its parent is no agent of this job, but passes on by standard input the signals
             that it gets; the scheduler leaves by itself when all nodes know the verdict.
         listen_fd: Inherited listening socket.
+        began_fd: Inherited pipe that is told this life's own term once the log has it.
         rank_table: Where to write the rank table of each generation; empty writes none.
     """
 
@@ -93,8 +95,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str
     parent: int
     lives: int = 0
+    term: int = 0
     alone: bool = False
     listen_fd: int = -1
+    began_fd: int = -1
     rank_table: str = ""
 
 
@@ -109,9 +113,11 @@ class Scheduler:
         self._socket = SchedulerSocket(new_context(), listening, config.secret)
         self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
-        is_whole = wal.term(records) >= config.lives
+        is_whole = wal.term(records) >= config.term
         term = max(wal.term(records), config.lives) + 1
         self._write(wal.Began(term))
+        os.write(config.began_fd, b"%d" % term)
+        os.close(config.began_fd)
         times = lease(config.formation.lease)
         self._peers = Peers(job_id=config.job_id, lease=times, term=term)
         self._state = ControlledState(

@@ -26,7 +26,7 @@ class SchedulerProcess:
     """The job's scheduler, a child of this process.
 
     Args:
-        config: What it is told; its `listen_fd` is set here.
+        config: What it is told; its descriptors are set here.
         listening: Its listening socket, which stays the caller's for another one.
         env: Its environment.
     """
@@ -40,14 +40,19 @@ class SchedulerProcess:
         again = config.lives > 0
         self._wal_file, self._log_file = config.wal_file, config.log_file
         opener = logs.reopen if again else logs.create
-        with os.fdopen(opener(config.log_file), "ab") as log:
-            config = msgspec.structs.replace(config, listen_fd=listening.fileno())
+        self.term = 0
+        """Which life of the scheduler it was; 0 until it is closed, and if it never began."""
+        self._began, began = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(opener(config.log_file), "ab") as log, os.fdopen(began, "wb") as theirs:
+            config = msgspec.structs.replace(
+                config, listen_fd=listening.fileno(), began_fd=theirs.fileno()
+            )
             self._process = subprocess.Popen(
                 python_command("msrun.roles.scheduler:main"),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=[listening.fileno()],
+                pass_fds=[listening.fileno(), theirs.fileno()],
                 start_new_session=True,
                 env=dict(env),
                 # By the second time there are threads, and it asks for this itself.
@@ -96,9 +101,11 @@ class SchedulerProcess:
         if not wait_readable(self.pidfd, timeout):
             self._process.kill()
         self._process.wait()
-        os.close(self.pidfd)
+        self.close()
 
     def close(self) -> None:
         """Let go of one that has ended."""
+        self.term = int(os.read(self._began, 20) or 0)
         self._lifeline.close()
+        os.close(self._began)
         os.close(self.pidfd)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from support import PATIENCE, script
+from support import PATIENCE, alive, script, until
 from terminals import TELL
 
 pytestmark = pytest.mark.process
@@ -88,11 +88,13 @@ SPAWN = """
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_of_multiprocessing_does_not_become_a_worker(cluster, tmp_path, method):
+def test_a_child_of_multiprocessing_does_not_become_a_worker(cluster, runtime, tmp_path, method):
     process = cluster.start("MS_WORKER", script(tmp_path, SPAWN), method)
 
     assert process.wait() == 1
     assert "because it is a child of multiprocessing" in process.err
+    # Python's own helper for such children ends a moment after their parent.
+    until(lambda: not alive(runtime), "for multiprocessing's tracker")
 
 
 def test_a_session_and_a_program_on_standard_input_cannot_begin_again(cluster):
