@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -94,7 +94,7 @@ class Source:
 
     path: str
     text: str
-    tree: ast.Module
+    nodes: Sequence[ast.AST]
 
     @property
     def module(self) -> str:
@@ -117,7 +117,7 @@ def check_file_lines(source: Source) -> Iterator[Problem]:
 
 def check_function_lines(source: Source) -> Iterator[Problem]:
     """Report functions that are too long, from `def` to their last line."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             count = (node.end_lineno or node.lineno) - node.lineno + 1
             if count > FUNCTION_LINES_MAX:
@@ -127,6 +127,8 @@ def check_function_lines(source: Source) -> Iterator[Problem]:
 
 def check_unowned(source: Source) -> Iterator[Problem]:
     """Report comments that promise work without naming its issue."""
+    if not UNOWNED.search(source.text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         found = UNOWNED.search(token.string) if token.type == tokenize.COMMENT else None
         if found:
@@ -135,7 +137,7 @@ def check_unowned(source: Source) -> Iterator[Problem]:
 
 def check_unsafe(source: Source) -> Iterator[Problem]:
     """Report what turns bytes or text into running code."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name in sorted({name.partition(".")[0] for name in _imported(node)}):
                 if name in UNSAFE_MODULES:
@@ -148,8 +150,8 @@ def check_torch_private(source: Source) -> Iterator[Problem]:
     """Report private names of torch outside the adapter file."""
     if source.path == TORCH_ADAPTER:
         return
-    aliases = _torch_aliases(source.tree)
-    for node in ast.walk(source.tree):
+    aliases = _torch_aliases(source.nodes)
+    for node in source.nodes:
         for name in _torch_names(node, aliases):
             if TORCH_PRIVATE.fullmatch(name):
                 sentence = f"{name} is private to torch; reach it through {TORCH_ADAPTER}"
@@ -161,7 +163,7 @@ def check_words(source: Source) -> Iterator[Problem]:
     yield from _check_empty_names(source)
     if source.path.startswith(OTHER_VOCABULARY):
         return
-    for name, node in _definitions(source.tree):
+    for name, node in _definitions(source.nodes):
         word = WORD_OF.get(name.strip("_").lower())
         if word:
             yield source.problem(node, f"{name}: our word is {word}")
@@ -210,7 +212,7 @@ def check_tree(root: Path) -> list[Problem]:
         problems += check_workplace(path, text)
         if path.endswith(".py") and path.startswith(_folders(ALL_CODE)):
             try:
-                sources.append(Source(path, text, ast.parse(text)))
+                sources.append(Source(path, text, tuple(ast.walk(ast.parse(text)))))
             except SyntaxError as error:
                 problems.append(Problem(path, error.lineno or 1, f"not Python: {error.msg}"))
     for source in sources:
@@ -258,17 +260,17 @@ def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 def _used(source: Source) -> Iterator[str]:
     """Yield dotted names that `source` imports, or spells out in a string."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imported(node)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value.partition(":")[0]
 
 
-def _torch_aliases(tree: ast.Module) -> dict[str, str]:
+def _torch_aliases(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Return what each local name means, for names that imports of torch bind."""
     aliases = {"torch": "torch"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.asname and _is_torch(alias.name):
@@ -299,9 +301,11 @@ def _torch_names(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
                 yield ".".join([aliases[value.id], *reversed(names)])
 
 
-def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt | ast.arg]]:
-    """Yield every name that `tree` chooses itself: not those it calls or passes on."""
-    for node in ast.walk(tree):
+def _definitions(
+    nodes: Sequence[ast.AST],
+) -> Iterator[tuple[str, ast.expr | ast.stmt | ast.arg]]:
+    """Yield every name that a file chooses itself: not those it calls or passes on."""
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name, node
@@ -316,7 +320,7 @@ def _check_empty_names(source: Source) -> Iterator[Problem]:
     stem = PurePosixPath(source.path).stem
     if stem in EMPTY_NAMES:
         yield source.problem(1, f"{stem} says nothing; name the file for what it holds")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef) and EMPTY_CLASS.match(node.name):
             yield source.problem(node, f"{node.name} says nothing; name the class for its duty")
 

@@ -101,6 +101,7 @@ def check_verdict(job):
             "signum": None,
             "core": False,
             "oom": False,
+            "stopped": False,
             "swept": False,
             "stalled": 0.0,
             "error": "",
