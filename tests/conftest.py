@@ -47,6 +47,8 @@ THOROUGH = (
     "tests/torch/test_checkpoint_crash.py",
     "tests/torch/test_checkpoint_layouts.py",
     "tests/torch/test_collective_bytes.py",
+    "tests/torch/test_collectives.py",
+    "tests/torch/test_deferred_ranks.py",
     "tests/torch/test_digits.py",
     "tests/torch/test_early_end.py",
     "tests/torch/test_exact_dropout.py",
@@ -62,6 +64,7 @@ THOROUGH = (
     "tests/torch/test_plan_file.py",
     "tests/torch/test_preload.py",
     "tests/torch/test_resume.py",
+    "tests/torch/test_tensor.py",
     "tests/torch/test_trace.py",
     "tests/torch/test_zero_bubble.py",
 )
