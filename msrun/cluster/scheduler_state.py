@@ -51,6 +51,9 @@ from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 
+_UNKNOWN_CHANGE = "it was being stopped when its scheduler ended"
+
+
 class SchedulerState(JobState):
     """One job, from its first node to its verdict; arguments as there."""
 
@@ -224,13 +227,20 @@ class SchedulerState(JobState):
             return []
         self._current.exits.setdefault(end.rank, (end, now - end.age))
         if self.phase is Phase.STOPPING:
+            if not end.succeeded and not end.stopped:
+                self._find_failure()
             return []
         if not end.succeeded:
             return self._stop(end.sentence(), Because.FAILURE)
         if end.stopped:  # by an earlier scheduler, of which nobody knows why
-            self._current.change = "it was being stopped when its scheduler ended"
-            return self._stop(self._current.change, Because.CHANGE)
+            self._current.change = _UNKNOWN_CHANGE
+            return self._stop(_UNKNOWN_CHANGE, Because.CHANGE)
         return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
+
+    def _find_failure(self) -> None:
+        """Take a failure for why an earlier scheduler stopped the generation."""
+        if self._current.change == _UNKNOWN_CHANGE and self._current.because is Because.CHANGE:
+            self._current.because = Because.FAILURE
 
     def _drained(
         self, node_id: str, stuck: list[str], now: float, *, is_of_now: bool
@@ -302,6 +312,7 @@ class SchedulerState(JobState):
         actions: list[Action] = []
         if not self._current.has_ended(node_id):
             self._current.losses.append(Loss(sentence, at))
+            self._find_failure()
             if self.phase is Phase.RUNNING:
                 actions = self._stop(sentence, Because.FAILURE)
         return actions + self._is_drained(node_id, now)
