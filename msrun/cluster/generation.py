@@ -130,7 +130,8 @@ class Generation:
         """Return what ended the generation, of whose failures `root` came first."""
         if self.because is Because.CHANGE:
             return self.change
-        return root.sentence() if root else "; ".join(loss.sentence for loss in self.losses)
+        lost = "; ".join(loss.sentence for loss in self.losses)
+        return root.sentence() if root else lost or self.change
 
     def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
         """Return the code and the reason of a job that ends with the generation."""

@@ -234,7 +234,9 @@ class SchedulerState(JobState):
             return self._stop(end.sentence(), Because.FAILURE)
         if end.stopped:  # by an earlier scheduler, of which nobody knows why
             self._current.change = _UNKNOWN_CHANGE
-            return self._stop(_UNKNOWN_CHANGE, Because.CHANGE)
+            is_elastic = self.formation.nnodes_min < self.formation.nnodes_max
+            because = Because.CHANGE if is_elastic else Because.FAILURE
+            return self._stop(_UNKNOWN_CHANGE, because)
         return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
 
     def _find_failure(self) -> None:
