@@ -50,7 +50,6 @@ from msrun.cluster.scheduler_events import (
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
-
 _UNKNOWN_CHANGE = "it was being stopped when its scheduler ended"
 
 
