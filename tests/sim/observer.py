@@ -27,6 +27,7 @@ class Observer:
         self.announced = {}  # generation -> GenerationStarted
         self.verdict = None
         self.changes = 0
+        self.forms_anew = False
         self.excluded = set()
 
     def require(self, condition, promise, *details):
@@ -79,8 +80,8 @@ class Observer:
         self.require(within, "I1 too few or too many nodes", names)
         self.require(
             len(names) == self.settings.least
-            # Without its log it forms as at first, when all do their imports.
-            or self.changes == math.inf
+            # Right after it has lost its log it forms as at first, when all do their imports.
+            or self.forms_anew
             or not any(map(self._is_newly_cold, members)),
             "I10 a generation waits for a node that it does not need",
             members,
@@ -95,10 +96,12 @@ class Observer:
             record,
         )
         self.announced[generation] = record
+        self.forms_anew = False
 
     def observe_lost_log(self):
         """Let budgets be spent again, and numbers come again that no member has seen."""
         self.changes = math.inf
+        self.forms_anew = True
         self.excluded.clear()
 
     def _forget_unseen(self, generation, members):
