@@ -148,7 +148,7 @@ class Scheduler:
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
             self._loop.watch(gate.socket, gate.answer)
-        _raise_priority(self._config)  # by now there are ZeroMQ's threads
+        process.raise_priority()  # by now there are ZeroMQ's threads
         log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
         self._loop.run(self._deadline, self._tick)
 
@@ -341,13 +341,6 @@ def _has_many_nodes(config: SchedulerConfig) -> bool:
     return config.formation.nnodes_max >= _MANY_NODES
 
 
-def _raise_priority(config: SchedulerConfig) -> None:
-    if _has_many_nodes(config):
-        process.raise_share()
-    else:
-        process.raise_priority()
-
-
 def _frame(reply: AnyReply) -> bytes:
     try:
         return control_messages.encode(Answer(answer=reply))
@@ -374,7 +367,7 @@ def main(arguments: list[str]) -> NoReturn:
         os._exit(1)
     config = cast("SchedulerConfig", load(line, SchedulerConfig))
     process.die_with_parent(config.parent)
-    _raise_priority(config)
+    process.raise_priority()
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
     _log_to(config.log_file)
     _set_limits(config.formation.nnodes_max)

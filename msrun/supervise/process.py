@@ -15,6 +15,8 @@ from msrun.errors import signal_name
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Ten times the share of an ordinary process, and never all of a CPU.
+_NICE = -10
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,28 +57,21 @@ def open_standard_streams() -> None:
 
 
 def raise_priority() -> None:
-    """Let this process run before all ordinary ones, where the user may have that: as root.
+    """Let this process run before ordinary ones, where the user may have that: as root.
 
-    Busy workers then delay neither what it does nor its end.  What it forks is ordinary.
+    Busy workers then delay neither what it does nor its end.  What it forks is ordinary.  A
+    real-time priority would be too much: to reap a process whose /proc entry somebody reads, the
+    kernel spins until that reader has gone on, and so would keep it from the CPU for a second.
     A thread that has no name of its own yet is still being set up, which for libzmq's
     includes a look at their scheduling; it is left to the next call.
     """
-    policy, parameter = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1)
+    policy = os.SCHED_OTHER | os.SCHED_RESET_ON_FORK
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             is_main = thread.name == str(os.getpid())
             if is_main or _thread_name(thread) != _thread_name(Path("/proc/self")):
-                os.sched_setscheduler(int(thread.name), policy, parameter)
-
-
-def raise_share() -> None:
-    """Let this process and its later threads have most of a busy core, as far as the user may.
-
-    For a process that wakes up thousands of times a second: of real-time ones each of these
-    takes as long as what it is for.
-    """
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICE)
+                os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
 
 
 def _thread_name(directory: Path) -> str:
