@@ -1,6 +1,9 @@
 """Nothing outlives its job, whichever of our processes is killed, and when."""
 
+import contextlib
+import os
 import random
+import select
 import signal
 import statistics
 import time
@@ -9,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from support import alive, kill, script, shell, until
+from support import PATIENCE, alive, kill, script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -55,10 +58,16 @@ class LastSeen(NamedTuple):
     killed_at: float = 0.0
 
 
-def last_seen_alive(runtime):
-    """Wait for the end of all processes of `runtime`, and return when one was last seen."""
+def last_seen_alive(runtime, members=()):
+    """Wait for the end of all processes of `runtime`, and return when one was last seen.
+
+    A look reads all of /proc, and so takes a core from those that die: `members`, who are known,
+    are waited for asleep.
+    """
     began = time.monotonic()
     last = LastSeen(0.0, [])
+    for pid in ends(members):
+        last = LastSeen(time.monotonic() - began, [comm(pid)])
 
     def is_empty():
         nonlocal last
@@ -68,9 +77,26 @@ def last_seen_alive(runtime):
             last = LastSeen(look, [comm(pid) for pid in pids])
         return not pids
 
-    # A look reads all of /proc: without a pause it would take a core from those that die.
     until(is_empty, "for the end of the whole tree", pause=0.01)
     return last
+
+
+def ends(members):
+    """Yield the pid of each process as it ends."""
+    poller, pids = select.poll(), {}
+    with contextlib.ExitStack() as descriptors:
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(member.pid)
+                descriptors.callback(os.close, descriptor)
+                poller.register(descriptor, select.POLLIN)
+                pids[descriptor] = member.pid
+        while pids:
+            ended = [descriptor for descriptor, _ in poller.poll(PATIENCE * 1000)]
+            assert ended, [comm(pid) for pid in pids.values()]
+            for descriptor in ended:
+                poller.unregister(descriptor)
+                yield pids.pop(descriptor)
 
 
 def kill_agents(msrun, runtime, program, moments):
@@ -87,7 +113,7 @@ def kill_agents(msrun, runtime, program, moments):
         members = job.members()
         has_reaper = any(map(is_reaper, members))
         job.process.kill()
-        took.append(last_seen_alive(runtime)._replace(killed_at=moment))
+        took.append(last_seen_alive(runtime, members)._replace(killed_at=moment))
         assert job.wait() == 128 + signal.SIGKILL
         if has_reaper:
             assert not job.leftovers(), f"killed after {moment:.3f} s"
