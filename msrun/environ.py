@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.job import PORT_MAX
-from msrun.units import shown
+from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"

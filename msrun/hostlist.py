@@ -20,12 +20,11 @@ import msgspec
 from msgspec.structs import replace
 
 from msrun.errors import UsageError
-from msrun.units import quoted
+from msrun.units import PORT_MAX, quoted
 
 HOSTS_MAX = 65_536
 SLOTS_MAX = 1024
 TEXT_MAX = 16 * 2**20
-_PORT_MAX = 65_535
 
 # None begins with "-", so that no program takes a name for an option of its own.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
@@ -211,7 +210,7 @@ def _slots(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    return _number("port", text, 1, _PORT_MAX)
+    return _number("port", text, 1, PORT_MAX)
 
 
 def _user(text: str) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from msrun import environ, hostlist
+from msrun import environ
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 from msrun.units import shown
@@ -225,6 +225,8 @@ def _of_table(env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _of_slurm(env: Mapping[str, str]) -> tuple[str, str]:
+    from msrun import hostlist  # Where Slurm is not, this would be a slow import for nothing.
+
     nodes = env.get("SLURM_STEP_NODELIST", "")
     try:
         host = hostlist.expand(nodes)[0] if nodes else ""

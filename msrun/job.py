@@ -9,9 +9,9 @@ import re
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.units import PORT_MAX
 
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-PORT_MAX = 65535
 LOOPBACK = "127.0.0.1"
 
 

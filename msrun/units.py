@@ -1,4 +1,4 @@
-"""Durations and sizes: text to number and back.
+"""Durations, sizes and ports: text to number and back, and their limits.
 
 A duration is a `float` of seconds in code and `90s` or `1h30m` in text; a size is an
 `int` of bytes in code and `4GiB` in text.
@@ -10,6 +10,8 @@ import math
 import re
 
 from msrun.errors import UsageError
+
+PORT_MAX = 65_535
 
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(ms|[dhms])")

@@ -31,8 +31,8 @@ from msrun.cli.prepare import Prepared, prepare, read_request
 from msrun.cli.world import RealWorld, World
 from msrun.errors import UsageError
 from msrun.identity import Hand
-from msrun.job import PORT_MAX, JobSpec
-from msrun.units import shown
+from msrun.job import JobSpec
+from msrun.units import PORT_MAX, shown
 
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
 _SERVERS = ("MS_PSERVER", "MS_SERVER")

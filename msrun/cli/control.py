@@ -13,7 +13,7 @@ from msrun.cli import parsers
 from msrun.cli.meeting import DEFAULT_PORT
 from msrun.cli.output import say
 from msrun.errors import UsageError
-from msrun.job import PORT_MAX
+from msrun.units import PORT_MAX
 
 if TYPE_CHECKING:
     from msrun.cli.world import World

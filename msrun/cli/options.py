@@ -13,8 +13,7 @@ from msrun.cli.binding import is_bind_value, is_numa_value, parse_bind_core, par
 from msrun.cli.log_name import parse_log_name
 from msrun.cli.option import Arity, FileForm, Group, Option
 from msrun.cli.parallel import parse_parallel
-from msrun.job import PORT_MAX
-from msrun.units import parse_duration
+from msrun.units import PORT_MAX, parse_duration
 
 NNODES = Option(
     name="nnodes",

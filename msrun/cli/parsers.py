@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from msrun.errors import UsageError
-from msrun.job import JOB_ID_PATTERN, PORT_MAX, StartMethod
-from msrun.units import parse_duration, quoted
+from msrun.job import JOB_ID_PATTERN, StartMethod
+from msrun.units import PORT_MAX, parse_duration, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
 _TRUE = ("true", "1", "yes", "on")
