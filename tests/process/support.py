@@ -221,7 +221,6 @@ class Job:
 def environment(runtime: Path) -> dict[str, str]:
     """Return this process's environment without anything that would configure a launcher."""
     kept = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_OURS)}
-    kept.pop("GLOO_SOCKET_IFNAME", None)  # ranks.py sets it for what pytest forks itself
     return kept | {"XDG_RUNTIME_DIR": str(runtime)}
 
 

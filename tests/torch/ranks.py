@@ -19,8 +19,6 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +136,7 @@ def _rank(place, store, pipe):
     gc.freeze()  # a look at all objects of the parent would copy them
     torch.set_num_threads(1)
     os.environ.update(
+        GLOO_SOCKET_IFNAME="lo",  # here alone: programs of other tests run on hosts of a lab
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),

@@ -134,7 +134,8 @@ def _values(model, optimizer):
 
 
 def _rank(rank, world_size, store_file, function, args):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in own.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store_file, world_size), rank=rank, world_size=world_size

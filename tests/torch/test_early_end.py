@@ -49,7 +49,7 @@ def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, lea
 def without_peer(rank, folder, answers):
     """Train to where a checkpoint is due; then rank 1 is gone, as after a kill."""
     torch.set_num_threads(1)  # the pool of a parent that has computed is not forked with it
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     store_file = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store_file, rank=rank, world_size=2)
     runtime = msrun.init({"checkpoint": {"dir": f"{folder}/ckpt", "every": 1}})

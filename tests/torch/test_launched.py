@@ -185,6 +185,14 @@ def adopt():
     return is_same, first.rank, dist.is_initialized(), msrun.init() is first
 
 
+def interface():
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def test_ranks_of_tests_are_on_loopback_and_what_else_tests_start_is_not():
+    assert (run_ranks(interface, 1), interface()) == (["lo"], None)
+
+
 def test_a_group_that_is_there_is_adopted_and_left_alone():
     assert run_ranks(adopt, 2) == [(True, rank, True, False) for rank in (0, 1)]
 
