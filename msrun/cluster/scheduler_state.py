@@ -121,8 +121,6 @@ class SchedulerState(JobState):
     def _register(self, event: Received, body: Register, now: float) -> list[Action]:
         node_id = event.node_id
         known = self._roster.nodes.get(node_id)
-        if known and event.incarnation < known.incarnation:
-            return []
         is_member = node_id in self._current.undrained
         is_known = self._current.lives(node_id, event.incarnation)
         if not is_known and (problem := self._roster.misfit(node_id, body)):

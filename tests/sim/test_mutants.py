@@ -9,6 +9,7 @@ SEEDS_MAX = 10_000
 # The smallest seed that shows it, from where the search goes on when the faults change.
 FIRST = {
     "agentstop": 1,
+    "anylife": 44,
     "lateassign": 70,
     "lateregister": 278,
     "nodrain": 0,

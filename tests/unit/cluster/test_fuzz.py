@@ -138,7 +138,7 @@ from_scheduler = st.one_of(
     st.builds(Finish, verdict=verdicts),
     st.builds(Refused, reason=TEXT, code=SMALL),
     st.builds(Waiting, reason=TEXT, spare=st.booleans()),
-    st.just(Unknown()),
+    st.builds(Unknown, known=st.none() | SMALL),
 )
 envelopes = st.builds(
     Envelope,
