@@ -12,6 +12,7 @@ from observer import Observer
 from spoken import show_message, worker_end
 
 from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
+from msrun.cluster.admission import Admission
 from msrun.cluster.agent_state import AgentState
 from msrun.cluster.messages import Formation, Register
 from msrun.cluster.peers import Peers
@@ -127,8 +128,7 @@ class World(Observer):
         self.wal = b""
         self.lives = 0
         self.dies_at_write = ""
-        self.held = {}
-        self.reachable = set()
+        self.admission = Admission()
 
     def do(self, at, verb, *words):
         """Let something happen at time `at`."""
@@ -168,12 +168,12 @@ class World(Observer):
         )
         for member in self.scheduler.recover(records, now=now, is_whole=is_whole):
             self.peers.expect(member.node_id, member.incarnation, now=now)
-            self.reachable.add((member.node_id, member.incarnation))
+            self.admission.expect(member.node_id, member.incarnation)
 
     def end(self):
         """Let the scheduler die."""
         self.peers = self.scheduler = None
-        self.held, self.reachable = {}, set()
+        self.admission = Admission()
         self.dies_at_write = ""
 
     def lose_log(self):
@@ -207,31 +207,28 @@ class World(Observer):
 
     def probed(self, name, incarnation):
         """Tell the scheduler that others can reach a node."""
-        for event in self.held.pop((name, incarnation), []):
-            self.reachable.add((name, incarnation))
+        for event in self.admission.probed((name, incarnation), is_reachable=True):
             self._schedule(event)
 
     def _admit(self, event):
         """Hold back a node until it is known that others can reach it."""
-        life = event.node_id, event.incarnation
         if self.peers is None:  # it died of the event before
             return
         if isinstance(event, scheduler_events.Lost):
             self._schedule(event)
-        elif life in self.held:
-            self.held[life].append(event)
-        elif isinstance(event.body, Register) and life not in self.reachable:
-            self.held[life] = [event]
-            self.driver.probing(*life)
-        else:
-            self._schedule(event)
+            return
+        heard, must_probe = self.admission.receive(event)
+        if must_probe:
+            self.driver.probing(event.node_id, event.incarnation)
+        for each in heard:
+            self._schedule(each)
 
     def _schedule(self, event):
         if self.peers is None:
             return
         if isinstance(event, scheduler_events.Lost):
             self.observe_loss(event)
-            self.held.pop((event.node_id, event.incarnation), None)
+            self.admission.lose(event)
         now = self.now + self.clock_offset
         for action in self.scheduler.handle(event, now=now):
             match action:
