@@ -144,6 +144,10 @@ class Peers:
         self._lost[node_id] = (peer.incarnation, peer.session)
         return [Lost(node_id, peer.incarnation, reason, peer.heard_at)]
 
+    def woke(self, *, now: float) -> None:
+        """Count all leases anew, since what nodes said meanwhile was not heard."""
+        self._awake_since = now
+
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
         return self._check_at
@@ -152,9 +156,6 @@ class Peers:
         """Return the nodes that are lost by now, and the frames that are due."""
         if self._check_at is None or now < self._check_at:
             return [], []
-        if now - self._check_at > self.lease.heartbeat:
-            # This process was frozen: what nodes said meanwhile waits in its socket.
-            self._awake_since = now
         reason = f"no sign of life for {self.lease.lost:g}s"
         losses = [
             loss

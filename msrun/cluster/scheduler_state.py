@@ -45,6 +45,7 @@ from msrun.cluster.scheduler_events import (
     Send,
     Tick,
     Unreachable,
+    Woke,
     Write,
 )
 from msrun.cluster.verdict import RankExit, Verdict
@@ -96,6 +97,9 @@ class SchedulerState(JobState):
             return self._repeat_verdict(event)
         if isinstance(event, Tick):
             return self._check_deadlines(now)
+        if isinstance(event, Woke):
+            self._forming.woke(now=now)
+            return []
         return self._of_node(event, now)
 
     def _of_node(self, event: Received | Lost | Unreachable, now: float) -> list[Action]:

@@ -23,6 +23,7 @@ from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
 from msrun.cluster.messages import Envelope, Formation, Refused, Register, Start
 from msrun.cluster.peers import Peers
+from msrun.cluster.pulse import Pulse
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
     Event,
@@ -31,6 +32,7 @@ from msrun.cluster.scheduler_events import (
     Send,
     Tick,
     Unreachable,
+    Woke,
     Write,
 )
 from msrun.cluster.table import table_of
@@ -134,6 +136,7 @@ class Scheduler:
         if not is_whole:
             log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
         now = self._loop.now()
+        self._pulse = Pulse(lease=times, look_at=now)
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
             self._admission.expect(member.node_id, member.incarnation)
@@ -154,7 +157,8 @@ class Scheduler:
 
     def _deadline(self) -> float | None:
         machines = (self._state, self._peers, self._prober, self._control, self._dropped)
-        dues = [machine.deadline() for machine in machines] + [self._leave_by]
+        dues = [machine.deadline() for machine in machines]
+        dues += [self._leave_by, self._pulse.deadline()]
         return min((due for due in dues if due is not None), default=None)
 
     def _tick(self) -> None:
@@ -162,6 +166,11 @@ class Scheduler:
         if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
             self._loop.stop()
             return
+        if self._pulse.tick(now=now):
+            log.warning("frozen until now: whoever spoke meanwhile is heard first")
+            self._peers.woke(now=now)
+            self._control.woke(now=now)
+            self._handle(Woke())
         self._prober.tick()
         self._dropped.tick(now=now)
         losses, frames = self._peers.tick(now=now)

@@ -199,6 +199,11 @@ class SchedulerScript(Script):
         self.now += float(seconds)
         return scheduler_events.Tick()
 
+    def woke(self, seconds):
+        """Let the scheduler be frozen for that long."""
+        self.now += float(seconds)
+        return scheduler_events.Woke()
+
     def _received(self, node, body, generation=None, incarnation=None):
         return scheduler_events.Received(
             node_id=node,

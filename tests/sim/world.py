@@ -16,6 +16,7 @@ from msrun.cluster.admission import Admission
 from msrun.cluster.agent_state import AgentState
 from msrun.cluster.messages import Formation, Register
 from msrun.cluster.peers import Peers
+from msrun.cluster.pulse import Pulse
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_state import SchedulerState
 from msrun.cluster.uplink import Uplink
@@ -124,6 +125,7 @@ class World(Observer):
         self.outputs = None
         self.peers = None
         self.scheduler = None
+        self.pulse = None
         self.clock_offset = 0.0
         self.wal = b""
         self.lives = 0
@@ -140,9 +142,8 @@ class World(Observer):
     def scheduler_deadline(self):
         if self.peers is None:
             return None
-        due, at = self.scheduler.deadline(), self.peers.deadline()
-        due = at if due is None else due if at is None else min(due, at)
-        return None if due is None else due - self.clock_offset
+        dues = [self.scheduler.deadline(), self.peers.deadline(), self.pulse.deadline()]
+        return min(due for due in dues if due is not None) - self.clock_offset
 
     def begin(self, offset):
         """Start a scheduler, which goes on with what the log says."""
@@ -157,7 +158,9 @@ class World(Observer):
         self.wal += wal.encode(wal.Began(term))
         settings = self.settings
         limits = RestartLimits(max_restarts=settings.restarts, exclude_after=settings.exclude)
-        self.peers = self.build.peers(job_id=JOB, lease=lease.Lease(settings.lease), term=term)
+        times = lease.Lease(settings.lease)
+        self.pulse = Pulse(lease=times, look_at=now)
+        self.peers = self.build.peers(job_id=JOB, lease=times, term=term)
         self.scheduler = self.build.scheduler_state(
             job_id=JOB,
             formation=settings.formation,
@@ -190,6 +193,9 @@ class World(Observer):
         if self.peers is None:
             return
         now = self.now + self.clock_offset
+        if self.pulse.tick(now=now):
+            self.peers.woke(now=now)
+            self._schedule(scheduler_events.Woke())
         losses, frames = self.peers.tick(now=now)
         self._send_down(frames)
         for loss in losses:
