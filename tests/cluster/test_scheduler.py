@@ -161,3 +161,22 @@ def test_a_scheduler_that_was_frozen_for_a_moment_is_not_noticed(lab, living, au
 
     assert codes(nodes) == [0, 0, 0]
     assert {life.generation for life in audit.lives()} == {0}
+
+
+def test_who_comes_while_the_scheduler_is_frozen_does_not_come_too_late(lab, living, audit):
+    words = ["--nnodes", 2, "--join-timeout", "8s"]
+    a, b = living(lab.hosts[:2], *words)
+    audit.until_running(0, "a", "b")
+    b.kill_host()
+    a.until_said("node b was lost")
+    scheduler = a.find("msrun scheduler")
+    scheduler.suspend()
+    wait(5.0)
+    (c,) = living(lab.hosts[2:], *words)
+    wait(4.5)
+    scheduler.resume()
+    audit.until_running(1, "a", "c")
+    audit.finish()
+
+    assert codes([a, c]) == [0, 0]
+    assert "frozen until now" in (a.logs / "scheduler.log").read_text()
