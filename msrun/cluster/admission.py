@@ -23,6 +23,11 @@ class Admission:
     _reachable: set[Life] = field(default_factory=set)
     _held: dict[Life, list[Received]] = field(default_factory=dict)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `probed` is waited for."""
+        return bool(self._held)
+
     def expect(self, node_id: str, incarnation: int) -> None:
         """Hear a life of a node that an earlier scheduler has reached."""
         self._reachable.add((node_id, incarnation))

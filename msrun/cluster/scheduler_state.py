@@ -70,6 +70,8 @@ class SchedulerState(JobState):
         """
         self.verdict = wal.verdict_of(records)
         self.untold = set(wal.untold(records))
+        lives = sum(isinstance(record, wal.Began) for record in records)
+        self._may_miss_spares = not is_whole or lives > (self.verdict is not None)
         if self.verdict:
             self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
         for node_id, why in wal.excluded(records).items():
@@ -141,11 +143,6 @@ class SchedulerState(JobState):
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
         return self._newcomer(node_id, body.running, now)
-
-    @property
-    def _all_known_at(self) -> float:
-        """Time by which whoever ran for another scheduler has registered here or is dead."""
-        return self.started_at + self.formation.lease
 
     def _has_seen(self, generation: int, now: float) -> None:
         """Number what follows after a generation of which the log may know nothing."""

@@ -194,7 +194,8 @@ class Scheduler:
 
     @property
     def _has_told_all(self) -> bool:
-        return not self._state.untold and self._peers.all_delivered
+        is_heard = self._peers.all_delivered and not self._admission.is_busy
+        return is_heard and self._state.may_leave(now=self._loop.now())
 
     # What agents say.
 

@@ -63,6 +63,20 @@ def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit
     assert codes(nodes) == [3, 3, 3]
 
 
+def test_a_spare_that_has_yet_to_find_the_next_scheduler_learns_its_verdict(lab, living, audit):
+    nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
+    audit.until_running(0, "a", "b")
+    nodes += living(lab.hosts[2:], "--nnodes", 2, "--max-restarts", 0)
+    nodes[2].until_said("stands by as a spare")
+    lab.host("c").freeze(nodes[2].pid)
+    nodes[0].find("msrun scheduler").kill()
+    audit.fail(0, 1)
+    assert nodes[1].wait() == 3
+    lab.host("c").thaw(nodes[2].pid)
+
+    assert codes(nodes) == [3, 3, 3]
+
+
 def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")

@@ -27,7 +27,9 @@ def test_a_new_node_is_heard_once_it_was_reached(admission):
     assert admission.receive(NEW) == ([], True)
     assert admission.receive(said(Warmed())) == ([], False)
 
+    assert admission.is_busy
     assert admission.probed(("a", 7), is_reachable=True) == [NEW, said(Warmed())]
+    assert not admission.is_busy
     assert admission.receive(NEW) == ([NEW], False)
 
 
