@@ -34,5 +34,5 @@ class Pulse:
         """Return whether nothing was done for long until now."""
         late = now - self.look_at
         if late >= 0:
-            self.look_at = now + _LOOK_SECONDS
+            self.look_at = now + min(self.lease.heartbeat, _LOOK_SECONDS)
         return late > min(self.lease.heartbeat, _LATE_SECONDS)

@@ -285,6 +285,11 @@ class Scheduler(RuleBasedStateMachine):
         self.now += seconds
         self.tick()
 
+    @rule(seconds=st.floats(0, 100))
+    def freeze(self, seconds):
+        self.now += seconds
+        self.handle(scheduler_events.Woke())
+
     @precondition(lambda self: self.state.deadline() is not None)
     @rule()
     def wait_until_due(self):

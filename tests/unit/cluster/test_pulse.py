@@ -6,12 +6,15 @@ from msrun.cluster.lease import Lease, lease
 from msrun.cluster.pulse import Pulse
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(0, 2.0), (5.0, 1.0), (10.0, 2.0), (60.0, 2.0)])
-def test_a_freeze_is_seen_when_it_matters_to_a_lease(seconds, limit):
-    for late, was_frozen in ((limit, False), (limit + 0.01, True)):
+@pytest.mark.parametrize(
+    ("seconds", "limit", "pause"),
+    [(0, 2.0, 0.5), (1.0, 0.2, 0.2), (5.0, 1.0, 0.5), (10.0, 2.0, 0.5), (60.0, 2.0, 0.5)],
+)
+def test_a_freeze_is_seen_when_it_matters_to_a_lease(seconds, limit, pause):
+    for late, was_frozen in ((limit * 0.99, False), (limit * 1.01, True)):
         pulse = Pulse(lease=lease(seconds), look_at=100.0)
         assert pulse.tick(now=100.0 + late) is was_frozen
-        assert pulse.deadline() == 100.5 + late
+        assert pulse.deadline() == 100.0 + late + pause
 
 
 def test_it_looks_when_it_is_time_and_not_at_each_other_deadline():
