@@ -372,6 +372,13 @@ class Control:
             dues.append(self._stacks.due)
         return min(dues, default=None)
 
+    def woke(self, *, now: float) -> None:
+        """Wait anew for the answers that may have come while nobody listened."""
+        for asked in self._logs.values():
+            asked.due = now + ANSWER_SECONDS
+        if self._stacks:
+            self._stacks.due = now + ANSWER_SECONDS
+
     def tick(self, *, now: float) -> list[Action]:
         """Return the answers that were waited for in vain."""
         actions: list[Action] = []

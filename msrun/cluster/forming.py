@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Whoever waits is told for whom after this, and again whenever somebody came.
 WAITING_SECONDS = 3.0
+# After a freeze of the scheduler, for those who came meanwhile.
+HEARING_SECONDS = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +40,14 @@ class Forming:
     def someone_came(self, *, now: float) -> None:
         """Note that there is something new to tell those who wait."""
         self._report_at = self._report_at or now + WAITING_SECONDS
+
+    def woke(self, *, now: float) -> None:
+        """Hear those who came while nobody listened before anything is over."""
+        until = now + min(self.join_timeout, HEARING_SECONDS)
+        self.give_up_at = max(self.give_up_at, until)
+        if self._enough_since is not None:
+            wanted = now + min(self.last_call, HEARING_SECONDS) - self.last_call
+            self._enough_since = max(self._enough_since, wanted)
 
     def is_due(self, *, is_enough: bool, is_full: bool, now: float) -> bool:
         """Return whether the generation starts now, with the nodes that are there."""

@@ -48,6 +48,7 @@ class JobState:
     _forming: Forming = field(init=False)
     _grow_at: float | None = None
     _seen: int = -1
+    _may_miss_spares: bool = False
     untold: set[str] = field(default_factory=set)
     """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
 
@@ -59,6 +60,19 @@ class JobState:
             last_call=self.last_call,
             give_up_at=self.started_at + self.join_timeout,
         )
+
+    @property
+    def _all_known_at(self) -> float:
+        """Time by which whoever ran for another scheduler has registered here or is dead."""
+        return self.started_at + self.formation.lease
+
+    def may_leave(self, *, now: float) -> bool:
+        """Whether no node that may live has yet to hear how the job ended.
+
+        The log has only the members of the generation; who else had registered with an earlier
+        scheduler shows when it registers again.
+        """
+        return not self.untold and not (self._may_miss_spares and now < self._all_known_at)
 
     def _send(self, node_id: str, body: FromScheduler) -> Send:
         return Send(node_id, self.generation, body)

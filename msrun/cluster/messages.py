@@ -14,7 +14,7 @@ import msgspec
 from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 TERM_MAX = (1 << 31) - 1
 
@@ -72,6 +72,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
         warm: As `Warmed` says.
+        follows: The life of this node that an `Unknown` named; None when none has.
     """
 
     host: str
@@ -88,6 +89,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     exits: list[RankExit] = []
     stuck: list[str] = []
     warm: bool = False
+    follows: int | None = None
 
 
 class Warmed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -217,7 +219,13 @@ class Waiting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Unknown(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The scheduler does not know the sender, which has to register (again)."""
+    """The scheduler does not know the sender, which has to register (again).
+
+    Args:
+        known: The last life of the sender's node that it knows; None when it knows none.
+    """
+
+    known: int | None = None
 
 
 class Running(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -361,7 +369,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Args:
         job_id: The job.
         node_id: The agent's node, whichever way the message goes.
-        incarnation: Which life of that node: a new agent on it has a larger one.
+        incarnation: Which life of that node: each agent on it draws another one, of no order.
         session: Which registration of that life, from 1; numbers start anew with each.
         seq: Number of the body, from 1; 0 for what may be lost.
         ack: Largest number up to which the sender has got everything.

@@ -110,20 +110,20 @@ class Peers:
         if envelope.term > self.term:  # an earlier one had a log, which was lost
             self.term = min(envelope.term + 1, TERM_MAX)
         node_id = envelope.node_id
-        peer = self._peers.get(node_id)
         life = (envelope.incarnation, envelope.session)
-        is_late = peer is not None and life < (peer.incarnation, peer.session)
+        incarnation, session = self._last(node_id)
+        is_another = incarnation != envelope.incarnation
+        is_late = not is_another and envelope.session < session
         if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
         events: list[Lost | Received] = []
-        if peer is None or life > (peer.incarnation, peer.session):
-            if not self._is_first(envelope) or not self._is_alive(envelope, peer):
+        peer = self._peers.get(node_id)
+        if peer is None or life != (incarnation, session):
+            if not self._is_first(envelope) or (is_another and not self._follows(envelope)):
                 return [], [self._unknown(envelope)] if envelope.stamp else []
-            if peer and peer.incarnation < envelope.incarnation:
-                events += self.lose(node_id, peer.incarnation, "it was started anew")
-            earlier, _ = self._lost.get(node_id, life)
-            if earlier != envelope.incarnation:
-                self._over.add((node_id, earlier))
+            if is_another and incarnation is not None:
+                events += self.lose(node_id, incarnation, "it was started anew")
+                self._over.add((node_id, incarnation))
             peer = self._peers[node_id] = _Peer(*life, heard_at=now)
         peer.heard_at = now
         peer.stamp = max(peer.stamp, envelope.stamp)
@@ -144,6 +144,10 @@ class Peers:
         self._lost[node_id] = (peer.incarnation, peer.session)
         return [Lost(node_id, peer.incarnation, reason, peer.heard_at)]
 
+    def woke(self, *, now: float) -> None:
+        """Count all leases anew, since what nodes said meanwhile was not heard."""
+        self._awake_since = now
+
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
         return self._check_at
@@ -152,9 +156,6 @@ class Peers:
         """Return the nodes that are lost by now, and the frames that are due."""
         if self._check_at is None or now < self._check_at:
             return [], []
-        if now - self._check_at > self.lease.heartbeat:
-            # This process was frozen: what nodes said meanwhile waits in its socket.
-            self._awake_since = now
         reason = f"no sign of life for {self.lease.lost:g}s"
         losses = [
             loss
@@ -171,27 +172,31 @@ class Peers:
         self._check_at = None if not has_lease and self.all_delivered else now + _CHECK_SECONDS
         return losses, frames
 
+    def _last(self, node_id: str) -> tuple[int | None, int]:
+        """Return the last life of a node that is known, lost or not, and its last session."""
+        peer = self._peers.get(node_id)
+        return (peer.incarnation, peer.session) if peer else self._lost.get(node_id, (None, 0))
+
     def _is_first(self, envelope: Envelope) -> bool:
         """Return whether a frame begins a session with this life of the scheduler.
 
         What was said to an earlier one may have come late and hold no more; before the
-        first there was none.  A machine that was booted anew may come with a smaller
-        incarnation than the lost one had.
+        first there was none.
         """
-        incarnation, session = self._lost.get(envelope.node_id, (-1, -1))
-        is_late = incarnation == envelope.incarnation and envelope.session <= session
+        is_lost = self._lost.get(envelope.node_id) == (envelope.incarnation, envelope.session)
         is_for_us = self.term in (envelope.term, 1)
         is_register = envelope.seq == 1 and isinstance(envelope.body, Register)
-        return is_register and is_for_us and not is_late
+        return is_register and is_for_us and not is_lost
 
-    def _is_alive(self, envelope: Envelope, peer: _Peer | None) -> bool:
-        """Return whether a life that would take the place of `peer` has answered this scheduler.
+    def _follows(self, envelope: Envelope) -> bool:
+        """Return whether a life is a later one of its node than the last that is known.
 
-        What it has not may have been under way while its machine was booted anew, perhaps
-        with a smaller incarnation: `peer` is then the later life.
+        It is if it has heard of that one, for it lived then.  What has not may have been
+        under way since before: no clock tells, as a machine that is booted anew begins its own.
         """
-        is_another = peer is not None and peer.incarnation != envelope.incarnation
-        return not is_another or envelope.term == self.term
+        incarnation, _ = self._last(envelope.node_id)
+        body = envelope.body
+        return incarnation is None or (isinstance(body, Register) and body.follows == incarnation)
 
     def _check_by(self, now: float) -> None:
         if self._check_at is None:
@@ -225,5 +230,5 @@ class Peers:
             incarnation=envelope.incarnation,
             session=envelope.session,
             term=self.term,
-            body=Unknown(),
+            body=Unknown(known=self._last(envelope.node_id)[0]),
         )

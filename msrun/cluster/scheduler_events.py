@@ -57,7 +57,11 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed and nothing else happened."""
 
 
-Event = Received | Lost | Unreachable | Tick
+class Woke(msgspec.Struct, frozen=True):
+    """The scheduler was frozen up to now: what it was sent meanwhile has yet to be heard."""
+
+
+Event = Received | Lost | Unreachable | Tick | Woke
 
 
 class Write(msgspec.Struct, frozen=True):

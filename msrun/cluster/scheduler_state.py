@@ -45,6 +45,7 @@ from msrun.cluster.scheduler_events import (
     Send,
     Tick,
     Unreachable,
+    Woke,
     Write,
 )
 from msrun.cluster.verdict import RankExit, Verdict
@@ -69,6 +70,8 @@ class SchedulerState(JobState):
         """
         self.verdict = wal.verdict_of(records)
         self.untold = set(wal.untold(records))
+        lives = sum(isinstance(record, wal.Began) for record in records)
+        self._may_miss_spares = not is_whole or lives > (self.verdict is not None)
         if self.verdict:
             self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
         for node_id, why in wal.excluded(records).items():
@@ -96,6 +99,9 @@ class SchedulerState(JobState):
             return self._repeat_verdict(event)
         if isinstance(event, Tick):
             return self._check_deadlines(now)
+        if isinstance(event, Woke):
+            self._forming.woke(now=now)
+            return []
         return self._of_node(event, now)
 
     def _of_node(self, event: Received | Lost | Unreachable, now: float) -> list[Action]:
@@ -121,8 +127,6 @@ class SchedulerState(JobState):
     def _register(self, event: Received, body: Register, now: float) -> list[Action]:
         node_id = event.node_id
         known = self._roster.nodes.get(node_id)
-        if known and event.incarnation < known.incarnation:
-            return []
         is_member = node_id in self._current.undrained
         is_known = self._current.lives(node_id, event.incarnation)
         if not is_known and (problem := self._roster.misfit(node_id, body)):
@@ -139,11 +143,6 @@ class SchedulerState(JobState):
         if is_member and self.phase is not Phase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
         return self._newcomer(node_id, body.running, now)
-
-    @property
-    def _all_known_at(self) -> float:
-        """Time by which whoever ran for another scheduler has registered here or is dead."""
-        return self.started_at + self.formation.lease
 
     def _has_seen(self, generation: int, now: float) -> None:
         """Number what follows after a generation of which the log may know nothing."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
 from msrun.cluster.lease import Lease
 from msrun.cluster.link import Link
@@ -64,6 +66,7 @@ class Uplink:
     _session: int = 0
     _link: Link = field(default_factory=Link)
     _term: int = 0
+    _follows: int | None = None
     _echo: float | None = None
     _beat_at: float | None = None
     _is_cut: bool = False
@@ -72,7 +75,8 @@ class Uplink:
         """Begin a new session, of which `register` is the first body."""
         self._session += 1
         self._link = Link()
-        return self.send(generation, register, now=now)
+        body = msgspec.structs.replace(register, follows=self._follows)
+        return self.send(generation, body, now=now)
 
     def send(self, generation: int, body: FromAgent, *, now: float) -> list[Envelope]:
         """Return the frame that carries `body`, which also asks for a sign of life."""
@@ -121,6 +125,8 @@ class Uplink:
             return [], []
         is_another = 0 < self._term < envelope.term
         self._term = envelope.term
+        if isinstance(body, Unknown):
+            self._follows = body.known
         if is_another or isinstance(body, Unknown):
             return [Forgotten()], []
         events: list[UplinkEvent] = self._echoed(envelope.stamp, now)

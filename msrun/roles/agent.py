@@ -8,6 +8,7 @@ ends with it, whatever it dies of.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -122,7 +123,7 @@ class Agent:
         self._uplink = Uplink(
             job_id=self._job.job_id,
             node_id=self._node.node_id,
-            incarnation=int(self._began_at * 1000),
+            incarnation=secrets.randbits(63),
             lease=self._node.lease,
         )
         self._state = AgentState(

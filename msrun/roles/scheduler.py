@@ -15,6 +15,7 @@ import msgspec
 
 from msrun import environ
 from msrun.cluster import codec, control_messages, report, wal
+from msrun.cluster.admission import Admission, Life
 from msrun.cluster.control import Action as ControlAction
 from msrun.cluster.control import Control, Reply
 from msrun.cluster.control_messages import Answer, AnyReply, Denied
@@ -22,6 +23,7 @@ from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
 from msrun.cluster.messages import Envelope, Formation, Refused, Register, Start
 from msrun.cluster.peers import Peers
+from msrun.cluster.pulse import Pulse
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import (
     Event,
@@ -30,6 +32,7 @@ from msrun.cluster.scheduler_events import (
     Send,
     Tick,
     Unreachable,
+    Woke,
     Write,
 )
 from msrun.cluster.table import table_of
@@ -129,14 +132,14 @@ class Scheduler:
             started_at=self._loop.now(),
         )
         self._control = Control(state=self._state, peers=self._peers)
-        self._held: dict[tuple[str, int], list[Received]] = {}
-        self._reachable: set[tuple[str, int]] = set()
+        self._admission = Admission(is_open=config.formation.nnodes_max == 1)
         if not is_whole:
             log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
         now = self._loop.now()
+        self._pulse = Pulse(lease=times, look_at=now)
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
-            self._reachable.add((member.node_id, member.incarnation))
+            self._admission.expect(member.node_id, member.incarnation)
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
         self._perform([])  # one that comes after the verdict leaves when all know it
@@ -154,7 +157,8 @@ class Scheduler:
 
     def _deadline(self) -> float | None:
         machines = (self._state, self._peers, self._prober, self._control, self._dropped)
-        dues = [machine.deadline() for machine in machines] + [self._leave_by]
+        dues = [machine.deadline() for machine in machines]
+        dues += [self._leave_by, self._pulse.deadline()]
         return min((due for due in dues if due is not None), default=None)
 
     def _tick(self) -> None:
@@ -162,6 +166,11 @@ class Scheduler:
         if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
             self._loop.stop()
             return
+        if self._pulse.tick(now=now):
+            log.warning("frozen until now: whoever spoke meanwhile is heard first")
+            self._peers.woke(now=now)
+            self._control.woke(now=now)
+            self._handle(Woke())
         self._prober.tick()
         self._dropped.tick(now=now)
         losses, frames = self._peers.tick(now=now)
@@ -185,7 +194,8 @@ class Scheduler:
 
     @property
     def _has_told_all(self) -> bool:
-        return not self._state.untold and self._peers.all_delivered
+        is_heard = self._peers.all_delivered and not self._admission.is_busy
+        return is_heard and self._state.may_leave(now=self._loop.now())
 
     # What agents say.
 
@@ -224,26 +234,19 @@ class Scheduler:
 
     def _admit(self, event: Received) -> None:
         """Pass `event` on once it is known that other nodes can reach its node."""
-        life = (event.node_id, event.incarnation)
         if isinstance(event.body, Register):
             address = (event.body.store_host, event.body.store_port)
             self._addresses[event.node_id] = (event.incarnation, *address)
-        if life in self._held:
-            self._held[life].append(event)
-        elif isinstance(event.body, Register) and self._must_probe(life):
-            self._held[life] = [event]
-            self._prober.probe(*address, partial(self._on_probed, life))
-        else:
-            self._handle(event)
+        heard, must_probe = self._admission.receive(event)
+        if must_probe:
+            incarnation, host, port = self._addresses[event.node_id]
+            self._prober.probe(host, port, partial(self._on_probed, (event.node_id, incarnation)))
+        for each in heard:
+            self._handle(each)
 
-    def _must_probe(self, life: tuple[str, int]) -> bool:
-        return self._config.formation.nnodes_max > 1 and life not in self._reachable
-
-    def _on_probed(self, life: tuple[str, int], code: int) -> None:
-        held = self._held.pop(life, [])
-        if not held:  # it was lost meanwhile
-            return
-        register = held[0].body
+    def _on_probed(self, life: Life, code: int) -> None:
+        held = self._admission.probed(life, is_reachable=not code)
+        register = held[0].body if held else None
         if code and isinstance(register, Register):
             address = f"{register.store_host}:{register.store_port}"
             problem = (
@@ -253,7 +256,6 @@ class Scheduler:
             log.warning("node=%s %s", life[0], problem)
             self._handle(Unreachable(*life, problem))
             return
-        self._reachable.add(life)
         for event in held:
             self._handle(event)
 
@@ -273,7 +275,7 @@ class Scheduler:
 
     def _lose(self, loss: Lost) -> None:
         log.warning("node=%s lost: %s", loss.node_id, loss.reason)
-        self._held.pop((loss.node_id, loss.incarnation), None)
+        self._admission.lose(loss)
         self._handle(loss)
 
     def _handle(self, event: Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,10 @@ class Prober:
         for again in due:
             again()
         for sock in [sock for sock, (_, due) in self._open.items() if due <= now]:
-            self._end(sock, errno.ETIMEDOUT)
+            if _is_writable(sock):  # since this process was frozen, which its kernel was not
+                self._connected(sock)
+            else:
+                self._end(sock, errno.ETIMEDOUT)
         if self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
             self._start()
@@ -126,6 +130,12 @@ class Prober:
         sock.close()
         probe.answer(code)
         self._start()
+
+
+def _is_writable(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    return bool(poller.poll(0))
 
 
 def describe(code: int) -> str:

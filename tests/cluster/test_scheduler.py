@@ -63,6 +63,20 @@ def test_a_spare_learns_a_verdict_that_outlives_its_scheduler(lab, living, audit
     assert codes(nodes) == [3, 3, 3]
 
 
+def test_a_spare_that_has_yet_to_find_the_next_scheduler_learns_its_verdict(lab, living, audit):
+    nodes = living(lab.hosts[:2], "--nnodes", 2, "--max-restarts", 0)
+    audit.until_running(0, "a", "b")
+    nodes += living(lab.hosts[2:], "--nnodes", 2, "--max-restarts", 0)
+    nodes[2].until_said("stands by as a spare")
+    lab.host("c").freeze(nodes[2].pid)
+    nodes[0].find("msrun scheduler").kill()
+    audit.fail(0, 1)
+    assert nodes[1].wait() == 3
+    lab.host("c").thaw(nodes[2].pid)
+
+    assert codes(nodes) == [3, 3, 3]
+
+
 def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
@@ -161,3 +175,22 @@ def test_a_scheduler_that_was_frozen_for_a_moment_is_not_noticed(lab, living, au
 
     assert codes(nodes) == [0, 0, 0]
     assert {life.generation for life in audit.lives()} == {0}
+
+
+def test_who_comes_while_the_scheduler_is_frozen_does_not_come_too_late(lab, living, audit):
+    words = ["--nnodes", 2, "--join-timeout", "8s"]
+    a, b = living(lab.hosts[:2], *words)
+    audit.until_running(0, "a", "b")
+    b.kill_host()
+    a.until_said("node b was lost")
+    scheduler = a.find("msrun scheduler")
+    scheduler.suspend()
+    wait(5.0)
+    (c,) = living(lab.hosts[2:], *words)
+    wait(4.5)
+    scheduler.resume()
+    audit.until_running(1, "a", "c")
+    audit.finish()
+
+    assert codes([a, c]) == [0, 0]
+    assert "frozen until now" in (a.logs / "scheduler.log").read_text()

@@ -216,6 +216,7 @@ def test_everybody_learns_a_verdict_that_outlives_its_scheduler(cluster, tmp_pat
     fail.touch()
     until(lambda: b"Decided" in log.read_bytes(), "for the verdict", pause=0)
     kill(child)
+    scheduler.until_said("it is started again")  # else the spare may know from the first one
     spare.process.send_signal(signal.SIGCONT)
 
     assert cluster.codes() == [3, 3, 3, 3]

@@ -194,8 +194,7 @@ class Chaos(Driver):
         self.timers.pop(name, None)
         self.frozen.pop(name, None)
         offset, drift = draw.choice([1.0, draw.uniform(1, 1e5)]), draw.uniform(-2e-4, 2e-4)
-        # As a launcher makes it: a machine that was booted anew may have a smaller one.
-        incarnation = int((offset + self.now) * 1000)
+        incarnation = draw.getrandbits(32)
         self.tell("boot", name, incarnation, self.slots[name], offset, drift)
         self._watch(name)
         self.soon(draw.choice([0.3, 5.0]), "imports", name, incarnation)

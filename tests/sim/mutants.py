@@ -42,6 +42,13 @@ class TakesLateRegister(Peers):
         return envelope.seq == 1 and isinstance(envelope.body, Register)
 
 
+class TakesAnyLife(Peers):
+    """Takes a life that has heard of this scheduler for later than the one that is known."""
+
+    def _follows(self, envelope):
+        return envelope.term == self.term
+
+
 class DoesNotDrain(SchedulerState):
     """Starts the next generation before the nodes say that the last one is gone."""
 
@@ -144,6 +151,7 @@ MUTANTS = {
     "hastens": (Build(scheduler_state=StartsTooSoon), {"log_losses": 1.0, "deaths": 0.1}),
     "agentstop": (Build(dead_man=False), {"freezes": 0.05}),
     "lateregister": (Build(peers=TakesLateRegister), {}),
+    "anylife": (Build(peers=TakesAnyLife), {"delay": 15.0, "crashes": 0.1}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),
 }
 

@@ -129,6 +129,9 @@ class ControlScript(SchedulerScript):
             actions = self.control.receive(event, now=self.now)
         elif isinstance(event, scheduler_events.Tick):
             actions = [*self.control.tick(now=self.now), *super()._perform(event)]
+        elif isinstance(event, scheduler_events.Woke):
+            self.control.woke(now=self.now)
+            actions = super()._perform(event)
         else:
             actions = super()._perform(event)
         self.control.note(actions)

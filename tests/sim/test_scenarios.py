@@ -87,6 +87,7 @@ class SchedulerScript(Script):
         self.incarnations = {}
         self.first_ranks = {}
         self.written = []
+        self.began = []
 
     def start(self, nnodes="1", join_timeout="60", last_call="5", worker_num=None, **limits):
         known = inspect.signature(RestartLimits).parameters
@@ -119,7 +120,9 @@ class SchedulerScript(Script):
         """Let another scheduler take over with what the first wrote down, or the start of it."""
         self.state = self._machine()
         self.written = self.written[: None if keep == "all" else int(keep)]
-        self.state.recover(self.written, now=self.now, is_whole=whole == "yes")
+        self.began.append(wal.Began(len(self.began) + 1))
+        records = [*self.began, *self.written]
+        self.state.recover(records, now=self.now, is_whole=whole == "yes")
 
     def register(  # noqa: PLR0917 - all that a node may say
         self,
@@ -199,6 +202,11 @@ class SchedulerScript(Script):
         self.now += float(seconds)
         return scheduler_events.Tick()
 
+    def woke(self, seconds):
+        """Let the scheduler be frozen for that long."""
+        self.now += float(seconds)
+        return scheduler_events.Woke()
+
     def _received(self, node, body, generation=None, incarnation=None):
         return scheduler_events.Received(
             node_id=node,
@@ -236,8 +244,9 @@ class SchedulerScript(Script):
                 assert verdict == self.verdict == self.state.verdict
 
     def _show_rest(self):
-        untold = ",".join(sorted(self.state.untold))
-        return f" untold={untold}" if untold and self.verdict else ""
+        if self.verdict is None or self.state.may_leave(now=self.now):
+            return ""
+        return f" untold={','.join(sorted(self.state.untold)) or '?'}"
 
     @property
     def verdict(self):

@@ -12,9 +12,11 @@ from observer import Observer
 from spoken import show_message, worker_end
 
 from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
+from msrun.cluster.admission import Admission
 from msrun.cluster.agent_state import AgentState
 from msrun.cluster.messages import Formation, Register
 from msrun.cluster.peers import Peers
+from msrun.cluster.pulse import Pulse
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_state import SchedulerState
 from msrun.cluster.uplink import Uplink
@@ -123,12 +125,12 @@ class World(Observer):
         self.outputs = None
         self.peers = None
         self.scheduler = None
+        self.pulse = None
         self.clock_offset = 0.0
         self.wal = b""
         self.lives = 0
         self.dies_at_write = ""
-        self.held = {}
-        self.reachable = set()
+        self.admission = Admission()
 
     def do(self, at, verb, *words):
         """Let something happen at time `at`."""
@@ -140,9 +142,8 @@ class World(Observer):
     def scheduler_deadline(self):
         if self.peers is None:
             return None
-        due, at = self.scheduler.deadline(), self.peers.deadline()
-        due = at if due is None else due if at is None else min(due, at)
-        return None if due is None else due - self.clock_offset
+        dues = [self.scheduler.deadline(), self.peers.deadline(), self.pulse.deadline()]
+        return min(due for due in dues if due is not None) - self.clock_offset
 
     def begin(self, offset):
         """Start a scheduler, which goes on with what the log says."""
@@ -157,7 +158,9 @@ class World(Observer):
         self.wal += wal.encode(wal.Began(term))
         settings = self.settings
         limits = RestartLimits(max_restarts=settings.restarts, exclude_after=settings.exclude)
-        self.peers = self.build.peers(job_id=JOB, lease=lease.Lease(settings.lease), term=term)
+        times = lease.Lease(settings.lease)
+        self.pulse = Pulse(lease=times, look_at=now)
+        self.peers = self.build.peers(job_id=JOB, lease=times, term=term)
         self.scheduler = self.build.scheduler_state(
             job_id=JOB,
             formation=settings.formation,
@@ -168,12 +171,12 @@ class World(Observer):
         )
         for member in self.scheduler.recover(records, now=now, is_whole=is_whole):
             self.peers.expect(member.node_id, member.incarnation, now=now)
-            self.reachable.add((member.node_id, member.incarnation))
+            self.admission.expect(member.node_id, member.incarnation)
 
     def end(self):
         """Let the scheduler die."""
         self.peers = self.scheduler = None
-        self.held, self.reachable = {}, set()
+        self.admission = Admission()
         self.dies_at_write = ""
 
     def lose_log(self):
@@ -190,6 +193,9 @@ class World(Observer):
         if self.peers is None:
             return
         now = self.now + self.clock_offset
+        if self.pulse.tick(now=now):
+            self.peers.woke(now=now)
+            self._schedule(scheduler_events.Woke())
         losses, frames = self.peers.tick(now=now)
         self._send_down(frames)
         for loss in losses:
@@ -207,31 +213,28 @@ class World(Observer):
 
     def probed(self, name, incarnation):
         """Tell the scheduler that others can reach a node."""
-        for event in self.held.pop((name, incarnation), []):
-            self.reachable.add((name, incarnation))
+        for event in self.admission.probed((name, incarnation), is_reachable=True):
             self._schedule(event)
 
     def _admit(self, event):
         """Hold back a node until it is known that others can reach it."""
-        life = event.node_id, event.incarnation
         if self.peers is None:  # it died of the event before
             return
         if isinstance(event, scheduler_events.Lost):
             self._schedule(event)
-        elif life in self.held:
-            self.held[life].append(event)
-        elif isinstance(event.body, Register) and life not in self.reachable:
-            self.held[life] = [event]
-            self.driver.probing(*life)
-        else:
-            self._schedule(event)
+            return
+        heard, must_probe = self.admission.receive(event)
+        if must_probe:
+            self.driver.probing(event.node_id, event.incarnation)
+        for each in heard:
+            self._schedule(each)
 
     def _schedule(self, event):
         if self.peers is None:
             return
         if isinstance(event, scheduler_events.Lost):
             self.observe_loss(event)
-            self.held.pop((event.node_id, event.incarnation), None)
+            self.admission.lose(event)
         now = self.now + self.clock_offset
         for action in self.scheduler.handle(event, now=now):
             match action:

@@ -50,6 +50,28 @@ def test_a_probe_of_a_port_at_which_nobody_listens_is_refused():
     assert answers == [errno.ECONNREFUSED]
 
 
+class Frozen(Loop):
+    """A loop of a process that was frozen."""
+
+    def now(self):
+        return super().now() + self.seconds
+
+    seconds = 0.0
+
+
+def test_an_answer_that_came_while_this_process_was_frozen_counts():
+    loop = Frozen()
+    prober = Prober(loop)
+    answers = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        prober.probe("127.0.0.1", server.getsockname()[1], answers.append)
+        loop.seconds = 100.0
+        prober.tick()
+    loop.close()
+
+    assert answers == [0]
+
+
 @pytest.mark.parametrize("host", ["", "localhost", "x" * 300, "256.0.0.1"])
 def test_a_name_is_not_looked_up(host):
     loop = Loop()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from msrun.cluster.forming import WAITING_SECONDS, Forming
+from msrun.cluster.forming import HEARING_SECONDS, WAITING_SECONDS, Forming
 
 
 @pytest.fixture
@@ -45,6 +45,34 @@ def test_nobody_is_waited_for_after_the_deadline(forming):
     forming.again(70.0, now=65.0)
     assert not forming.is_over(now=129.9)
     assert forming.is_over(now=130.0)
+
+
+def test_who_came_while_the_scheduler_was_frozen_is_heard_before_it_gives_up(forming):
+    forming.woke(now=40.0)
+    assert forming.give_up_at == 60.0
+    forming.woke(now=90.0)
+    assert not forming.is_over(now=90.0)
+    assert forming.is_over(now=90.0 + HEARING_SECONDS)
+
+
+def test_after_a_freeze_nobody_is_waited_for_longer_than_before():
+    forming = Forming(join_timeout=4.0, last_call=2.0, give_up_at=4.0)
+    forming.woke(now=90.0)
+    assert forming.give_up_at == 94.0
+    forming.is_due(is_enough=True, is_full=False, now=90.0)
+    forming.woke(now=100.0)
+
+    assert forming.deadline(is_full=False) == 102.0
+
+
+def test_a_last_call_that_ended_during_a_freeze_is_not_over_at_once():
+    forming = Forming(join_timeout=60.0, last_call=30.0, give_up_at=60.0)
+    forming.is_due(is_enough=True, is_full=False, now=1.0)
+    forming.woke(now=5.0)
+    assert forming.deadline(is_full=False) == 31.0
+    forming.woke(now=40.0)
+
+    assert forming.deadline(is_full=False) == 40.0 + HEARING_SECONDS
 
 
 def test_the_last_call_outlasts_the_deadline(forming):

@@ -138,7 +138,7 @@ from_scheduler = st.one_of(
     st.builds(Finish, verdict=verdicts),
     st.builds(Refused, reason=TEXT, code=SMALL),
     st.builds(Waiting, reason=TEXT, spare=st.booleans()),
-    st.just(Unknown()),
+    st.builds(Unknown, known=st.none() | SMALL),
 )
 envelopes = st.builds(
     Envelope,
@@ -284,6 +284,11 @@ class Scheduler(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
         self.tick()
+
+    @rule(seconds=st.floats(0, 100))
+    def freeze(self, seconds):
+        self.now += seconds
+        self.handle(scheduler_events.Woke())
 
     @precondition(lambda self: self.state.deadline() is not None)
     @rule()

@@ -121,6 +121,13 @@ def test_an_unknown_node_registers_anew(uplink):
     assert (first.session, first.seq, first.term) == (2, 1, 3)
 
 
+def test_a_registration_names_the_last_life_that_the_scheduler_knew(uplink):
+    uplink.receive(frame(body=Unknown(known=4)), now=101.0)
+    (first,) = uplink.join(0, REGISTER, now=101.0)
+
+    assert first.body == msgspec.structs.replace(REGISTER, follows=4)
+
+
 def test_another_life_of_the_scheduler_is_registered_with(uplink):
     uplink.receive(frame(seq=1, term=1, body=STOP), now=101.0)
 
