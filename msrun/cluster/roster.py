@@ -230,15 +230,24 @@ class Roster:
         there = ", ".join(names[:_NAMES_MAX]) or "none"
         if len(names) > _NAMES_MAX:
             there += f" and {len(names) - _NAMES_MAX} more"
-        if self.formation.world_size is not None:
-            workers = sum(register.slots for register in ready.values())
-            return f"{workers} of {self.formation.world_size} workers registered, on: {there}"
-        text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
+        workers = sum(register.slots for register in ready.values())
+        if self.formation.world_size is None:
+            text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
+        else:
+            text = f"{workers} of {self.formation.world_size} workers registered, on: {there}"
         ranks = {register.node_rank for register in ready.values()}
         if ready and None not in ranks:
-            absent = sorted(set(range(self.formation.nnodes_min)) - ranks)
+            absent = sorted(set(range(self._likely_nodes(ready))) - ranks)
             text += f"; missing: node rank {render_ranges(absent)}" if absent else ""
         return text
+
+    def _likely_nodes(self, ready: Mapping[str, Register]) -> int:
+        """Return how many nodes there will be when the others are like those that are `ready`."""
+        slots = {register.slots for register in ready.values()}
+        each = slots.pop()
+        if self.formation.world_size is None or slots:
+            return self.formation.nnodes_min
+        return max(self.formation.nnodes_min, self.formation.world_size // each)
 
 
 def render(formation: Formation) -> str:

@@ -28,13 +28,11 @@ from msrun.roles.node_resources import (
 )
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
-from msrun.roles.scheduler_watch import RESTARTS_MAX
+from msrun.roles.scheduler_watch import Lives
 from msrun.supervise import logs, process
 from msrun.topology import Machine
 from msrun.transport.loop import Loop
 from msrun.transport.sockets import control_keys
-
-_MINUTE = 60.0
 
 
 def serve(job: JobSpec, machine: Machine) -> int:
@@ -68,7 +66,7 @@ class Keeper:
         self._job = job
         self._loop = loop
         self._began_at = loop.now()
-        self._restarts: list[float] = []
+        self._lives = Lives()
         self._signum = 0
         loop.on_signals(STOPS, self._on_signal)
         journal = open_journal(job.log_dir, f"msrun_{machine.host}.log")
@@ -128,6 +126,7 @@ class Keeper:
         self._scheduler = SchedulerProcess(self._config, self._listening, env)
         lives = self._config.lives + 1
         self._config = msgspec.structs.replace(self._config, lives=lives)
+        self._lives.began(self._loop.now())
         self._loop.watch(self._scheduler.pidfd, self._on_end)
 
     def _on_signal(self, signum: int) -> None:
@@ -143,10 +142,8 @@ class Keeper:
         self._scheduler.close()
         term = max(self._config.term, self._scheduler.term)
         self._config = msgspec.structs.replace(self._config, term=term)
-        now = self._loop.now()
-        self._restarts = [at for at in self._restarts if now - at < _MINUTE]
-        if (verdict is None or has_died) and len(self._restarts) < RESTARTS_MAX:
-            self._restarts.append(now)
+        may_begin = self._lives.may_begin_again(self._loop.now())
+        if (verdict is None or has_died) and may_begin:
             self._console.say(f"warning: {how}; it is started again")
             self._start()
             if self._signum:

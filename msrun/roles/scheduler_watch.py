@@ -12,15 +12,35 @@ from msrun.transport.loop import Loop
 from msrun.transport.probe import Prober
 from msrun.transport.sockets import Line
 
-# A scheduler that ends more often than this in a minute will not do better the next time.
-RESTARTS_MAX = 5
+# A scheduler that ends this often in a minute, soon each time, will not do better the next.
+_SHORT_LIVES_MAX = 5
 _MINUTE = 60.0
+_SOON_SECONDS = 3.0
 # A connection may end for another reason than its key: a scheduler that is started again,
 # a tunnel whose other end is not there yet.
 _REJECTED_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.5
 # Whoever starts before the scheduler's node does is told what it waits for.
 _WAITING_SECONDS = 3.0
+
+
+class Lives:
+    """Tells whether a scheduler that has ended is worth another one."""
+
+    def __init__(self) -> None:
+        self._began_at = 0.0
+        self._short: list[float] = []
+
+    def began(self, now: float) -> None:
+        """Take note of a new one."""
+        self._began_at = now
+
+    def may_begin_again(self, now: float) -> bool:
+        """Return whether the last one, which has ended, did not just fail like those before."""
+        self._short = [at for at in self._short if now - at < _MINUTE]
+        if now - self._began_at < _SOON_SECONDS:
+            self._short.append(now)
+        return len(self._short) <= _SHORT_LIVES_MAX
 
 
 class SchedulerWatch:
@@ -48,7 +68,7 @@ class SchedulerWatch:
         self._tell = tell
         self._greet = greet
         self._prober = Prober(loop)
-        self._restarts: list[float] = []
+        self._lives = Lives()
         self._was_up = False
         self._has_warned = False
         self._rejected_at: float | None = None
@@ -79,6 +99,7 @@ class SchedulerWatch:
 
     def _watch_process(self) -> None:
         if self._node.scheduler:
+            self._lives.began(self._loop.now())
             self._loop.watch(self._node.scheduler.pidfd, self._on_end)
 
     def _on_end(self) -> None:
@@ -88,13 +109,10 @@ class SchedulerWatch:
             return
         self._loop.forget(scheduler.pidfd)
         how, verdict = scheduler.how_it_ended(), scheduler.verdict()
-        now = self._loop.now()
-        self._restarts = [at for at in self._restarts if now - at < _MINUTE]
-        if verdict or len(self._restarts) >= RESTARTS_MAX:
+        if verdict or not self._lives.may_begin_again(self._loop.now()):
             self._tell(SchedulerLost(how, verdict))
             return
         scheduler.close()
-        self._restarts.append(now)
         self._console.say(f"warning: {how}; it is started again")
         self._node.start_scheduler()
         self._watch_process()

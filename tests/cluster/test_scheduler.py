@@ -90,6 +90,21 @@ def test_workers_do_not_notice_a_scheduler_that_is_killed(lab, living, audit):
     assert {life.generation for life in audit.lives()} == {0}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_workers_do_not_notice_a_scheduler_that_is_killed_every_five_seconds(lab, living, audit):
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    for _ in range(15):
+        wait(5.0)
+        nodes[0].find("msrun scheduler").kill()
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert nodes[0].err.count("it is started again") == 15
+    assert {life.generation for life in audit.lives()} == {0}
+
+
 def test_a_log_that_is_lost_costs_one_generation(lab, living, audit):
     nodes = living(lab.hosts)
     audit.until_running(0, "a", "b", "c")
