@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,18 @@ import click
 
 from msrun.cli import parsers
 from msrun.cli.meeting import DEFAULT_PORT
-from msrun.cli.output import say
+from msrun.cli.output import answer, say
 from msrun.errors import UsageError
 from msrun.units import PORT_MAX
 
 if TYPE_CHECKING:
     from msrun.cli.world import World
+    from msrun.cluster.control_messages import AnyRequest
     from msrun.roles.control_client import ControlClient
     from msrun.roles.control_file import Card
 
+# Of the JSON of all verbs.
+SCHEMA = 1
 SIGNUM_MAX = 64
 PATIENCE = 8.0
 _CHOICES_MAX = 8
@@ -156,36 +160,42 @@ def connected(
 def stop(args: Sequence[str], world: World) -> int:
     """Stop a job."""
     now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without --grace.")
-    given = parse("stop", STOP, args, now)
-    from msrun.cluster.control_messages import Done, StopJob
+    given = parse("stop", STOP, args, now, JSON)
+    from msrun.cluster.control_messages import StopJob
 
-    with connected(given, world) as client:
-        say(f"msrun: {client.ask(StopJob(now=given['now']), Done).sentence}")
-    return 0
+    return _order(given, StopJob(now=given["now"]), world)
 
 
 def drain(args: Sequence[str], world: World) -> int:
     """Let a node leave a job."""
-    given = parse("drain", DRAIN, args, words="[JOB] NODE")
+    given = parse("drain", DRAIN, args, JSON, words="[JOB] NODE")
     node = split(given, "drain", "NODE")
-    from msrun.cluster.control_messages import Done, DrainNode
+    from msrun.cluster.control_messages import DrainNode
 
-    with connected(given, world) as client:
-        say(f"msrun: {client.ask(DrainNode(node=node), Done).sentence}")
-    return 0
+    return _order(given, DrainNode(node=node), world)
 
 
 def send_signal(args: Sequence[str], world: World) -> int:
     """Send a signal to workers."""
-    given = parse(
-        "signal", SIGNAL, args, rank_option("Ranks that get it", "all"), words="[JOB] SIGNAL"
-    )
+    ranks_option = rank_option("Ranks that get it", "all")
+    given = parse("signal", SIGNAL, args, ranks_option, JSON, words="[JOB] SIGNAL")
     signum = parse_signal(split(given, "signal", "SIGNAL"))
     ranks = parse_ranks(given["rank"]) if given["rank"] else []
-    from msrun.cluster.control_messages import Done, SignalJob
+    from msrun.cluster.control_messages import SignalJob
+
+    return _order(given, SignalJob(signum=signum, ranks=ranks), world)
+
+
+def _order(given: dict[str, Any], order: AnyRequest, world: World) -> int:
+    """Have the job do what it is told, and say what it does."""
+    from msrun.cluster.control_messages import Done
 
     with connected(given, world) as client:
-        say(f"msrun: {client.ask(SignalJob(signum=signum, ranks=ranks), Done).sentence}")
+        sentence = client.ask(order, Done).sentence
+    if given["json"]:
+        answer(json.dumps({"schema": SCHEMA, "done": sentence}))
+    else:
+        say(f"msrun: {sentence}")
     return 0
 
 

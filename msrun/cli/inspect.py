@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from msrun.cli import parsers
-from msrun.cli.control import JSON, connected, parse, parse_ranks, rank_option
+from msrun.cli.control import (
+    JSON,
+    SCHEMA,
+    connected,
+    parse,
+    parse_ranks,
+    rank_option,
+)
 from msrun.cli.output import answer, say
-from msrun.cli.status import SCHEMA, tagless
+from msrun.cli.status import tagless
 from msrun.errors import UnreachableError, UsageError
 
 if TYPE_CHECKING:

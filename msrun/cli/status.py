@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from msrun.cli.control import JSON, PATIENCE, connected, parse
+from msrun.cli.control import JSON, PATIENCE, SCHEMA, connected, parse
 from msrun.cli.output import answer, say
 from msrun.errors import UnreachableError, UsageError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 STATUS = "Show where JOB stands: its phase, nodes, ranks, restarts and their causes."
 LS = "List your jobs on this machine."
-SCHEMA = 1
 _WATCH_SECONDS = 1.0
 _WATCH_PATIENCE = 3.0
 _ROWS_MAX = 256

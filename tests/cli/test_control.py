@@ -231,6 +231,15 @@ def test_drain(msrun, job, world, line):
     assert asked(world) == [DrainNode(node="b")]
 
 
+@pytest.mark.parametrize("line", ["stop --json", "drain --json b", "signal --json USR1"])
+def test_orders_as_json(msrun, job, line):
+    job(Done(sentence="so it is"))
+    outcome = msrun(line)
+
+    assert (outcome.code, outcome.err) == (0, "")
+    assert json.loads(outcome.out) == {"schema": 1, "done": "so it is"}
+
+
 def test_what_the_job_refuses_is_one_sentence(msrun, job):
     job(UsageError("the job cannot do without node b: it takes 2 node(s)"))
 
