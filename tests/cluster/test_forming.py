@@ -4,9 +4,10 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 from nodes import Identity, identities, tell_who
-from support import script, shell
+from support import script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -190,14 +191,58 @@ def test_nodes_with_other_secrets_stay_outside(new_lab, form):
     assert "secret" in b.block()
 
 
+def until_registered(node):
+    log = node.logs / "scheduler.log"
+    until(lambda: log.exists() and "received Register" in log.read_text(), "for the first node")
+
+
 def test_other_job_ids_stay_outside(lab, form, launch):
     a, b, _ = lab.hosts
-    (first,) = form([a], "--join-timeout", "5s", *tell_who())
+    (first,) = form([a], *tell_who())
+    until_registered(first)
     other = launch(b, "--nnodes", 3, "--master-addr", "a", "--job-id", "another", *tell_who())
 
-    assert other.wait() != 0
+    assert other.wait(5) == 2
     assert first.name in other.block()
-    assert first.wait() == 121
+    first.process.terminate()
+    assert first.wait() == 143
+
+
+OLDER = "import msrun; msrun.__version__ = '0.0'"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        ((), ("--nnodes", 2), "node b was started for --nnodes 2 "),
+        (
+            ("--worker-num", 6),
+            ("--worker-num", 5),
+            "node b was started for --nnodes 3 --worker-num 5",
+        ),
+        (
+            ("--node-rank", 1),
+            ("--node-rank", 1),
+            "--node-rank 1 of node b is that of node a already",
+        ),
+        ((), ("older",), "node b runs msrun 0.0, the scheduler "),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_with_the_reason(lab, form, first, second, sentence):
+    a, b, _ = lab.hosts
+    words = ["--workers-per-node", 2]
+    (one,) = form([a], *words, *first, *tell_who())
+    until_registered(one)
+    env = {}
+    if second == ("older",):
+        second, env = (), {"PYTHONPATH": str(lab.folder)}
+        script(lab.folder, OLDER, "sitecustomize.py")
+    (other,) = form([b], *words, *second, *tell_who(), env=env)
+
+    assert other.wait(5) == 2
+    assert sentence in other.block()
+    one.process.terminate()
+    assert one.wait() == 143
 
 
 # The scheduler's port, in a network that only this test has.
@@ -216,7 +261,8 @@ def test_a_port_that_is_held_is_named_with_its_holder(lab, form):
     (node,) = form([a], *tell_who())
 
     assert node.wait(5) == 2
-    assert "port 29500 is in use by pid" in node.block()
+    name = psutil.Process(holder.pid).children()[0].name()
+    assert f"port 29500 is in use by pid N ({name})" in node.block()
 
 
 def test_a_name_that_means_this_machine_everywhere_is_an_error(lab, form):
