@@ -27,7 +27,7 @@ CONTROL = "control"
 _DOMAIN = "msrun"
 # An agent gives up first, so that it has said within 5 s that nobody answers.
 _HANDSHAKE_MS = 5_000
-_ANSWER_MS = 4_000
+_ANSWER_MS = 3_500
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
 # The kernel does it for nothing; of ZeroMQ's own heartbeats each looks at the timers of all.
 _UNANSWERED_MS = 3_000

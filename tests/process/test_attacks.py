@@ -6,6 +6,7 @@ line of the log a second.
 """
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -101,9 +102,8 @@ class Siege:
 
     def assert_unharmed(self):
         """Let the second node come and the job end; then look at what it cost."""
-        grown = self.scheduler.memory_info().rss - self.memory
-        assert grown <= 64 * MIB
-        assert sorted(self.joins)[len(self.joins) // 2] <= 1.0
+        assert peak_memory(self.scheduler.pid) - self.memory <= 64 * MIB
+        assert sorted(self.joins)[max(0, math.ceil(0.99 * len(self.joins)) - 1)] <= 1.0
         second = self.start_node(1)
         for rank, node in enumerate((self.job, second)):
             node.until_logged("up", rank)
@@ -127,6 +127,12 @@ def open_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def peak_memory(pid):
+    """Return the most bytes of memory that a process has held at a time."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def free_port():
@@ -336,7 +342,7 @@ def test_another_key_is_an_error_within_seconds(siege):
     second = siege.start_node(1)
     code, took = second.wait(), time.monotonic() - second.started_at
 
-    assert (code, took < 10) == (122, True)
+    assert (code, took <= 5) == (122, True)
     assert "refuses this node: it has another secret" in second.block()
     siege.secret_file.write_bytes(siege.secret_bytes)
     siege.assert_unharmed()
@@ -397,7 +403,7 @@ def test_a_port_that_keeps_silent_is_named_within_seconds(lonely, serve):
     node.send(signal.SIGTERM)
 
     assert node.wait() == 143
-    assert took < 10
+    assert took <= 5
     assert node.err.count("does not answer as a scheduler does") == 1
 
 
@@ -408,5 +414,5 @@ def test_a_port_of_another_program_is_an_error_within_seconds(lonely, serve, ans
     """S-08."""
     node = lonely(serve(answer))
 
-    assert node.wait(10) == 122
+    assert node.wait(5) == 122
     assert "or is no scheduler of msrun" in node.block()
