@@ -478,6 +478,10 @@ def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
         if "checkpoints" in found.__dict__:
             found.checkpoints.finish_at_exit()
         found.close()
+        # Threads of a group that something holds may still let go of a tensor, and Python, once
+        # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
+        for name in ("_mesh", "_root_mesh"):
+            vars(found).pop(name, None)
 
 
 def seed_everything(seed: int) -> None:
