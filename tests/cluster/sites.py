@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import mpi
 import slurm
 import ssh
 from hosts import Host, Lab
@@ -25,16 +25,14 @@ HOME = Path(package.__file__).parent.parent
 NODES = ("a", "b")
 # What a fleet's agents keep on a node while they run.
 _PLACES = ("run/msrun/*", "tmp/msrun-*/*")
-_SSH = ("ssh", "mpirun.openmpi", "mpirun.mpich")
-BACKENDS = (*_SSH, "slurm")
+BACKENDS = (*mpi.ALL, "ssh", "slurm")
 
 
 def missing(backend: str) -> str | None:
     """Return what this machine lacks for `backend`, None when it has all."""
     if backend == "slurm":
         return slurm.MISSING or None
-    has = backend == "ssh" or shutil.which(backend)
-    return ssh.MISSING or (None if has else f"no {backend} on PATH")
+    return ssh.MISSING or (None if backend == "ssh" else mpi.missing(backend) or None)
 
 
 class Site:
@@ -79,10 +77,13 @@ class Site:
         """Type `msrun plan` on the head."""
         return self.run(sys.executable, "-m", "msrun", "plan", *self._words, *words)
 
-    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        """Run a command on the head to its end."""
+    def run(
+        self, *command: object, host: Host | None = None, seconds: float = PATIENCE
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host, the head by default, to its end."""
         env = {"PYTHONPATH": str(HOME), **self._env}
-        return self.head.run(command, cwd=self._folder(), env=env, timeout=PATIENCE)
+        where = host or self.head
+        return where.run(command, cwd=self._folder(), env=env, timeout=seconds)
 
     def _folder(self) -> Path:
         folder = self.lab.folder / f"job-{next(self._numbers)}"
@@ -169,6 +170,8 @@ def open_site(backend: str, folder: Path) -> Iterator[Site]:
             yield Site(backend, lab, [*words, "--output", "console"], env)
             return
         env = ssh.serve(folder / "ssh", *lab.hosts[1:])
-        program = [] if backend == "ssh" else ["--mpirun", backend]
-        words = ["--launcher", backend.partition(".")[0], "--hostfile", "hosts", *program]
-        yield Site(backend, lab, words, env)
+        if backend == "ssh":
+            words = ["--launcher", "ssh"]
+        else:
+            words = ["--launcher", "mpirun", "--mpirun", mpi.program(backend)]
+        yield Site(backend, lab, [*words, "--hostfile", "hosts"], env)
