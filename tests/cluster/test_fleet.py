@@ -195,6 +195,18 @@ def test_a_host_that_loses_power_ends_the_job(backend, tmp_path):
         assert "node b" in job.verdict()["reason"]
 
 
+def test_slurm_waits_for_a_lost_node_and_the_job_that_goes_on_without_it_ends(tmp_path):
+    with open_here("slurm", tmp_path) as own, watching(own) as site:
+        words = ["--nnodes", "1:2", "--lease", "2s", "--max-restarts", "1"]
+        job = site.start_shell(f"[ $WORLD_SIZE = 2 ] || {{ {WAIT}; }}", *words)
+        job.await_ready()
+
+        site.nodes[1].power_off()
+
+        assert job.wait(45) == 0
+        assert job.verdict()["generation"] == 1
+
+
 @STARTS_RANKS
 def test_ranks_that_mpirun_starts_meet_without_a_master_address(site):
     open_mpi = ["--allow-run-as-root", "--bind-to", "none", "--host"]
