@@ -42,7 +42,7 @@ class Site:
         backend: Its name here.
         lab: Head and nodes.
         words: What selects the backend, and what it needs to know.
-        env: Variables of the head's commands.
+        env: Variables of the head's commands, to which ours are added.
     """
 
     def __init__(self, backend: str, lab: Lab, words: list[str], env: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ class Site:
         self.head, *self.nodes = lab.hosts
         self.python = lab.folder / "remote-python"
         self._words = [*words, "--remote-python", self.python, "--grace", "5s"]
-        self._env = dict(env)
+        self.env = {"PYTHONPATH": str(HOME), **env}
         self._numbers = itertools.count()
         self.jobs: list[FleetJob] = []
         self._served = {host: self._pids(host) for host in lab.hosts}
@@ -69,7 +69,7 @@ class Site:
 
     def start(self, *words: object) -> FleetJob:
         """Type `msrun` on the head."""
-        job = FleetJob(self.head, self._folder(), [*self._words, *words], self._env)
+        job = FleetJob(self.head, self.folder(), [*self._words, *words], self.env)
         self.jobs.append(job)
         return job
 
@@ -81,11 +81,11 @@ class Site:
         self, *command: object, host: Host | None = None, seconds: float = PATIENCE
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host, the head by default, to its end."""
-        env = {"PYTHONPATH": str(HOME), **self._env}
         where = host or self.head
-        return where.run(command, cwd=self._folder(), env=env, timeout=seconds)
+        return where.run(command, cwd=self.folder(), env=self.env, timeout=seconds)
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Make a directory for one job, with a hostfile."""
         folder = self.lab.folder / f"job-{next(self._numbers)}"
         folder.mkdir()
         (folder / "hosts").write_text("".join(f"{name} slots=2\n" for name in NODES))

@@ -14,7 +14,7 @@ import mpi
 import pytest
 import sites
 from conftest import skip_without
-from support import script, shell
+from support import script, shell, until
 
 from ranktable import Inventory, InventoryDevice, build_table, render_table
 
@@ -205,6 +205,22 @@ def test_slurm_waits_for_a_lost_node_and_the_job_that_goes_on_without_it_ends(tm
 
         assert job.wait(45) == 0
         assert job.verdict()["generation"] == 1
+
+
+def test_srun_with_a_limit_does_not_wait_for_a_lost_node(tmp_path):
+    with open_here("slurm", tmp_path) as site:
+        folder, (_, lost) = site.folder(), site.nodes
+        srun = ["srun", "-N2", "--ntasks-per-node=1", "--wait=5"]
+        msrun = [site.python, "-m", "msrun", "--workers-per-node", "2", "--lease", "2s"]
+        with (folder / "console").open("w") as console:
+            command = [*srun, *msrun, *shell(WAIT)]
+            job = site.head.popen(command, cwd=folder, env=site.env, stderr=console)
+            until(lambda: len(list(folder.glob("ready.*"))) == 4, "for 4 workers")
+
+            lost.power_off()
+
+            assert job.wait(60) == 120
+        assert "error: node b was lost" in (folder / "console").read_text()
 
 
 @STARTS_RANKS
