@@ -237,13 +237,29 @@ def test_ranks_that_mpirun_starts_meet_without_a_master_address(site):
 
 @STARTS_RANKS
 def test_ranks_by_mpi_meet_on_the_first_host(site):
+    done = start_ranks(site)
+
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+def test_ranks_meet_where_each_host_has_its_name_as_loopback(tmp_path):
+    with open_here("mpirun.mpich", tmp_path) as site:
+        for host in site.nodes:  # as Debian installs them
+            file = site.lab.folder / "etc" / host.name
+            others = [line for line in file.read_text().splitlines() if line[-1] != host.name]
+            file.write_text("\n".join([f"127.0.1.1 {host.name}", *others, ""]))
+
+        done = start_ranks(site)
+
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+
+
+def start_ranks(site):
+    """Have mpirun start two ranks a node, from the command line of msrun, and wait for them."""
     words = ["--launcher", "mpirun", "--mpirun", mpi.program(site.backend), "--ranks-by", "mpi"]
     nodes = ["--hostfile", "hosts", "--remote-python", site.python]
     msrun = [sys.executable, "-m", "msrun", *words, *nodes]
-
-    done = site.run(*msrun, script(site.lab.folder, MEET), seconds=60)
-
-    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+    return site.run(*msrun, script(site.lab.folder, MEET), seconds=60)
 
 
 def test_a_rank_table_names_the_nodes_and_workers_are_told_of_it(tmp_path):
