@@ -160,6 +160,10 @@ class MpirunLauncher:
                 raise UsageError(msg, hint="leave --ranks-by mpi out, or name hosts alone")
         names = ",".join(f"{host.name}:{host.slots or 1}" for host in fleet.hosts)
         flags: tuple[str, ...] = ("-hosts", names) if names else ()
+        slots = {host.slots or 1 for host in fleet.hosts}
+        if self._flavour is Flavour.INTEL and len(slots) == 1:
+            # A host with a number is not known as this one, and is reached through ssh alone.
+            flags = ("-hosts", ",".join(host.name for host in fleet.hosts), "-ppn", str(*slots))
         if self._flavour in (Flavour.OPEN_MPI_4, Flavour.OPEN_MPI_5):
             root = ("--allow-run-as-root",) if self._is_root else ()
             hosts = ("--host", names) if names else ()

@@ -6,6 +6,7 @@ no request to Slurm's controller; srun hands it to the agents in their environme
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import signal
@@ -34,6 +35,9 @@ from msrun.units import shown
 SCRIPT = "job.sbatch"
 _SECONDS = 60.0
 _FIELD = re.compile(r"(?:^|\s)(JobState|ExitCode)=(\S+)")
+_COMMENT = re.compile(r"^\s*Comment=(.*)$", re.MULTILINE)
+# In the comment of a job whose agents have told that it ended well.
+_ENDED_WELL = "msrun:ended-well"
 _EXIT_CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
 # State of a job that has ended -> our code, where Slurm has none of the program's.
 _CODES = {
@@ -234,18 +238,43 @@ def parse_end(text: str) -> int | None:
     state = fields.get("JobState", "")
     match = _EXIT_CODE.fullmatch(fields.get("ExitCode", ""))
     code, signum = (int(match[1]), int(match[2])) if match else (0, 0)
-    if state == "COMPLETING" and code:
+    if state == "COMPLETING" and (code or _ENDED_WELL in _comment(text)):
         return code  # The script has ended, and Slurm waits minutes for a node that is lost.
     if state not in _CODES:
         return None
     return code or (signal_exit_code(signum) if signum else _CODES[state])
 
 
+def _comment(text: str) -> str:
+    match = _COMMENT.search(text)
+    return match[1].strip() if match else ""
+
+
+def tell_good_end(number: str) -> None:
+    """Add to the comment of a job that it ended well.
+
+    While Slurm waits for a lost node, it shows the same of a job that ended with 0 and of one that
+    is being cancelled.
+    """
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = f"{_comment(read_state(number))} {_ENDED_WELL}".strip()
+        subprocess.run(
+            ["scontrol", "update", f"JobId={number}", f"Comment={words}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the words of a batch script that start its agents, and return the job's exit code."""
     command = StartCommand(node="", argv=tuple(sys.argv[1:] if argv is None else argv))
     try:
-        return run_fleet([command], b"")  # Order and secret are in the environment.
+        code = run_fleet([command], b"")  # Order and secret are in the environment.
+        if not code:
+            tell_good_end(environ.current().get("SLURM_JOB_ID", ""))
+        return code  # noqa: TRY300 - an error is a code as well
     except MsrunError as error:
         print(error.render(), file=sys.stderr)  # noqa: T201 - there is no console
         return error.exit_code

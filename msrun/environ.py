@@ -29,6 +29,7 @@ _IDENTITY = (
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WHOLE = re.compile(r"[0-9]{1,15}")
@@ -205,7 +206,7 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
     }
     if identity.interface:
         # Gloo would take the one of the host's name, which is often loopback.
-        defaults["GLOO_SOCKET_IFNAME"] = identity.interface
+        defaults[_GLOO_INTERFACE] = identity.interface
     if identity.config or CONFIG in base:
         # What the launcher's own names is a job file, or another job's.
         env[CONFIG] = identity.config
@@ -420,6 +421,12 @@ def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()
     os.environ.update(env)
+
+
+def choose_interface(name: str) -> None:
+    """Have gloo in this process use the network interface `name`, unless another is set."""
+    if name:
+        os.environ.setdefault(_GLOO_INTERFACE, name)
 
 
 def take_order() -> tuple[str, str]:

@@ -19,7 +19,7 @@ from msrun.cli.job_draft import merge_env
 from msrun.cli.output import answer, say_notes
 from msrun.cli.peer_options import ALL, ENV_OF, JSON
 from msrun.cli.program import job_id_stem
-from msrun.cli.settings import Settings, strongest
+from msrun.cli.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
 from msrun.hostlist import TEXT_MAX, Host, parse_hostfile, select
@@ -212,11 +212,25 @@ def _hosts(settings: Settings) -> tuple[Host, ...]:
         raise UsageError("--include and --exclude need --hostfile, whose hosts they choose")
     hosts = select(hosts, include=include, exclude=exclude) if hosts else hosts
     nnodes = settings.get(options.NNODES)
-    if nnodes is None or not hosts:
-        return hosts
-    if nnodes.value[1] > len(hosts):
-        raise UsageError(f"{nnodes.cite()} is more than the {len(hosts)} hosts that are named")
-    return hosts[: nnodes.value[1]]
+    if nnodes and hosts:
+        if nnodes.value[1] > len(hosts):
+            raise UsageError(f"{nnodes.cite()} is more than the {len(hosts)} hosts that are named")
+        hosts = hosts[: nnodes.value[1]]
+    if table:
+        _check_workers(settings, table, hosts)
+    return hosts
+
+
+def _check_workers(settings: Settings, table: Given[str], hosts: tuple[Host, ...]) -> None:
+    """Refuse other numbers of workers than the rank table's, where its devices are the workers'."""
+    each, total = settings.get(options.WORKERS_PER_NODE), settings.get(options.WORKER_NUM)
+    other = next((host for host in hosts if each and each.value != host.slots), None)
+    if each and other:
+        has = f"gives node {other.name} {other.slots}"
+        raise UsageError(f"{each.cite()} contradicts {table.cite()}, which {has}")
+    ranks = sum(host.slots or 0 for host in hosts)
+    if total and total.value != ranks:
+        raise UsageError(f"{total.cite()} contradicts {table.cite()}, whose nodes have {ranks}")
 
 
 def _table_env(settings: Settings, hosts: tuple[Host, ...]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
+from msrun.supervise import network
 
 # What only later calls need they import themselves: a rank that nobody forked waits for each.
 if TYPE_CHECKING:
@@ -465,6 +466,8 @@ def _join(
     if identity.source in ("msrun", "torchrun"):
         dist.init_process_group(backend, timeout=limit)
         return
+    if identity.local_world_size < world_size and not network.is_named():
+        environ.choose_interface(network.interface_to(host))  # Gloo would take loopback.
     address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     dist.init_process_group(
         backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
@@ -478,6 +481,10 @@ def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
         if "checkpoints" in found.__dict__:
             found.checkpoints.finish_at_exit()
         found.close()
+        # Threads of a group that something holds may still let go of a tensor, and Python, once
+        # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
+        for name in ("_mesh", "_root_mesh"):
+            vars(found).pop(name, None)
 
 
 def seed_everything(seed: int) -> None:

@@ -6,6 +6,7 @@ import socket
 from ipaddress import ip_address
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_NOBODY = "192.0.2.1"  # RFC 5737's: the way to it is the one out of this machine
 _DISCARD_PORT = 9  # any would do: connecting a datagram socket sends nothing
 
 
@@ -47,6 +48,18 @@ def own_addresses() -> tuple[str, ...]:
 def interface_of(address: str) -> str:
     """Return the name of the interface that has the numeric `address`, empty when none has."""
     return _interfaces().get(address, "")
+
+
+def interface_to(host: str) -> str:
+    """Return the name of our interface on the way to `host`, or else out of this machine."""
+    peers = (*resolve(host), _NOBODY, *own_addresses())
+    ways = (way for way in map(address_to, peers) if way and _is_for_others(way))
+    return interface_of(next(ways, ""))
+
+
+def is_named() -> bool:
+    """Tell whether other machines can reach this one at what its own name means to it."""
+    return any(map(_is_for_others, resolve(socket.gethostname())))
 
 
 def _interfaces() -> dict[str, str]:

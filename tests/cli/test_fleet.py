@@ -68,6 +68,10 @@ def test_agents_get_options_from_wherever_they_are(submitted, hosts):
         ("--hostfile hosts --exclude node0", ["node1", "node2"]),
         ("--hostfile hosts --include node1@node2:1", ["node1", "node2"]),
         ("--rank-table-file table.json", ["10.0.0.1", "10.0.0.2"]),
+        (
+            "--rank-table-file table.json --workers-per-node 2 --worker_num 4",
+            ["10.0.0.1", "10.0.0.2"],
+        ),
     ],
 )
 def test_which_nodes_there_are(submitted, words, nodes):
@@ -195,6 +199,17 @@ def test_a_plan_for_people_and_for_programs(msrun):
         (
             "--launcher ssh --hostfile hosts --rank-table-file table.json train.py",
             "--hostfile hosts contradicts --rank-table-file table.json (choose one)",
+        ),
+        (
+            "--launcher ssh --rank-table-file table.json --workers-per-node 4 train.py",
+            (
+                "--workers-per-node 4 contradicts --rank-table-file table.json, "
+                "which gives node 10.0.0.1 2"
+            ),
+        ),
+        (
+            "--launcher ssh --rank-table-file table.json --nnodes 1 --worker_num 4 train.py",
+            "--worker_num 4 contradicts --rank-table-file table.json, whose nodes have 2",
         ),
         (
             "--launcher slurm --include a train.py",

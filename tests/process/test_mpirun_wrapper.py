@@ -1,11 +1,11 @@
 """`scripts/mpirun_wrapper.sh` under real mpiruns, and msrun.init's identity with it."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import mpi
 import pytest
 
 import msrun as package
@@ -28,12 +28,11 @@ def run(*words, **variables):
     )
 
 
-@pytest.fixture(params=["mpirun.openmpi --oversubscribe", "mpirun.mpich"])
+@pytest.fixture(params=mpi.ALL)
 def mpirun(request):
-    words = request.param.split()
-    if not shutil.which(words[0]):
-        pytest.skip(f"needs {words[0]}")
-    return words
+    if lacks := mpi.missing(request.param):
+        pytest.skip(lacks)
+    return [mpi.program(request.param), *["--oversubscribe"] * ("openmpi" in request.param)]
 
 
 def test_ranks_get_the_variables_of_torchrun(mpirun):

@@ -1,7 +1,6 @@
 """Ranks that a real mpirun starts itself, under the command line of msrun."""
 
-import shutil
-
+import mpi
 import pytest
 from support import shell
 
@@ -16,15 +15,16 @@ WHO = """
 """
 
 
-@pytest.fixture(params=["mpirun.openmpi", "mpirun.mpich"])
+@pytest.fixture(params=mpi.ALL)
 def start(request, msrun, tmp_path):
-    if not shutil.which(request.param):
-        pytest.skip(f"needs {request.param}")
+    if lacks := mpi.missing(request.param):
+        pytest.skip(lacks)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
 
     def call(*words):
-        mpi = ["--launcher", "mpirun", "--mpirun", request.param, "--ranks-by", "mpi"]
-        return msrun(*mpi, "--hostfile", "hosts", *words, plain=True)
+        mpirun = ["--launcher", "mpirun", "--mpirun", mpi.program(request.param)]
+        by_mpi = [*mpirun, "--ranks-by", "mpi", "--hostfile", "hosts"]
+        return msrun(*by_mpi, *words, plain=True)
 
     return call
 

@@ -185,6 +185,30 @@ def adopt():
     return is_same, first.rank, dist.is_initialized(), msrun.init() is first
 
 
+THREADS = """
+import atexit, os
+import torch, torch.distributed as dist
+import msrun
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+before = count()
+atexit.register(lambda: print(before, count()))  # after msrun's own
+rt = msrun.init()
+dist.all_reduce(torch.ones(1))
+print(count() > before)
+"""
+
+
+def test_no_thread_of_the_group_outlives_the_program(plain, tmp_path):
+    code, output = plain(tmp_path, script(tmp_path, THREADS))
+
+    is_more, counts = output.splitlines()
+    assert (code, is_more) == (0, "True")
+    assert len({*counts.split()}) == 1
+
+
 def interface():
     return os.environ.get("GLOO_SOCKET_IFNAME")
 

@@ -1,6 +1,7 @@
 """What stands in a worker's environment, and what does not."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -421,3 +422,16 @@ def test_the_paths_of_the_environment():
     expression = "(environ.runtime_dir(), environ.error_file())"
 
     assert (ask(expression, **env), ask(expression)) == (["/run/user/0", "/e"], [None, None])
+
+
+@pytest.mark.parametrize(
+    ("found", "name", "now"), [(None, "eth1", "eth1"), (None, "", None), ("eth0", "eth1", "eth0")]
+)
+def test_an_interface_is_chosen_where_none_is_set(monkeypatch, found, name, now):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", found or "")
+    if found is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+    environ.choose_interface(name)
+
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == now

@@ -80,3 +80,10 @@ def test_an_address_that_can_be_bound_need_not_be_ours():
         probe.bind((NOBODYS[0], 0))
 
         assert not network.is_own(NOBODYS[0])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "192.0.2.1"])
+def test_the_interface_to_others_is_never_loopback(host):
+    interfaces = {network.interface_of(address) for address in network.own_addresses()}
+
+    assert network.interface_to(host) in (interfaces or {""})

@@ -46,7 +46,7 @@ PLANS = {
             MpirunLauncher("mpirun", flavour, options=("--verbose",)),
             {"hosts": NAMES, "ranks": 12, "env": {"A": "1"}, "words": ("python", "train.py")},
         )
-        for flavour in (Flavour.OPEN_MPI_5, Flavour.MPICH)
+        for flavour in (Flavour.OPEN_MPI_5, Flavour.MPICH, Flavour.INTEL)
     },
     "mpirun_allocation": (MpirunLauncher("mpirun", Flavour.OPEN_MPI_5), {}),
     "slurm": (SlurmLauncher(), {}),

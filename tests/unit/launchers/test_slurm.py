@@ -36,6 +36,16 @@ def test_the_code_of_a_job_that_has_ended(state, exit_code, code):
     assert parse_end(SHOWN.format(state, exit_code)) == code
 
 
+@pytest.mark.parametrize(
+    ("state", "exit_code", "code"),
+    [("COMPLETING", "0:0", 0), ("RUNNING", "0:0", None), ("PENDING", "0:0", None)],
+)
+def test_a_job_that_has_said_of_itself_that_it_ended_well(state, exit_code, code):
+    comment = "   Comment=the user's msrun:ended-well\n"
+
+    assert parse_end(SHOWN.format(state, exit_code) + comment) == code
+
+
 def test_a_job_that_slurm_does_not_know():
     assert parse_end("slurm_load_jobs error: Invalid job id specified") is None
 
