@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msrun.parallel.pipeline.plan import Plan
+from msrun.parallel.pipeline.plan import Cut
 from msrun.parallel.pipeline.timeline import Action, bubble, peak_live
 
 _FORMULAS = {
@@ -15,7 +15,7 @@ _FORMULAS = {
 }
 
 
-def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) -> str:
+def describe(plan: Cut, microbatches: int, orders: Sequence[Sequence[Action]]) -> str:
     """Return what each stage holds, how long it waits and how much it keeps.
 
     Args:
@@ -35,15 +35,10 @@ def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) 
     for stage, order in enumerate(orders):
         held = {id(param): param.nbytes for param in plan.holdings[stage].values()}
         lines.append(
-            f"  stage {stage}: {_modules(plan, stage)}; {_size(sum(held.values()))} of parameters; "
+            f"  stage {stage}: {plan.shown(stage)}; {_size(sum(held.values()))} of parameters; "
             f"at most {peak_live(order)} micro-batch(es) live"
         )
     return "\n".join(lines)
-
-
-def _modules(plan: Plan, stage: int) -> str:
-    segments = [", ".join(plan.programs[c].modules) for c in plan.chunks.of_stage(stage)]
-    return " | ".join(segments)
 
 
 def _size(size: int) -> str:
