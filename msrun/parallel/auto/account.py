@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from msrun.parallel.auto.chain import Plan
 from msrun.parallel.auto.codes import text
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.edges import itemize
@@ -14,6 +15,7 @@ from msrun.parallel.auto.problem import Exchange, Node, Problem
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.rules import Rule
+from msrun.parallel.auto.search import Names
 
 _WORDS = {
     Kind.GATHER: "all-gather",
@@ -118,6 +120,13 @@ def joined(stages: Sequence[Stage], count: int) -> tuple[dict[int, int], list[di
     first, last = by_name["first"], by_name["last"]
     middle = by_name["middle"].blocks * (count - 2) if "middle" in by_name else []
     return {**last.head, **last.tail, **first.head}, [*first.blocks, *middle, *last.blocks]
+
+
+def expanded(outcome: Outcome, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return what every node of the whole program chooses."""
+    ends, inside = joined(outcome.stages, outcome.layout.stages)
+    plan = Plan(head=ends, blocks=inside, tail={})
+    return names.expand(outcome.stages[0].chain.problem, plan)
 
 
 def operators(

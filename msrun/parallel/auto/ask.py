@@ -19,7 +19,7 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.account import (
     Account,
     axis_names,
-    joined,
+    expanded,
     operators,
     parameters,
     rules_of,
@@ -28,7 +28,6 @@ from msrun.parallel.auto.account import (
 )
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.build import build
-from msrun.parallel.auto.chain import Plan
 from msrun.parallel.auto.layouts import Job, Outcome, Progress, explore
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.plan import VERSION, SavedPlan
@@ -169,9 +168,7 @@ def _saved(
     if best is None:
         raise ValueError("there is no plan to save")
     layout, problem = best.layout, best.stages[0].chain.problem
-    ends, inside = joined(best.stages, layout.stages)
-    plan = Plan(head=ends, blocks=inside, tail={})
-    chosen = traced.names.expand(problem, plan)
+    chosen = expanded(best, traced.names)
     program, blocks = traced.program, traced.blocks
     names = axis_names(len(layout.sizes))
     setting = Setting(sizes=layout.sizes, topology=job.topology)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from msrun.parallel.auto.account import axis_names
+from msrun.parallel.auto.account import axis_names, expanded
 from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.layouts import divisors, shapes
+from msrun.parallel.auto.layouts import Job, data_shapes, divisors, explore
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.repeat import find_blocks
-from msrun.parallel.auto.search import Found, Mode, search
+from msrun.parallel.auto.repeat import find_blocks, shortened
+from msrun.parallel.auto.search import Mode, Names, search
 from msrun.parallel.auto.topology import Topology
+from msrun.parallel.config import PIPELINE_AXIS
 
-# What the layouts of `msrun search` have, and the executor does not run.
-LEFT_OUT = "pipeline stages"
 # Ranks up to which meshes of three axes are looked at: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
@@ -26,16 +26,20 @@ class Chosen:
     """A mesh, and the best plan on it.
 
     Args:
-        mesh: Axis -> size.
+        mesh: Axis -> size; stages of the pipeline first, where there are some.
         microbatches: Of a step.
         recompute: Whether repeated blocks keep only what they are given.
-        found: The plan of a micro-batch.
+        chosen: What every node of the program of a micro-batch chooses.
+        seconds: Of a step.
+        memory: Bytes on a rank.
     """
 
     mesh: dict[str, int]
     microbatches: int
     recompute: bool
-    found: Found
+    chosen: dict[str, tuple[int, ...]]
+    seconds: float
+    memory: float
 
 
 def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
@@ -44,11 +48,8 @@ def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
     Ranks of the first axis, `dp`, are handed different samples; it may have one rank.
     """
     most = 3 if world <= _THIRD_AXIS_RANKS else 2
-    found = [sizes for sizes in shapes(world) if len(sizes) <= most]
-    if world > 1:
-        found.append((1, world))
-    for sizes in found:
-        if batch % sizes[0] == 0:
+    for sizes in data_shapes(world):
+        if len(sizes) <= most and batch % sizes[0] == 0:
             yield dict(zip(axis_names(len(sizes)), sizes, strict=True))
 
 
@@ -97,9 +98,61 @@ def choose(
             except OutOfMemoryError as error:
                 least.append(error.least)
                 continue
-            fitting.append(Chosen(mesh=mesh, microbatches=number, recompute=recompute, found=found))
+            fitting.append(
+                Chosen(
+                    mesh=mesh,
+                    microbatches=number,
+                    recompute=recompute,
+                    chosen=found.chosen,
+                    seconds=found.seconds,
+                    memory=found.memory,
+                )
+            )
         if not all(one.recompute for one in fitting):
             break
+    stages = _with_stages(programs, topology, world=world, batch=batch, limit=limit)
+    if isinstance(stages, Chosen):
+        fitting.append(stages)
+    elif stages is not None:
+        least.append(stages)
     if not fitting:
         raise OutOfMemoryError(min(least))
-    return min(fitting, key=lambda one: one.found.seconds)
+    return min(fitting, key=lambda one: one.seconds)
+
+
+def _with_stages(
+    programs: Batches, topology: Topology, *, world: int, batch: int, limit: float | None
+) -> Chosen | float | None:
+    """Return the fastest layout with pipeline stages of equally many blocks.
+
+    Returns:
+        It, or the bytes on a rank of the smallest if none fits; None if there is none.
+    """
+    small, large, sizes = programs.ends
+    blocks = find_blocks(small)
+    if blocks is None:
+        return None
+    short, two = shortened(small, blocks)
+    job = Job(
+        programs=Batches(short, shortened(large, blocks)[0], sizes),
+        blocks=two,
+        count=blocks.count,
+        topology=topology,
+        world=world,
+        batch=batch,
+        limit=math.inf if limit is None else limit,
+        is_training=True,
+    )
+    *_, progress = explore(job)
+    best = progress.best
+    if best is None:
+        return progress.least
+    names = axis_names(len(best.layout.sizes))
+    return Chosen(
+        mesh={PIPELINE_AXIS: best.layout.stages} | dict(zip(names, best.layout.sizes, strict=True)),
+        microbatches=best.layout.microbatches,
+        recompute=best.layout.recompute,
+        chosen=expanded(best, Names(small, short, blocks)),
+        seconds=best.seconds,
+        memory=best.memory,
+    )
