@@ -16,6 +16,7 @@ from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.rules import Rule
 from msrun.parallel.auto.search import Names
+from msrun.parallel.config import DATA_AXIS
 
 _WORDS = {
     Kind.GATHER: "all-gather",
@@ -23,12 +24,18 @@ _WORDS = {
     Kind.MOVE: "all-to-all",
     Kind.REDUCE: "all-reduce",
 }
-_AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "mp", "tp")}
+_AXES = ("xp", "mp", "tp")
 
 
-def axis_names(count: int) -> tuple[str, ...]:
-    """Return names for the axes of a mesh that was found, the slowest-varying first."""
-    return _AXES[count]
+def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
+    """Return names for the axes of a mesh that was found, the slowest-varying first.
+
+    The first is `dp`, whose ranks get different samples, where it divides the samples of a
+    micro-batch.
+    """
+    if batch % sizes[0]:
+        return _AXES[-len(sizes) :]
+    return (DATA_AXIS, *_AXES[len(_AXES) + 1 - len(sizes) :])
 
 
 class Account:

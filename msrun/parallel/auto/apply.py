@@ -20,7 +20,7 @@ from msrun.parallel.auto.build import Pin, build
 from msrun.parallel.auto.codes import RR
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.meshes import choose
+from msrun.parallel.auto.meshes import Wanted, choose
 from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
@@ -216,12 +216,14 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     with _told_memory():
         best = choose(
-            Batches(small, large, SIZES),
-            _topology(runtime),
-            world=runtime.world_size,
-            batch=batch,
-            mode=_MODES[config.search or "exact"],
-            limit=None if config.memory is None else float(config.memory),
+            Wanted(
+                programs=Batches(small, large, SIZES),
+                topology=_topology(runtime),
+                world=runtime.world_size,
+                batch=batch,
+                mode=_MODES[config.search or "exact"],
+                limit=None if config.memory is None else float(config.memory),
+            )
         )
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
     again = ", recomputation" if best.recompute else ""

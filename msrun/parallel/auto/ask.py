@@ -170,7 +170,7 @@ def _saved(
     layout, problem = best.layout, best.stages[0].chain.problem
     chosen = expanded(best, traced.names)
     program, blocks = traced.program, traced.blocks
-    names = axis_names(len(layout.sizes))
+    names = axis_names(layout.sizes, job.batch // layout.microbatches)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
     rules = rules_of(whole.nodes)
