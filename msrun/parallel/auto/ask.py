@@ -71,9 +71,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """A whole program, its blocks, and the names of what is in them."""
+    """A whole program for any batch, its blocks, and the names of what is in them."""
 
-    program: Program
+    programs: Batches
     blocks: Blocks
     names: Names
 
@@ -118,7 +118,7 @@ def ask(
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
     names = Names(small, short, blocks)
-    return _saved(question, job, progress, _Traced(small, blocks, names))
+    return _saved(question, job, progress, _Traced(Batches(small, large, SIZES), blocks, names))
 
 
 def _within(
@@ -169,8 +169,8 @@ def _saved(
         raise ValueError("there is no plan to save")
     layout, problem = best.layout, best.stages[0].chain.problem
     chosen = expanded(best, traced.names)
-    program, blocks = traced.program, traced.blocks
-    names = axis_names(layout.sizes, job.batch // layout.microbatches)
+    part, blocks = job.batch // layout.microbatches, traced.blocks
+    program, names = traced.programs.at(part), axis_names(layout.sizes, part)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
     rules = rules_of(whole.nodes)
