@@ -109,6 +109,8 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
             f"{ROOT}.mode: auto needs a batch to trace the model with",
             hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
         )
+    if any(param.is_meta for param in model.parameters()):
+        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
     was_training = model.training
     model.train()
     if runtime.config.mesh != "auto" and not _axes(runtime):
@@ -131,7 +133,7 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
         rules=rules,
         chosen=answer.chosen,
         setting=setting,
-        mesh=runtime.mesh[names] if chunks.stages > 1 else runtime.mesh,
+        mesh=runtime.mesh[names],
         seed=_seed(runtime),
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )

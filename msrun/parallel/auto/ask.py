@@ -38,7 +38,7 @@ from msrun.parallel.auto.saved import identity, shared
 from msrun.parallel.auto.search import Found, Mode, Names, indices, search
 from msrun.parallel.auto.topology import Topology
 from msrun.parallel.auto.trace import trace
-from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
@@ -213,6 +213,10 @@ def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch:
     if math.prod(sizes) != question.world:
         written = " x ".join(f"{name} {size}" for name, size in question.mesh.items())
         raise UsageError(f"--mesh: {written} is not --world {question.world}")
+    if PIPELINE_AXIS in question.mesh:
+        raise UsageError(
+            f"--mesh: {PIPELINE_AXIS} cuts the model into stages, which are found without --mesh"
+        )
     program = trace(model, resized(sample, batch)).program
     # As in training: ranks of the data axis are handed different samples.
     data = frozenset(at for at, name in enumerate(question.mesh) if name == DATA_AXIS)

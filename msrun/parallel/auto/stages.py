@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.codes import Array
 from msrun.parallel.auto.problem import Node, Problem, Setting
 from msrun.parallel.auto.program import Program, Step
 from msrun.parallel.auto.readings import Readings
@@ -178,39 +179,33 @@ def evenly(
     sent[[0, -1]] = 0.0
     cost = done[places] - done[places][:, None] + sent + sent[:, None]
     cost[count[places] <= count[places][:, None]] = np.inf
-    slowest = _path(np.full_like(cost, 0.0), cost, stages)
+    slowest = _way(cost, np.maximum, stages)
     if slowest is None:
         raise UsageError(
             f"parallel.mesh.pp: {stages} stages, and the model has fewer places to cut at"
         )
     limit = max(cost[a, b] for a, b in pairwise(slowest)) * _SLACK
-    handed = np.broadcast_to(sent, cost.shape).copy()
-    found = _path(handed, np.where(cost <= limit, 0.0, np.inf), stages) or slowest
-    return [int(places[at]) for at in found[:-1]]
+    handed = np.where(cost <= limit, sent, np.inf)
+    return [int(places[at]) for at in (_way(handed, np.add, stages) or slowest)[:-1]]
 
 
-def _path(
-    added: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    largest: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    count: int,
-) -> list[int] | None:
-    """Return the way from the first place to the last in `count` hops at the least cost.
+def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
+    """Return the best way from the first place to the last; None if there is none.
 
-    The cost of a way is the sum of what is `added` by its hops, and the `largest` of them.
-    Only one of the two may be other than nothing, or forbidden, for the least to be found.
-
-    Returns:
-        The places; None if there is no way.
+    Args:
+        cost: Of each hop, (from, to).
+        joined: What makes one cost of those of two hops: their sum, or the larger.
+        hops: How many there are.
     """
-    value = np.where(np.arange(len(added)) == 0, 0.0, np.inf)
+    value = np.where(np.arange(len(cost)) == 0, 0.0, np.inf)
     back = []
-    for _ in range(count):
-        table = np.maximum(value[:, None] + added, largest)
+    for _ in range(hops):
+        table = joined(value[:, None], cost)
         back.append(table.argmin(axis=0))
         value = table.min(axis=0)
     if np.isinf(value[-1]):
         return None
-    found = [len(added) - 1]
+    found = [len(cost) - 1]
     for before in reversed(back):
         found.append(int(before[found[-1]]))
     return found[::-1]

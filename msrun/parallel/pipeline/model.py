@@ -90,6 +90,9 @@ class PipelineModel(nn.Module):
         self._microbatches = microbatches
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
         self._tied = TiedWeights(self, find_ties(cut), line.group)
+        self._sizes = [sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.holdings]
+        for holding in cut.holdings:
+            holding.clear()  # what is divided, or held by others, would stay whole here
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Return what a chunk of this stage makes of the model's inputs and what it received."""
@@ -182,7 +185,8 @@ class PipelineModel(nn.Module):
     def describe(self) -> str:
         """Return the stages, how long they wait and what they keep, as text."""
         nothing: Borders = ((),) * (self._cut.chunks.count - 1)
-        return describe(self._cut, self._microbatches, self._make_schedule(nothing).orders())
+        orders = self._make_schedule(nothing).orders()
+        return describe(self._cut, self._sizes, self._microbatches, orders)
 
     def _schedule(self, borders: Borders) -> Schedule:
         """Return the schedule for these shapes; the one that was not used for longest goes."""

@@ -30,7 +30,10 @@ class Cut(Protocol):
 
     @property
     def holdings(self) -> list[dict[str, Parameter]]:
-        """Name -> parameter of each stage; a shared one is in several, or has several names."""
+        """Name -> parameter of each stage; a shared one is in several, or has several names.
+
+        The model that is made of it empties them.
+        """
 
     @property
     def measure(self) -> str | None:
