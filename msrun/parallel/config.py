@@ -331,7 +331,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         if asked and isinstance(self.plan, str):
             raise ValueError(f"{asked[0]}: {self.plan} of plan is found already")
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
-            if key in _given(self):
+            if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))

@@ -51,7 +51,8 @@ def _global_norm(
     """Return the 2-norm over all ranks: squares are summed over what shards each parameter."""
     squares: dict[Groups, list[Tensor]] = {}
     for param, gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, dtype=dtype).float()
         squares.setdefault(_sharding_groups(param), []).append(norm.square())
     total = torch.zeros(())
     for groups, parts in squares.items():

@@ -161,13 +161,8 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
 
 def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
     degree, pipeline = layout.size(PIPELINE_AXIS), config.pipeline
-    if config.mode == "auto" and degree > 1:
-        raise UsageError(
-            f"{ROOT}.mesh.{PIPELINE_AXIS}: mode auto runs no pipeline stages",
-            hint="leave the axis out, or take mode semi_auto",
-        )
     if pipeline is None:
-        if degree > 1:
+        if degree > 1 and config.mode != "auto":
             raise UsageError(f"{ROOT}.mesh.{PIPELINE_AXIS}: {degree} stages need {ROOT}.pipeline")
         return
     if PIPELINE_AXIS not in layout.axes:
@@ -176,6 +171,13 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
         raise UsageError(
             f"{ROOT}.accumulate: {config.accumulate} with a pipeline: "
             f"raise {ROOT}.pipeline.microbatches instead"
+        )
+    if config.mode == "auto" and pipeline.stages != "auto":
+        raise UsageError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
+    if config.mode == "auto" and pipeline.schedule not in ("gpipe", "1f1b"):
+        raise UsageError(
+            f"{ROOT}.pipeline.schedule: mode auto runs no {pipeline.schedule} "
+            "(choose gpipe or 1f1b)"
         )
 
 

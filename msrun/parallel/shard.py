@@ -58,7 +58,8 @@ class ShardedModel:
         originals: Its parameters before; those that were replaced are no longer its own.
         reductions: What sums gradients over data-parallel ranks.
         computing: Context in which loss and gradients come out right.
-        microbatches: Into how many a step divides a local batch.
+        microbatches: Into how many a step divides a local batch; a pipeline does so itself.
+        is_pipeline: Whether it is a stage of one.
     """
 
     def __init__(
@@ -68,13 +69,15 @@ class ShardedModel:
         reductions: Sequence[Reduction],
         computing: Context,
         *,
-        microbatches: int,
+        microbatches: int = 1,
+        is_pipeline: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
         self.microbatches = microbatches
+        self.is_pipeline = is_pipeline
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's parameters, each once."""
@@ -169,10 +172,9 @@ def shard_model(
     if runtime.world_size > 1:
         _equalize(model, choice.excluded)
     if config.mode == "auto":
-        parts = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
-        nothing = contextlib.nullcontext
-        references = originals.references()
-        return model, ShardedModel(model, references, [], nothing, microbatches=parts)
+        applied = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
+        model, nothing, references = applied.model, contextlib.nullcontext, originals.references()
+        return model, ShardedModel(model, references, [], nothing, **applied.options)
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
@@ -193,8 +195,14 @@ def shard_model(
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
     computing = guard.active_with_loss if guard else contextlib.nullcontext
-    references, parts = originals.references(), config.accumulate
-    return model, ShardedModel(model, references, reductions, computing, microbatches=parts)
+    return model, ShardedModel(
+        model,
+        originals.references(),
+        reductions,
+        computing,
+        microbatches=config.accumulate,
+        is_pipeline=config.pipeline is not None,
+    )
 
 
 class _Originals:

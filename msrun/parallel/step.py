@@ -35,7 +35,7 @@ def run_step(
         raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
     batch = [_to(value, runtime.device) for value in batch]
     optimizer.zero_grad()
-    train = _train_pipeline if runtime.config.pipeline else _train
+    train = _train_pipeline if runtime.sharded(model).is_pipeline else _train
     loss = train(runtime, model, loss_fn, batch)
     if max_norm is not None:
         clip(runtime, model, max_norm)
@@ -45,8 +45,9 @@ def run_step(
 
 def clip(runtime: Runtime, model: nn.Module, max_norm: float) -> Tensor:
     """Clip the gradients of `model` by their global norm, and return it."""
-    params = runtime.sharded(model).parameters()
-    if not runtime.config.pipeline:
+    sharded = runtime.sharded(model)
+    params = sharded.parameters()
+    if not sharded.is_pipeline:
         return clip_gradients(params, max_norm)
     borrowed = model.borrowed()  # type: ignore[operator]  # it is a PipelineModel
     group = runtime.group(PIPELINE_AXIS)

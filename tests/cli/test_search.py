@@ -171,6 +171,10 @@ def test_a_file_describes_the_cluster(capsys, here):
             ("tinynet.py:make", *CPU, "--mesh", "dp"),
             "--mesh 'dp' is no mesh (choose such as dp=4,tp=2)",
         ),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "pp=2,dp=2"),
+            "--mesh: pp cuts the model into stages, which are found without --mesh",
+        ),
         (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
         (
             ("tinynet.py:make", *CPU, "--mode", "best"),

@@ -67,8 +67,9 @@ def turned(x, cos, sin):
 class GPT(nn.Module):
     """Weights of embedding and output are one parameter; some targets do not count."""
 
-    def __init__(self, layers=2, dropout=0.0):
+    def __init__(self, layers=2, dropout=0.0, ignored=3):
         super().__init__()
+        self.ignored = ignored
         self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.places = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
         self.blocks = nn.ModuleList([GPTBlock(dropout) for _ in range(layers)])
@@ -81,7 +82,9 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.view(-1, VOCAB), target.view(-1), ignore_index=3)
+        return functional.cross_entropy(
+            logits.view(-1, VOCAB), target.view(-1), ignore_index=self.ignored
+        )
 
 
 class GPTBlock(nn.Module):

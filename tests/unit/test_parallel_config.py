@@ -138,6 +138,14 @@ def test_rendering_reads_back():
             {"mode": "auto", "optimizer": {"zero": 1}},
             "parallel.optimizer: mode auto has none: the search decides",
         ),
+        (
+            {
+                "mode": "auto",
+                "mesh": "auto",
+                "pipeline": {"stages": "auto", "microbatches": 2},
+            },
+            "parallel.pipeline: mode auto has none: the search decides",
+        ),
         ({"mode": "auto", "memory": "-1"}, NO_SIZE),
         ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
         (
@@ -214,9 +222,22 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
         ),
         ({"mesh": {"dp": 4, "pp": 2}}, 8, "parallel.mesh.pp: 2 stages need parallel.pipeline"),
         (
-            {"mesh": {"dp": 4, "pp": 2}, "mode": "auto"},
+            {
+                "mesh": {"dp": 4, "pp": 2},
+                "mode": "auto",
+                "pipeline": {"stages": {"*": 0}, "microbatches": 2},
+            },
             8,
-            "parallel.mesh.pp: mode auto runs no pipeline stages",
+            "parallel.pipeline.stages: mode auto cuts by itself (choose auto)",
+        ),
+        (
+            {
+                "mesh": {"dp": 4, "pp": 2},
+                "mode": "auto",
+                "pipeline": {"stages": "auto", "microbatches": 2, "schedule": "zbv"},
+            },
+            8,
+            "parallel.pipeline.schedule: mode auto runs no zbv (choose gpipe or 1f1b)",
         ),
         (
             {"pipeline": {"stages": "auto", "microbatches": 2}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from msrun.parallel.auto.chain import Plan
 from msrun.parallel.auto.codes import text
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.edges import itemize
@@ -14,6 +15,8 @@ from msrun.parallel.auto.problem import Exchange, Node, Problem
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.rules import Rule
+from msrun.parallel.auto.search import Names
+from msrun.parallel.config import DATA_AXIS
 
 _WORDS = {
     Kind.GATHER: "all-gather",
@@ -21,12 +24,18 @@ _WORDS = {
     Kind.MOVE: "all-to-all",
     Kind.REDUCE: "all-reduce",
 }
-_AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("dp", "mp", "tp")}
+_AXES = ("xp", "mp", "tp")
 
 
-def axis_names(count: int) -> tuple[str, ...]:
-    """Return names for the axes of a mesh that was found, the slowest-varying first."""
-    return _AXES[count]
+def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
+    """Return names for the axes of a mesh that was found, the slowest-varying first.
+
+    The first is `dp`, whose ranks get different samples, where it divides the samples of a
+    micro-batch.
+    """
+    if batch % sizes[0]:
+        return _AXES[-len(sizes) :]
+    return (DATA_AXIS, *_AXES[len(_AXES) + 1 - len(sizes) :])
 
 
 class Account:
@@ -118,6 +127,13 @@ def joined(stages: Sequence[Stage], count: int) -> tuple[dict[int, int], list[di
     first, last = by_name["first"], by_name["last"]
     middle = by_name["middle"].blocks * (count - 2) if "middle" in by_name else []
     return {**last.head, **last.tail, **first.head}, [*first.blocks, *middle, *last.blocks]
+
+
+def expanded(outcome: Outcome, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return what every node of the whole program chooses."""
+    ends, inside = joined(outcome.stages, outcome.layout.stages)
+    plan = Plan(head=ends, blocks=inside, tail={})
+    return names.expand(outcome.stages[0].chain.problem, plan)
 
 
 def operators(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,18 +20,24 @@ from msrun.parallel.auto.build import Pin, build
 from msrun.parallel.auto.codes import RR
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.meshes import LEFT_OUT, choose
+from msrun.parallel.auto.meshes import Wanted, choose
 from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
+from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.saved import check_fit, check_model, choices_of
 from msrun.parallel.auto.search import Mode, search
+from msrun.parallel.auto.stage_search import hubs, search_stages
+from msrun.parallel.auto.staged import PlannedModel, slices
+from msrun.parallel.auto.stages import between_blocks, divide
 from msrun.parallel.auto.topology import Topology
 from msrun.parallel.auto.topology_file import find_topology
-from msrun.parallel.auto.trace import trace
-from msrun.parallel.config import DATA_AXIS, ROOT, Dim
+from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
+from msrun.parallel.pipeline.chunks import Chunks, check_microbatches
+from msrun.parallel.pipeline.line import Line
 from msrun.parallel.tensor import describe_modules
 from msrun.parallel.tensor_plan import plan_modules
 
@@ -61,8 +67,8 @@ class Answer(msgspec.Struct, frozen=True):
         microbatches: Into how many a step divides a local batch.
         recompute: Whether repeated blocks keep only what they are given.
         chosen: Node -> its choice on every axis; empty before the search.
+        starts: First step of each stage of a pipeline; empty before the search.
         plan: One that was saved.
-        seconds: Predicted, of a step.
         error: Why there is no plan; empty if there is one.
         hint: What to do about it; may be empty.
     """
@@ -71,19 +77,28 @@ class Answer(msgspec.Struct, frozen=True):
     microbatches: int = 1
     recompute: bool = False
     chosen: dict[str, Row] = {}
+    starts: list[int] = []
     plan: SavedPlan | None = None
-    seconds: float = 0.0
     error: str = ""
     hint: str = ""
 
 
-def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> int:
-    """Search a plan for `model`, or read it, and make its forward run it, in place.
+class Applied(NamedTuple):
+    """What became of a model.
+
+    Args:
+        model: What is to be trained: the model itself, or a stage of it.
+        options: What a `ShardedModel` is told of it.
+    """
+
+    model: nn.Module
+    options: dict[str, Any]
+
+
+def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> Applied:
+    """Search a plan for `model`, or read it, and have its forward run it; stages take it apart.
 
     Every rank has the same whole parameters before.
-
-    Returns:
-        Into how many micro-batches a step divides a local batch.
 
     Raises:
         UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
@@ -94,29 +109,67 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> i
             f"{ROOT}.mode: auto needs a batch to trace the model with",
             hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
         )
+    if any(param.is_meta for param in model.parameters()):
+        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
     was_training = model.training
     model.train()
+    if runtime.config.mesh != "auto" and not _axes(runtime):
+        _lay_out(runtime, {**runtime.layout.axes, DATA_AXIS: 1})
     batch = _samples(runtime, sample)
     answer = _outline(runtime, model, sample, batch)
     if runtime.config.mesh == "auto":
-        runtime.lay_out(msgspec.structs.replace(runtime.config, mesh=answer.mesh, plan=[]))
+        _lay_out(runtime, answer.mesh)
+    chunks = _chunks(runtime, answer.microbatches)
     setting = _setting(runtime, batch, answer.microbatches)
     traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
-    chosen = _chosen(runtime, model, traced.program, setting, answer)
-    problem = build(traced.program, setting, cuts=_hubs(chosen))
+    answer = _completed(runtime, model, traced, setting, answer)
+    problem = build(traced.program, setting, cuts=hubs(answer.chosen))
     rules = {node.name: node.rule for node in problem.nodes}
-    model.forward = Executor(
-        model,
-        traced,
-        rules,
-        chosen,
+    names = tuple(_axes(runtime))
+    make = partial(
+        Executor,
+        traced=traced,
+        rules=rules,
+        chosen=answer.chosen,
         setting=setting,
-        mesh=runtime.mesh,
-        seed=_seed(),
+        mesh=runtime.mesh[names],
+        seed=_seed(runtime),
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )
-    return answer.microbatches
+    if chunks.stages == 1:
+        model.forward = make(model)
+        return Applied(model, {"microbatches": answer.microbatches})
+    readings = Readings(traced.program, setting, traced.rules)
+    parts = divide(traced.program, readings, answer.starts)
+    line = Line(chunks=chunks, group=runtime.group(PIPELINE_AXIS), device=runtime.device)
+    stage = PlannedModel(
+        model,
+        slices(model, traced, parts, chunks),
+        answer.microbatches,
+        line,
+        traced=traced,
+        make=partial(make, part=parts[line.stage]),
+    )
+    return Applied(stage, {"is_pipeline": True})
+
+
+def _axes(runtime: Runtime) -> dict[str, int]:
+    """Return the axes of the mesh that a plan is for: of one stage."""
+    return {name: size for name, size in runtime.layout.axes.items() if name != PIPELINE_AXIS}
+
+
+def _lay_out(runtime: Runtime, mesh: dict[str, int]) -> None:
+    rules = [] if runtime.config.mesh == "auto" else runtime.config.plan
+    runtime.lay_out(msgspec.structs.replace(runtime.config, mesh=mesh, plan=rules))
+
+
+def _chunks(runtime: Runtime, microbatches: int) -> Chunks:
+    """Return the chunks of the pipeline, which may be one of one stage."""
+    schedule = runtime.config.pipeline.schedule if runtime.config.pipeline else "1f1b"
+    chunks = Chunks(schedule=schedule, stages=runtime.layout.size(PIPELINE_AXIS))
+    check_microbatches(chunks, microbatches)
+    return chunks
 
 
 def _samples(runtime: Runtime, sample: Sequence[Any]) -> int:
@@ -134,7 +187,11 @@ def _outline(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: i
         return _agreed(partial(_read, runtime, config.plan, batch), runtime)
     if config.mesh == "auto":
         return _agreed(partial(_choose_mesh, runtime, model, sample, batch), runtime)
-    return Answer(mesh=runtime.layout.axes, microbatches=config.accumulate)
+    return Answer(mesh=runtime.layout.axes, microbatches=_microbatches(config))
+
+
+def _microbatches(config: ParallelConfig) -> int:
+    return config.pipeline.microbatches if config.pipeline else config.accumulate
 
 
 def _read(runtime: Runtime, path: str, batch: int) -> Answer:
@@ -146,15 +203,11 @@ def _read(runtime: Runtime, path: str, batch: int) -> Answer:
         check_fit(plan, path, world=runtime.world_size, mesh=mesh, batch=batch)
     except UsageError as error:
         raise UsageError(f"{_PLAN}: {error.message}", hint=error.hint) from None
-    if plan.stages > 1:
-        raise UsageError(
-            f"{_PLAN}: {path} has {plan.stages} stages of a pipeline, and mode auto runs none",
-            hint="name the mesh in `msrun search --mesh`, or have rt.shard find one",
-        )
-    if config.accumulate not in (1, plan.microbatches):
+    if _microbatches(config) not in (1, plan.microbatches):
+        key = "pipeline.microbatches" if config.pipeline else "accumulate"
         raise UsageError(
             f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
-            f"and {ROOT}.accumulate is {config.accumulate}"
+            f"and {ROOT}.{key} is {_microbatches(config)}"
         )
     return Answer(mesh=mesh, microbatches=plan.microbatches, recompute=plan.recompute, plan=plan)
 
@@ -165,64 +218,64 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     with _told_memory():
         best = choose(
-            Batches(small, large, SIZES),
-            _topology(runtime),
-            world=runtime.world_size,
-            batch=batch,
-            mode=_MODES[config.search or "exact"],
-            limit=None if config.memory is None else float(config.memory),
+            Wanted(
+                programs=Batches(small, large, SIZES),
+                topology=_topology(runtime),
+                world=runtime.world_size,
+                batch=batch,
+                mode=_MODES[config.search or "exact"],
+                limit=None if config.memory is None else float(config.memory),
+            )
         )
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
     again = ", recomputation" if best.recompute else ""
     runtime.print(
         f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es){again}, "
-        f"{best.found.seconds:.4g} s a step predicted; left out: {LEFT_OUT}, which mode auto does "
-        "not run"
+        f"{best.seconds:.4g} s a step predicted"
     )
     return Answer(
         mesh=best.mesh,
         microbatches=best.microbatches,
         recompute=best.recompute,
-        chosen=best.found.chosen,
+        chosen=best.chosen,
     )
 
 
 def _setting(runtime: Runtime, batch: int, microbatches: int) -> Setting:
     """Return what a plan is for: a micro-batch of all ranks."""
-    axes = runtime.layout.axes
-    local = batch // runtime.layout.size(DATA_AXIS)
-    if local % microbatches:
+    axes, ranks = _axes(runtime), runtime.layout.size(DATA_AXIS)
+    if batch % (ranks * microbatches):
+        key = "pipeline.microbatches" if runtime.config.pipeline else "accumulate"
         raise UsageError(
-            f"{ROOT}.accumulate: {microbatches} does not divide the {local} samples of a local "
-            "batch, and mode auto needs equal micro-batches"
+            f"{ROOT}.{key}: {microbatches} does not divide the {batch / ranks:g} samples of a "
+            "local batch, and mode auto needs equal micro-batches"
         )
     return Setting(
         sizes=tuple(axes.values()),
         topology=_topology(runtime),
         data_axes=frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS),
         batch=batch // microbatches,
-        rounds=microbatches,
+        rounds=microbatches + runtime.layout.size(PIPELINE_AXIS) - 1,
     )
 
 
-def _chosen(
-    runtime: Runtime, model: nn.Module, program: Program, setting: Setting, answer: Answer
-) -> dict[str, Row]:
-    """Return what every node chooses."""
-    if answer.plan is None:
-        if answer.chosen:
-            return answer.chosen
+def _completed(
+    runtime: Runtime, model: nn.Module, traced: Traced, setting: Setting, answer: Answer
+) -> Answer:
+    """Return `answer` with what every node chooses, and where stages begin."""
+    program, stages = traced.program, runtime.layout.size(PIPELINE_AXIS)
+    if answer.plan is None and not answer.chosen:
         pins = _pins(runtime, model, program)
-        return _agreed(partial(_search, runtime, program, setting, pins), runtime).chosen
-    where = f"{_PLAN}: {runtime.config.plan}"
-    check_model(answer.plan, where, program)
-    problem = build(program, setting, cuts=answer.plan.shared)
-    return choices_of(answer.plan, where, problem, program)
-
-
-def _hubs(chosen: Mapping[str, object]) -> list[str]:
-    """Return the tensors that a plan moves once for all who read them."""
-    return [name.removeprefix("hub:") for name in chosen if name.startswith("hub:")]
+        found = _agreed(partial(_search, runtime, traced, setting, pins), runtime)
+        return msgspec.structs.replace(answer, chosen=found.chosen, starts=found.starts)
+    chosen, key = answer.chosen, f"{ROOT}.mesh.{PIPELINE_AXIS}"
+    if answer.plan is not None:
+        key = f"{_PLAN}: {runtime.config.plan}"
+        check_model(answer.plan, key, program)
+        problem = build(program, setting, cuts=answer.plan.shared)
+        chosen = choices_of(answer.plan, key, problem, program)
+    starts = between_blocks(find_blocks(program), stages, key) if stages > 1 else [0]
+    return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 
 def _topology(runtime: Runtime) -> Topology:
@@ -233,13 +286,26 @@ def _topology(runtime: Runtime) -> Topology:
         raise UsageError(f"{ROOT}.{error.message}") from None
 
 
-def _search(runtime: Runtime, program: Program, setting: Setting, pins: Sequence[Pin]) -> Answer:
-    config = runtime.config
+def _search(runtime: Runtime, traced: Traced, setting: Setting, pins: Sequence[Pin]) -> Answer:
+    config, stages = runtime.config, runtime.layout.size(PIPELINE_AXIS)
     mode = _MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
     with _told_memory():
-        found = search(program, setting, mode=mode, pins=pins, limit=limit)
-    return Answer(chosen=found.chosen, seconds=found.seconds)
+        if stages == 1:
+            found = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
+            return Answer(chosen=found.chosen, starts=[0])
+        number = _microbatches(config)
+        is_all = config.pipeline is not None and config.pipeline.schedule == "gpipe"
+        staged = search_stages(
+            traced.program,
+            setting,
+            traced.rules,
+            flights=[number if is_all else min(number, stages - at) for at in range(stages)],
+            mode=mode,
+            pins=pins,
+            limit=limit,
+        )
+    return Answer(chosen=staged.found.chosen, starts=staged.starts)
 
 
 @contextlib.contextmanager
@@ -282,9 +348,9 @@ def _tried(ask: Callable[[], Answer]) -> Answer:
         return Answer(error=error.message, hint=error.hint or "")
 
 
-def _seed() -> int:
+def _seed(runtime: Runtime) -> int:
     """Return a number that all ranks have: of the first rank's generator."""
-    seed = torch.tensor([torch.initial_seed() % 2**62])
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=runtime.device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(seed, src=0)
     return int(seed)
@@ -297,7 +363,7 @@ def _pins(runtime: Runtime, model: nn.Module, program: Program) -> list[Pin]:
         return []
     plans = plan_modules(rules_of(config), runtime.layout, describe_modules(model))
     values = {full: value for value, full in program.params.items()}
-    axes = {name: at for at, name in enumerate(runtime.layout.axes) if name != DATA_AXIS}
+    axes = {name: at for at, name in enumerate(_axes(runtime)) if name != DATA_AXIS}
     pins = []
     for module, plan in plans.items():
         for param, dims in plan.params.items():

@@ -19,7 +19,7 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.account import (
     Account,
     axis_names,
-    joined,
+    expanded,
     operators,
     parameters,
     rules_of,
@@ -28,7 +28,6 @@ from msrun.parallel.auto.account import (
 )
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.build import build
-from msrun.parallel.auto.chain import Plan
 from msrun.parallel.auto.layouts import Job, Outcome, Progress, explore
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.plan import VERSION, SavedPlan
@@ -39,7 +38,7 @@ from msrun.parallel.auto.saved import identity, shared
 from msrun.parallel.auto.search import Found, Mode, Names, indices, search
 from msrun.parallel.auto.topology import Topology
 from msrun.parallel.auto.trace import trace
-from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
@@ -72,9 +71,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """A whole program, its blocks, and the names of what is in them."""
+    """A whole program for any batch, its blocks, and the names of what is in them."""
 
-    program: Program
+    programs: Batches
     blocks: Blocks
     names: Names
 
@@ -119,7 +118,7 @@ def ask(
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
     names = Names(small, short, blocks)
-    return _saved(question, job, progress, _Traced(small, blocks, names))
+    return _saved(question, job, progress, _Traced(Batches(small, large, SIZES), blocks, names))
 
 
 def _within(
@@ -169,11 +168,9 @@ def _saved(
     if best is None:
         raise ValueError("there is no plan to save")
     layout, problem = best.layout, best.stages[0].chain.problem
-    ends, inside = joined(best.stages, layout.stages)
-    plan = Plan(head=ends, blocks=inside, tail={})
-    chosen = traced.names.expand(problem, plan)
-    program, blocks = traced.program, traced.blocks
-    names = axis_names(len(layout.sizes))
+    chosen = expanded(best, traced.names)
+    part, blocks = job.batch // layout.microbatches, traced.blocks
+    program, names = traced.programs.at(part), axis_names(layout.sizes, part)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
     rules = rules_of(whole.nodes)
@@ -216,6 +213,10 @@ def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch:
     if math.prod(sizes) != question.world:
         written = " x ".join(f"{name} {size}" for name, size in question.mesh.items())
         raise UsageError(f"--mesh: {written} is not --world {question.world}")
+    if PIPELINE_AXIS in question.mesh:
+        raise UsageError(
+            f"--mesh: {PIPELINE_AXIS} cuts the model into stages, which are found without --mesh"
+        )
     program = trace(model, resized(sample, batch)).program
     # As in training: ranks of the data axis are handed different samples.
     data = frozenset(at for at, name in enumerate(question.mesh) if name == DATA_AXIS)

@@ -18,6 +18,9 @@ class Batches:
         large: The same of a larger one.
         sizes: Of both batches.
 
+    Attributes:
+        ends: The two programs and their sizes, as they were given.
+
     Raises:
         UsageError: The two are not the same program.
     """
@@ -29,6 +32,7 @@ class Batches:
                 "search: the model runs other operators with another size of the batch"
             )
         self._small, self._large, self._sizes = small, large, sizes
+        self.ends = small, large, sizes
 
     def at(self, batch: int) -> Program:
         """Return the program of a batch of `batch` samples."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from msrun.errors import UsageError
 from msrun.parallel.auto.carry import Carrier, Exchanged
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.auto.draws import Draws
 from msrun.parallel.auto.edges import behind
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Step
@@ -29,6 +31,7 @@ from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.refused import check, writes
 from msrun.parallel.auto.repeat import Blocks
 from msrun.parallel.auto.rules import Choice, Rule, Site
+from msrun.parallel.auto.stages import Part, divide
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.auto.views import is_regrouped, renaming
 
@@ -36,10 +39,10 @@ Row = tuple[int, ...]
 
 
 class Executor:
-    """The forward of a model under a plan.
+    """The forward of a model under a plan, or of one stage of it.
 
     Args:
-        model: Whose forward it is.
+        model: Whose forward it is; of a stage, with what the stage holds.
         traced: Its steps, for the whole batch.
         rules: Node -> its rule.
         chosen: Node -> its choice on every axis.
@@ -47,6 +50,7 @@ class Executor:
         mesh: Its axes are those of the plan.
         seed: Of the numbers that dropout draws, the same on every rank.
         blocks: Whose values are computed again in the backward pass; None keeps all.
+        part: What the stage runs; None is all.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Executor:
         mesh: DeviceMesh,
         seed: int,
         blocks: Blocks | None = None,
+        part: Part | None = None,
     ) -> None:
         self._model, self._traced, self._chosen = model, traced, chosen
         self._program, self._setting, self._mesh = traced.program, setting, mesh
@@ -67,9 +72,9 @@ class Executor:
         check(self._program)
         self._carrier = Carrier(mesh)
         self._readings = Readings(self._program, setting, traced.rules)
-        self._steps = {step.name: step for step in self._program.steps}
+        self._part = part or divide(self._program, self._readings, [0])[0]
         self._makers = {name: step for step in self._program.steps for name in step.outputs}
-        self._generator = torch.Generator().manual_seed(seed)
+        self._draws = Draws(self._program, seed)
         self._blocks = blocks
         self._stored: dict[str, Row] = {}
         self._divide()
@@ -81,6 +86,8 @@ class Executor:
         owners = dict(self._model.named_parameters(remove_duplicate=False))
         modules = dict(self._model.named_modules())
         for value, full in self._program.params.items():
+            if value not in self._part.params:
+                continue
             param = owners[full]
             row = self._chosen.get(value)
             codes = [RR] * self._mesh.ndim
@@ -113,11 +120,20 @@ class Executor:
     # Forward.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, of this rank's batch."""
-        values = self._read(args, kwargs)
-        for name, full in self._program.params.items():
+        """Return what the model returns, of this rank's batch.
+
+        A stage also takes what it is handed, behind the inputs, and but for the last one returns
+        what it hands on.
+        """
+        part = self._part
+        own = len(args) - len(part.received)
+        values = self.read(args[:own], kwargs) | dict(zip(part.received, args[own:], strict=True))
+        for name, full in self._traced.buffers.items():
+            if name in part.given:
+                values[name] = self._traced.buffer(self._model, full)
+        for name in part.params:
             if self._readings.uses.get(name):
-                param = self._model.get_parameter(full)
+                param = self._model.get_parameter(self._program.params[name])
                 local = param.to_local() if isinstance(param, DTensor) else param
                 values[name] = self._to_hub(name, local, self._stored[name])
         for steps, cut in self._spans():
@@ -125,26 +141,28 @@ class Executor:
                 self._run_all(steps, values)
             else:
                 self._run_block(steps, cut, values)
+        if part.sent is not None:
+            return tuple(values[name] for name in part.sent)
         outputs = [self._give(at, name, values) for at, name in enumerate(self._program.outputs)]
         return self._traced.rebuild(outputs)
 
     def _spans(self) -> Iterator[tuple[Sequence[Step], str | None]]:
-        """Yield runs of steps, with the one value that a block hands on."""
-        steps, blocks = self._program.steps, self._blocks
-        if blocks is None:
-            yield steps, None
-            return
-        end = blocks.first + blocks.count * blocks.period
-        yield steps[: blocks.first], None
-        for start, cut in zip(range(blocks.first, end, blocks.period), blocks.cuts, strict=True):
-            yield steps[start : start + blocks.period], cut
-        yield steps[end:], None
+        """Yield runs of steps, with the one value that a block hands on.
+
+        What no parameter has a part in is made before, as later blocks may read it too.
+        """
+        blocks, constants = self._blocks, self._readings.constants
+        inside = blocks.block_of(self._program) if blocks else {}
+
+        def block(step: Step) -> int | None:
+            return None if constants.issuperset(step.outputs) else inside.get(step.name)
+
+        for number, steps in groupby(self._part.steps, block):
+            yield list(steps), None if blocks is None or number is None else blocks.cuts[number]
 
     def _run_all(self, steps: Iterable[Step], values: dict[str, Tensor]) -> None:
         """Add what `steps` make to `values`."""
         for step in steps:
-            if step.outputs[0] in self._readings.views:
-                continue
             made = self._run(step, values)
             is_constant = self._readings.constants.issuperset(step.outputs)
             for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
@@ -152,49 +170,42 @@ class Executor:
                 values[name] = x if is_constant else self._to_hub(name, x, codes)
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
-        """Add what a block hands on, and keep what it is given for computing the rest again.
-
-        What no parameter has a part in, later blocks may read too.
-        """
-        constants = self._readings.constants
-        self._run_all((step for step in steps if constants.issuperset(step.outputs)), values)
-        others = [step for step in steps if not constants.issuperset(step.outputs)]
-        given, drawn = dict(values), self._generator.get_state()
+        """Add what a block hands on, and keep what it is given for computing the rest again."""
+        given, drawn = dict(values), self._draws.states(steps)
         done: list[bool] = []
 
         def run() -> Tensor:
-            inside, now = dict(given), self._generator.get_state()
-            self._generator.set_state(drawn)
+            inside, now = dict(given), self._draws.states(steps)
+            self._draws.go_on(drawn)
             try:
-                self._run_all(others, inside)
+                self._run_all(steps, inside)
             finally:  # torch ends it with an exception where it has all it needs
                 if done:  # for the second time: others have drawn meanwhile
-                    self._generator.set_state(now)
+                    self._draws.go_on(now)
             done.append(True)
             return inside[cut]
 
         values[cut] = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the inputs, buffers and constants by the names of their values."""
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the inputs by the names of their values.
+
+        Raises:
+            UsageError: They are not like those of the sample.
+        """
         given = self._traced.bind(args, kwargs)
-        values: dict[str, Tensor] = {}
-        for name, x in given.items():
-            if name in self._program.values:
-                shape = self._local_shape(name, self._readings.layouts[name][0])
-                if tuple(x.shape) != shape:
-                    raise UsageError(
-                        f"an input of shape {list(x.shape)} came where the plan of parallel.mode "
-                        f"auto has {list(shape)}",
-                        hint="give rt.shard a sample like every batch, and drop the last one",
-                    )
-                values[name] = x
-        for name, full in self._traced.buffers.items():
-            if name in self._program.values:
-                values[name] = self._traced.buffer(self._model, full)
+        values = {name: x for name, x in given.items() if name in self._program.values}
+        for name, x in values.items():
+            shape = self.local_shape(name, self._readings.layouts[name][0])
+            if tuple(x.shape) != shape:
+                raise UsageError(
+                    f"an input of shape {list(x.shape)} came where the plan of parallel.mode "
+                    f"auto has {list(shape)}",
+                    hint="give rt.shard a sample like every batch, and drop the last one",
+                )
         return values
 
-    def _local_shape(self, name: str, codes: Codes | Row) -> tuple[int, ...]:
+    def local_shape(self, name: str, codes: Codes | Row) -> tuple[int, ...]:
         """Return the shape of this rank's part of a value that lies as `codes` says."""
         shape = list(self._program.values[name].shape)
         for axis, code in enumerate(codes):
@@ -212,7 +223,7 @@ class Executor:
         hub = f"hub:{name}"
         return self._exchange(x, codes, self._outs(hub, 0)) if hub in self._chosen else x
 
-    def _lies(self, name: str) -> Row:
+    def lies(self, name: str) -> Row:
         """Return the codes at which readers find a value."""
         if f"hub:{name}" in self._chosen:
             return self._outs(f"hub:{name}", 0)
@@ -245,7 +256,7 @@ class Executor:
             return self._carrier.carry(values[name], layout, forward(np.array(wanted)).tolist())
         at_root, seen = behind(self._setting.sizes, np.array([wanted]), view)
         codes: Row = tuple(at_root[0].tolist())
-        x = self._exchange(values[root], self._lies(root), codes)
+        x = self._exchange(values[root], self.lies(root), codes)
         for step in self._views(root, name):
             codes, x = self._look(step, codes, x)
         return x if seen is None else self._exchange(x, tuple(seen[0].tolist()), wanted)
@@ -266,7 +277,7 @@ class Executor:
         back = {source: dim for dim, (source, _) in dims.items()}
         after = tuple(back.get(code, code) if code < SHARDS else code for code in codes)
         if is_regrouped(step):
-            return after, x.reshape(self._local_shape(step.outputs[0], after))
+            return after, x.reshape(self.local_shape(step.outputs[0], after))
         return after, self._call(step, [x])[0]
 
     def _give(self, number: int, name: str, values: Mapping[str, Tensor]) -> Tensor:
@@ -296,7 +307,7 @@ class Executor:
             self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
             for port, name in enumerate(names)
         ]
-        special = _SPECIAL.get(step.target.split(".")[1])
+        special = _SPECIAL.get(_packet(step))
         if special:
             return [special(self, step, choices, ins)]
         return self._call(step, ins, choices)
@@ -320,7 +331,9 @@ class Executor:
                 )
         if view is not None and is_regrouped(step):
             layout = tuple(readings.layouts[step.outputs[0]][0].tolist())
-            return [ins[0].reshape(self._local_shape(step.outputs[0], layout))]
+            return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
+        if step in self._draws:
+            return [self._drop(step, tuple(readings.layouts[step.outputs[0]][0].tolist()), ins[0])]
         return self._call(step, ins)
 
     def _call(
@@ -328,14 +341,14 @@ class Executor:
     ) -> list[Tensor]:
         """Run one operator on parts; arguments that are sizes become those of the parts."""
         target: Any = self._traced.nodes[step.name].target
-        packet = step.target.split(".")[1]
+        packet = _packet(step)
         if writes(packet):
             # What others read stays as it is; `check` has seen to what reads the result.
             ins = [ins[0].clone(), *ins[1:]]
         args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
         if packet in _SIZED and choices:
             outs = tuple(choice.outs[0] for choice in choices)
-            args[1] = list(self._local_shape(step.outputs[0], outs))
+            args[1] = list(self.local_shape(step.outputs[0], outs))
         grouped = [axis for axis, choice in enumerate(choices) if choice.name == "g"]
         if grouped:
             args[-1] //= math.prod(self._setting.sizes[axis] for axis in grouped)
@@ -399,7 +412,7 @@ class Executor:
         source = [-2 if axis in axes else -1 for axis in range(self._mesh.ndim)]
         count = self._carrier.carry(count, source, [-1] * self._mesh.ndim)
         options = {"ignore_index": ignored, "reduction": "sum"}
-        if step.target.split(".")[1] == "cross_entropy_loss":
+        if _packet(step) == "cross_entropy_loss":
             smoothing = float(attrs.get("label_smoothing", 0.0))
             return (
                 functional.cross_entropy(
@@ -413,15 +426,16 @@ class Executor:
         return functional.nll_loss(ins[0], ins[1], **options) / count  # type: ignore[arg-type]
 
     def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
-        """Drop what one process would: all ranks draw the whole mask and use their part."""
-        p = float(step.attrs.get("p", 0.5))
+        """Drop what one process would."""
+        return self._drop(step, tuple(choice.outs[0] for choice in choices), ins[0])
+
+    def _drop(self, step: Step, codes: Row, x: Tensor) -> Tensor:
+        """Drop from a part that lies as `codes` says: all ranks draw the whole mask."""
         if not self._model.training:
-            return ins[0]
-        mask = torch.empty(self._program.values[step.outputs[0]].shape)
-        mask.bernoulli_(1 - p, generator=self._generator)
-        outs = forward(np.array([choice.outs[0] for choice in choices])).tolist()
-        part = self._carrier.carry(mask, [-1] * self._mesh.ndim, outs)
-        return ins[0] * (part / (1 - p)).to(ins[0])
+            return x
+        whole, parts = [-1] * self._mesh.ndim, forward(np.array(codes)).tolist()
+        keep = 1 - float(step.attrs.get("p", 0.5))
+        return x * self._carrier.carry(self._draws.mask(step, keep), whole, parts).to(x).div(keep)
 
 
 class _Shared(torch.autograd.Function):
@@ -437,6 +451,10 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Take the share."""
         return gradient * ctx.share, None
+
+
+def _packet(step: Step) -> str:
+    return step.target.split(".")[1]
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

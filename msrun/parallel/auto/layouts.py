@@ -46,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         batch: Samples of a step.
         limit: Bytes that a rank has.
         state_bytes: Of the optimizer, for each element of a parameter.
+        is_training: Whether it is laid out for `rt.shard`: in stages, and with ranks of the first
+            axis handed different samples.
     """
 
     programs: Batches
@@ -56,6 +58,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     limit: float
     state_bytes: int = 12
+    is_training: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +134,9 @@ def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
     """Return every number of stages with every mesh of a stage."""
     return [
         (stages, sizes)
-        for stages in divisors(math.gcd(job.count, job.world))
+        for stages in divisors(math.gcd(job.count, job.world))[job.is_training :]
         if stages <= job.batch
-        for sizes in shapes(job.world // stages)
+        for sizes in (shapes, data_shapes)[job.is_training](job.world // stages)
     ]
 
 
@@ -143,7 +146,7 @@ def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
     return [
         JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
         for number in divisors(job.batch)
-        if stages <= number <= most
+        if stages <= number <= most and not (job.is_training and job.batch // number % sizes[0])
         for recompute in (False, True)
     ]
 
@@ -164,6 +167,11 @@ def shapes(ranks: int) -> list[tuple[int, ...]]:
             if ranks % (n * m) == 0 and ranks > n * m:
                 found.append((ranks // (n * m), m, n))
     return found
+
+
+def data_shapes(ranks: int) -> list[tuple[int, ...]]:
+    """Return the same where ranks of the first axis have different samples: it may have one."""
+    return shapes(ranks) + ([(1, ranks)] if ranks > 1 else [])
 
 
 def explore(job: Job) -> Iterator[Progress]:
@@ -357,6 +365,8 @@ class _Stages:
             rounds=layout.rounds,
             recompute=layout.recompute,
             state_bytes=job.state_bytes,
+            data_axes=frozenset({0} if job.is_training else ()),
+            batch=job.batch // layout.microbatches if job.is_training else 0,
         )
         problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)

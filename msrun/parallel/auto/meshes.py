@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from msrun.parallel.auto.account import axis_names
+import msgspec
+
+from msrun.parallel.auto.account import axis_names, expanded
 from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.layouts import divisors, shapes
+from msrun.parallel.auto.eliminate import TooWideError
+from msrun.parallel.auto.layouts import Job, data_shapes, divisors, explore
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.repeat import find_blocks
-from msrun.parallel.auto.search import Found, Mode, search
+from msrun.parallel.auto.repeat import find_blocks, shortened
+from msrun.parallel.auto.search import Mode, Names, search
 from msrun.parallel.auto.topology import Topology
+from msrun.parallel.config import PIPELINE_AXIS
 
-# What the layouts of `msrun search` have, and the executor does not run.
-LEFT_OUT = "pipeline stages"
 # Ranks up to which meshes of three axes are looked at: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
@@ -26,16 +29,20 @@ class Chosen:
     """A mesh, and the best plan on it.
 
     Args:
-        mesh: Axis -> size.
+        mesh: Axis -> size; stages of the pipeline first, where there are some.
         microbatches: Of a step.
         recompute: Whether repeated blocks keep only what they are given.
-        found: The plan of a micro-batch.
+        chosen: What every node of the program of a micro-batch chooses.
+        seconds: Of a step.
+        memory: Bytes on a rank.
     """
 
     mesh: dict[str, int]
     microbatches: int
     recompute: bool
-    found: Found
+    chosen: dict[str, tuple[int, ...]]
+    seconds: float
+    memory: float
 
 
 def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
@@ -44,27 +51,13 @@ def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
     Ranks of the first axis, `dp`, are handed different samples; it may have one rank.
     """
     most = 3 if world <= _THIRD_AXIS_RANKS else 2
-    found = [sizes for sizes in shapes(world) if len(sizes) <= most]
-    if world > 1:
-        found.append((1, world))
-    for sizes in found:
-        if batch % sizes[0] == 0:
-            yield dict(zip(axis_names(len(sizes)), sizes, strict=True))
+    for sizes in data_shapes(world):
+        if len(sizes) <= most and batch % sizes[0] == 0:
+            yield dict(zip(axis_names(sizes, batch), sizes, strict=True))
 
 
-def choose(
-    programs: Batches,
-    topology: Topology,
-    *,
-    world: int,
-    batch: int,
-    mode: Mode = "exact",
-    limit: float | None = None,
-) -> Chosen:
-    """Return the fastest mesh and plan.
-
-    A micro-batch never takes less time for a sample than the whole batch at once, so there are
-    more of them only where fewer fit no mesh, unless their blocks are recomputed.
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a mesh is for.
 
     Args:
         programs: The model, for any batch.
@@ -73,33 +66,100 @@ def choose(
         batch: Samples of a step.
         mode: As of `search`.
         limit: Bytes that a rank has; None is any.
+    """
+
+    programs: Batches
+    topology: Topology
+    world: int
+    batch: int
+    mode: Mode = "exact"
+    limit: float | None = None
+
+
+def choose(wanted: Wanted) -> Chosen:
+    """Return the fastest mesh and plan.
 
     Raises:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
-    least: list[float] = []
-    fitting: list[Chosen] = []
-    for number in divisors(batch):
-        part = batch // number
-        program = programs.at(part)
+    found = [*_plain(wanted), *_with_stages(wanted)]
+    fitting = [one for one in found if isinstance(one, Chosen)]
+    if not fitting:
+        raise OutOfMemoryError(min(one for one in found if isinstance(one, float)))
+    return min(fitting, key=lambda one: one.seconds)
+
+
+def _plain(wanted: Wanted) -> Iterator[Chosen | float]:
+    """Yield the best plan of every mesh without stages, or its least bytes where none fits.
+
+    A micro-batch never takes less time for a sample than the whole batch at once, so there are
+    more of them only where fewer fit no mesh, unless their blocks are recomputed.
+    """
+    for number in divisors(wanted.batch):
+        part = wanted.batch // number
+        program = wanted.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)
-        for mesh, recompute in product(candidates(world, part), again):
+        is_enough = False
+        for mesh, recompute in product(candidates(wanted.world, part), again):
             setting = Setting(
                 sizes=tuple(mesh.values()),
-                topology=topology,
+                topology=wanted.topology,
                 data_axes=frozenset({0}),
                 batch=part,
                 rounds=number,
                 recompute=recompute,
             )
             try:
-                found = search(program, setting, mode=mode, limit=limit)
+                found = search(program, setting, mode=wanted.mode, limit=wanted.limit)
             except OutOfMemoryError as error:
-                least.append(error.least)
+                yield error.least
                 continue
-            fitting.append(Chosen(mesh=mesh, microbatches=number, recompute=recompute, found=found))
-        if not all(one.recompute for one in fitting):
+            is_enough |= not recompute
+            yield Chosen(
+                mesh=mesh,
+                microbatches=number,
+                recompute=recompute,
+                chosen=found.chosen,
+                seconds=found.seconds,
+                memory=found.memory,
+            )
+        if is_enough:
             break
-    if not fitting:
-        raise OutOfMemoryError(min(least))
-    return min(fitting, key=lambda one: one.found.seconds)
+
+
+def _with_stages(wanted: Wanted) -> Iterator[Chosen | float]:
+    """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
+    small, large, sizes = wanted.programs.ends
+    blocks = find_blocks(small)
+    if blocks is None:
+        return
+    short, two = shortened(small, blocks)
+    job = Job(
+        programs=Batches(short, shortened(large, blocks)[0], sizes),
+        blocks=two,
+        count=blocks.count,
+        topology=wanted.topology,
+        world=wanted.world,
+        batch=wanted.batch,
+        limit=math.inf if wanted.limit is None else wanted.limit,
+        is_training=True,
+    )
+    try:
+        *_, progress = explore(job)
+    except TooWideError:  # such blocks can be searched for two axes at a time only
+        return
+    best = progress.best
+    if best is None:
+        if progress.least is not None:
+            yield progress.least
+        return
+    layout = best.layout
+    names = axis_names(layout.sizes, wanted.batch // layout.microbatches)
+    yield Chosen(
+        mesh={PIPELINE_AXIS: layout.stages} | dict(zip(names, layout.sizes, strict=True)),
+        microbatches=layout.microbatches,
+        recompute=layout.recompute,
+        chosen=expanded(best, Names(small, short, blocks)),
+        seconds=best.seconds,
+        memory=best.memory,
+    )

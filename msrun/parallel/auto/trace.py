@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import UsageError
@@ -27,6 +28,7 @@ class Traced:
         graph: The graph, as `torch.export` made it.
         rules: Step -> its rule.
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
+        dtypes: Value -> its type.
     """
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
@@ -39,6 +41,7 @@ class Traced:
         self._constants = dict(exported.constants)
         self._names: dict[str, str] = {}
         self._values: dict[str, Value] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._steps: list[Step] = []
         self._user_outputs = set(self._returned)
         params = self._read_params(exported.params, model)
@@ -143,6 +146,7 @@ class Traced:
 
     def _add_value(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and name not in self._values:
+            self.dtypes[name] = value.dtype
             self._values[name] = Value(
                 tuple(int(size) for size in value.shape),
                 value.element_size(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msrun.parallel.pipeline.plan import Plan
+from msrun.parallel.pipeline.plan import Cut
 from msrun.parallel.pipeline.timeline import Action, bubble, peak_live
 
 _FORMULAS = {
@@ -15,11 +15,14 @@ _FORMULAS = {
 }
 
 
-def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) -> str:
+def describe(
+    plan: Cut, sizes: Sequence[int], microbatches: int, orders: Sequence[Sequence[Action]]
+) -> str:
     """Return what each stage holds, how long it waits and how much it keeps.
 
     Args:
         plan: The model in chunks.
+        sizes: Bytes of the parameters of each stage.
         microbatches: Parts of a batch.
         orders: What each stage does in one step.
     """
@@ -33,17 +36,11 @@ def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) 
         + (f"; cut by {plan.measure}" if plan.measure else "")
     ]
     for stage, order in enumerate(orders):
-        held = {id(param): param.nbytes for param in plan.holdings[stage].values()}
         lines.append(
-            f"  stage {stage}: {_modules(plan, stage)}; {_size(sum(held.values()))} of parameters; "
+            f"  stage {stage}: {plan.shown(stage)}; {_size(sizes[stage])} of parameters; "
             f"at most {peak_live(order)} micro-batch(es) live"
         )
     return "\n".join(lines)
-
-
-def _modules(plan: Plan, stage: int) -> str:
-    segments = [", ".join(plan.programs[c].modules) for c in plan.chunks.of_stage(stage)]
-    return " | ".join(segments)
 
 
 def _size(size: int) -> str:

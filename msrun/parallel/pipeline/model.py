@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from msrun.parallel.pipeline.inference import infer
 from msrun.parallel.pipeline.line import Line
 from msrun.parallel.pipeline.measure import Measured, measure
 from msrun.parallel.pipeline.microbatch import Division, divide
-from msrun.parallel.pipeline.plan import Plan, plan_split
+from msrun.parallel.pipeline.plan import Cut, Plan, plan_split
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
 from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
@@ -55,13 +57,20 @@ def split_model(
     """
     check_names(PipelineModel, model)
     plan = plan_split(model, settings, group.size(), sample)
-    return PipelineModel(model, plan, settings.microbatches, group, device)
+    line = Line(chunks=plan.chunks, group=group, device=device)
+    return SplitModel(model, plan, settings.microbatches, line)
 
 
 class PipelineModel(nn.Module):
     """One stage's part of a model, under the names it had; called, it runs all stages.
 
-    Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
+    What a chunk does, and what chunks hand each other, is said by those who cut models.
+
+    Args:
+        model: The whole model.
+        cut: What each stage holds.
+        microbatches: Parts of a batch.
+        line: The pipeline.
 
     Attributes:
         reduces_once: What is fully sharded in it stays as it is until the end of a step.
@@ -69,31 +78,37 @@ class PipelineModel(nn.Module):
 
     reduces_once = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, microbatches: int, line: Line) -> None:
         super().__init__()
-        line = Line(chunks=plan.chunks, group=group, device=device)
-        shapes = Shapes(plan, model)
-        graft(self, model, plan, line.stage)
-        release(model, plan, line.stage)
+        graft(self, model, cut, line.stage)
+        release(model, cut, line.stage)
         self.training = model.training  # not that of the modules, which may differ
-        own = plan.chunks.of_stage(line.stage)
-        self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
         self._name = type(model).__name__
         self._norms = [n for n, part in model.named_modules() if isinstance(part, _BATCH_NORMS)]
-        self._plan = plan
+        self._cut = cut
         self._line = line
         self._microbatches = microbatches
-        self._shapes = shapes
-        self._measured: Measured | None = None
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
-        self._tied = TiedWeights(self, find_ties(plan), group)
+        self._tied = TiedWeights(self, find_ties(cut), line.group)
+        self._sizes = [sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.holdings]
+        for holding in cut.holdings:
+            holding.clear()  # what is divided, or held by others, would stay whole here
+
+    def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
+        """Return what a chunk of this stage makes of the model's inputs and what it received."""
+        raise NotImplementedError
+
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+        """Return how a batch is divided, and what its micro-batches make chunks send.
+
+        Args:
+            inputs: Of the whole batch.
+            is_free: Whether there may be another number of micro-batches than configured.
+
+        Raises:
+            UsageError: The batch cannot be divided, or stages would send what they cannot.
+        """
+        raise NotImplementedError
 
     def forward(self, *inputs: Any, pipeline_chunk: int | None = None) -> Any:
         """Return the output of the whole model for a whole batch, on all ranks of the axis.
@@ -106,7 +121,7 @@ class PipelineModel(nn.Module):
             UsageError: A gradient is expected: those come from `train_step` alone.
         """
         if pipeline_chunk is not None:
-            return self._programs[pipeline_chunk](self, *inputs)
+            return self._run_chunk(pipeline_chunk, inputs)
         if self.training and torch.is_grad_enabled():
             raise UsageError(
                 f"{ROOT}.pipeline: {self._name} has no gradients outside a step of the pipeline",
@@ -146,11 +161,13 @@ class PipelineModel(nn.Module):
         self._schedule(borders).run(work)
         for param in self.parameters():
             local_gradient(param)  # completes what was computed apart, without its hook
-        # The ranks before the last one do not know the type of the loss.
-        loss = torch.zeros((), device=self._line.device)
+        # The ranks before the last one do not know the type of the loss, but what leads to it.
+        sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
+        dtype = reduce(torch.promote_types, sent, torch.float32)
+        loss = torch.zeros((), device=self._line.device, dtype=dtype)
         if work.losses:
             loss += torch.stack(work.losses).sum()
-        last = self._line.rank(self._plan.chunks.count - 1)
+        last = self._line.rank(self._cut.chunks.count - 1)
         dist.broadcast(loss, last, self._line.group)
         return loss
 
@@ -167,16 +184,44 @@ class PipelineModel(nn.Module):
 
     def describe(self) -> str:
         """Return the stages, how long they wait and what they keep, as text."""
-        nothing: Borders = ((),) * (self._plan.chunks.count - 1)
-        return describe(self._plan, self._microbatches, self._make_schedule(nothing).orders())
+        nothing: Borders = ((),) * (self._cut.chunks.count - 1)
+        orders = self._make_schedule(nothing).orders()
+        return describe(self._cut, self._sizes, self._microbatches, orders)
+
+    def _schedule(self, borders: Borders) -> Schedule:
+        """Return the schedule for these shapes; the one that was not used for longest goes."""
+        found = self._schedules.pop(borders, None) or self._make_schedule(borders)
+        self._schedules[borders] = found
+        if len(self._schedules) > _SCHEDULES_MAX:
+            self._schedules.popitem(last=False)
+        return found
+
+    def _make_schedule(self, borders: Borders) -> Schedule:
+        line = self._line
+        return Schedule(self, line, borders, self._microbatches)
+
+
+class SplitModel(PipelineModel):
+    """A stage of a model whose `forward` was followed from module to module.
+
+    Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, microbatches: int, line: Line) -> None:
+        shapes = Shapes(plan, model)
+        super().__init__(model, plan, microbatches, line)
+        own = plan.chunks.of_stage(line.stage)
+        self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
+        self._plan = plan
+        self._shapes = shapes
+        self._measured: Measured | None = None
+
+    def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
+        """Return what the modules of a chunk make of `inputs`."""
+        return self._programs[chunk](self, *inputs)
 
     def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
-        """Return how a batch is divided, and what its micro-batches make chunks send.
-
-        Args:
-            inputs: Of the whole batch.
-            is_free: Whether there may be another number of micro-batches than configured.
-        """
+        """Return how a batch is divided, and what chunks send: as a copy without values does."""
         names = self._plan.traced.inputs
         if len(inputs) != len(names):
             raise UsageError(
@@ -194,15 +239,3 @@ class PipelineModel(nn.Module):
                 kind = kinds(division.padded(inputs, 0))
                 self._measured = Measured(kind, division.width, borders, str(reason))
         return self._measured.fit(division, inputs, is_free=is_free), self._measured.borders
-
-    def _schedule(self, borders: Borders) -> Schedule:
-        """Return the schedule for these shapes; the one that was not used for longest goes."""
-        found = self._schedules.pop(borders, None) or self._make_schedule(borders)
-        self._schedules[borders] = found
-        if len(self._schedules) > _SCHEDULES_MAX:
-            self._schedules.popitem(last=False)
-        return found
-
-    def _make_schedule(self, borders: Borders) -> Schedule:
-        line = self._line
-        return Schedule(self, line, borders, self._microbatches)

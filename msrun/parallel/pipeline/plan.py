@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
@@ -21,9 +21,41 @@ from msrun.parallel.pipeline.trace import Trace, input_names, trace
 _SHOWN_MAX = 8
 
 
+class Cut(Protocol):
+    """What all stages of a pipeline know of each other."""
+
+    @property
+    def chunks(self) -> Chunks:
+        """The chunks there are."""
+
+    @property
+    def holdings(self) -> list[dict[str, Parameter]]:
+        """Name -> parameter of each stage; a shared one is in several, or has several names.
+
+        The model that is made of it empties them.
+        """
+
+    @property
+    def measure(self) -> str | None:
+        """What was made even; None where the stages were named."""
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that are no part of the model, by name."""
+
+    def modules(self, stage: int) -> list[str]:
+        """Return the names of the modules that `stage` has as they are."""
+
+    def attributes(self, stage: int) -> list[str]:
+        """Return what else `stage` holds: parameters, buffers, constants."""
+
+    def shown(self, stage: int) -> str:
+        """Return how a person finds what `stage` runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A model cut into chunks.
+    """A model cut into chunks; a `Cut`.
 
     Args:
         chunks: The chunks there are.
@@ -39,6 +71,11 @@ class Plan:
     holdings: list[dict[str, Parameter]]
     measure: str | None
 
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that `forward` makes from plain numbers, by the name of their step."""
+        return self.traced.constants
+
     def modules(self, stage: int) -> list[str]:
         """Return the names of the modules that `stage` calls."""
         return [name for c in self.chunks.of_stage(stage) for name in self.programs[c].modules]
@@ -47,6 +84,11 @@ class Plan:
         """Return what else `stage` holds: buffers, constants, parameters used by themselves."""
         names = [name for c in self.chunks.of_stage(stage) for name in self.programs[c].attributes]
         return list(dict.fromkeys([*names, *self.holdings[stage]]))
+
+    def shown(self, stage: int) -> str:
+        """Return the modules that `stage` calls, by segments."""
+        segments = (", ".join(self.programs[c].modules) for c in self.chunks.of_stage(stage))
+        return " | ".join(segments)
 
 
 def plan_split(

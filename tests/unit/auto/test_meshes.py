@@ -10,16 +10,18 @@ from programs import TINY
 
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.meshes import candidates, choose
+from msrun.parallel.auto.meshes import Wanted, candidates, choose
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.search import search
 
 
-def made(batch):
-    return programs.transformer(4, batch=batch, length=4, width=8, heads=2)
+def made(batch, layers=3):
+    return programs.transformer(layers, batch=batch, length=4, width=8, heads=2)
 
 
+# Three blocks, which four ranks do not divide; and four, which they may.
 PROGRAMS = Batches(made(2), made(6), (2, 6))
+FOUR = Batches(made(2, layers=4), made(6, layers=4), (2, 6))
 
 
 def everything(limit, number=1):
@@ -39,8 +41,12 @@ def everything(limit, number=1):
     return found
 
 
+def chosen(**wanted):
+    return choose(Wanted(topology=TINY, **wanted))
+
+
 def best(limit):
-    return choose(PROGRAMS, TINY, world=4, batch=8, limit=limit)
+    return chosen(programs=PROGRAMS, world=4, batch=8, limit=limit)
 
 
 def test_the_data_axis_comes_first_and_divides_the_batch():
@@ -56,7 +62,7 @@ def test_the_fastest_mesh_is_taken():
     found, seconds = best(None), everything(None)
     sizes = tuple(found.mesh.values())
     assert found.microbatches == 1
-    assert found.found.seconds == seconds[sizes][0] == min(time for time, _ in seconds.values())
+    assert found.seconds == seconds[sizes][0] == min(time for time, _ in seconds.values())
 
 
 def test_a_batch_is_cut_only_where_it_does_not_fit_at_once():
@@ -64,25 +70,49 @@ def test_a_batch_is_cut_only_where_it_does_not_fit_at_once():
     assert best(least * 1.01).microbatches == 1
     found = best(least * 0.99)
     assert found.microbatches == 2
-    assert found.found.memory <= least * 0.99
+    assert found.memory <= least * 0.99
     times = everything(least * 0.99, number=2)
-    assert found.found.seconds == min(time for time, _ in times.values())
+    assert found.seconds == min(time for time, _ in times.values())
 
 
 def test_blocks_are_recomputed_where_a_batch_is_one_sample():
     def one(limit):
-        return choose(PROGRAMS, TINY, world=1, batch=1, limit=limit)
+        return chosen(programs=PROGRAMS, world=1, batch=1, limit=limit)
 
     whole = one(None)
     assert not whole.recompute
-    found = one(whole.found.memory * 0.995)
+    found = one(whole.memory * 0.995)
     assert found.recompute
-    assert found.found.seconds > whole.found.seconds
+    assert found.seconds > whole.seconds
 
 
 def test_when_nothing_fits_the_least_memory_that_would_is_known():
     with pytest.raises(OutOfMemoryError) as caught:
         best(1.0)
-    assert best(caught.value.least * 1.01).found.memory <= caught.value.least * 1.01
+    assert best(caught.value.least * 1.01).memory <= caught.value.least * 1.01
     with pytest.raises(OutOfMemoryError):
         best(caught.value.least * 0.99)
+
+
+def test_stages_are_taken_where_they_are_faster():
+    found = chosen(programs=FOUR, world=4, batch=8)
+    assert (found.mesh, found.microbatches) == ({"pp": 4, "dp": 1}, 8)
+    alone = min(
+        search(
+            made(8, layers=4),
+            Setting(sizes=sizes, topology=TINY, data_axes=frozenset({0}), batch=8),
+        ).seconds
+        for sizes in ((4,), (1, 4), (2, 2))
+    )
+    assert found.seconds < alone
+    assert chosen(programs=FOUR, world=1, batch=8).mesh == {"dp": 1}
+    # A batch of one sample has no micro-batches for stages to share.
+    assert "pp" not in chosen(programs=FOUR, world=4, batch=1).mesh
+
+
+def test_a_mesh_of_stages_divides_the_samples_of_a_micro_batch():
+    least = chosen(programs=FOUR, world=8, batch=8).memory
+    for limit in (None, least * 0.9, least * 0.8):
+        found = chosen(programs=FOUR, world=8, batch=8, limit=limit)
+        assert 8 % (found.microbatches * found.mesh["dp"]) == 0
+        assert limit is None or found.memory <= limit

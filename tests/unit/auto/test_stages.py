@@ -1,0 +1,117 @@
+"""Where a program is cut into stages, and what each is handed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import programs
+import pytest
+from programs import TINY, Draft
+
+from msrun.errors import UsageError
+from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.operators import rule_of
+from msrun.parallel.auto.problem import Setting
+from msrun.parallel.auto.readings import Readings
+from msrun.parallel.auto.repeat import find_blocks
+from msrun.parallel.auto.rules import Site
+from msrun.parallel.auto.stage_search import search_stages
+from msrun.parallel.auto.stages import between_blocks, divide, evenly
+
+SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
+
+
+def read(program):
+    """Return the rules and the readings of `program`."""
+    rules = {step.name: rule_of(Site(step, program)) for step in program.steps}
+    return rules, Readings(program, SETTING, rules)
+
+
+def skip(depth=6):
+    """Return linear layers, the first of which is read by the last addition too, and a tie."""
+    draft = Draft()
+    x = draft.input(4, 8)
+    weight = draft.param(8, 8)
+    first = y = draft.op("linear", (4, 8), input=x, weight=weight)
+    for _ in range(depth):
+        y = draft.gelu(draft.linear(y, 8, bias=False))
+    y = draft.op("linear", (4, 8), input=draft.add(y, first), weight=weight)
+    return draft.done(draft.op("mse_loss", (), self=y, target=draft.input(4, 8)))
+
+
+def test_what_skips_stages_is_handed_through_and_tied_weights_are_in_both():
+    program = skip()
+    parts = divide(program, read(program)[1], [0, 5, 9])
+    names = [step.name for step in program.steps]
+    first = names[0]
+    assert [part.received for part in parts] == [(), (first, names[4]), (first, names[8])]
+    assert [part.sent for part in parts] == [(first, names[4]), (first, names[8]), None]
+    assert [step.name for part in parts for step in part.steps] == names
+    assert [len(part.params) for part in parts] == [3, 2, 3]
+    assert parts[0].params & parts[2].params == {"w0"}
+    assert [sorted(part.given) for part in parts] == [["x0"], [], ["x1"]]
+
+
+def test_what_no_parameter_has_a_part_in_is_run_by_all_who_read_it():
+    draft = Draft()
+    mask = draft.gelu(draft.input(4, 8))
+    unread = draft.param(8)
+    y = draft.linear(draft.input(4, 8), 8)
+    for _ in range(2):
+        y = draft.add(draft.linear(y, 8), mask)
+    program = draft.done(y)
+    parts = divide(program, read(program)[1], [0, 4])
+    assert [part.steps[0].name for part in parts] == [mask, mask]
+    assert [sorted(part.given) for part in parts] == [["x0", "x1"], ["x0"]]
+    assert parts[0].sent == parts[1].received == (program.steps[3].outputs[0],)
+    assert unread in parts[0].params
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be_and_little_is_handed_on():
+    program = skip(depth=12)
+    _, readings = read(program)
+    seconds = {step.name: float(step.target.startswith("aten.linear")) for step in program.steps}
+    starts = evenly(program, readings, seconds, SETTING, 3)
+    work = [seconds[step.name] for step in program.steps]
+    assert max(sum(work[a:b]) for a, b in pairwise([*starts, len(work)])) == 5
+    # Between two layers, where the first one's value and one more are handed on.
+    parts = divide(program, readings, starts)
+    assert [len(part.received) for part in parts] == [0, 2, 2]
+    with pytest.raises(UsageError) as caught:
+        evenly(program, readings, seconds, SETTING, 99)
+    assert caught.value.message == (
+        "parallel.mesh.pp: 99 stages, and the model has fewer places to cut at"
+    )
+
+
+def test_equal_blocks_are_divided_equally_or_not_at_all():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    blocks = find_blocks(program)
+    starts = between_blocks(blocks, 2, "key")
+    assert starts == [0, blocks.first + 2 * blocks.period]
+    parts = divide(program, read(program)[1], starts)
+    assert parts[0].sent == (blocks.cuts[1],)
+    for found, count in ((blocks, 4), (None, 0)):
+        with pytest.raises(UsageError) as caught:
+            between_blocks(found, 3, "key")
+        assert caught.value.message == (
+            f"key: 3 stages do not divide the {count} equal blocks of the model"
+        )
+
+
+def test_the_largest_stage_fits_or_its_bytes_are_told():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    rules, _ = read(program)
+
+    def found(limit):
+        return search_stages(program, SETTING, rules, flights=(2, 1), limit=limit)
+
+    free = found(None)
+    assert len(free.starts) == 2
+    assert free.memory < free.found.memory
+    less = found(free.memory * 0.9)
+    assert less.memory <= free.memory * 0.9
+    assert less.found.seconds >= free.found.seconds
+    with pytest.raises(OutOfMemoryError) as caught:
+        found(1.0)
+    assert found(caught.value.least).memory <= caught.value.least
