@@ -93,8 +93,8 @@ def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[
     if plan.tail:
         tied = {node: s for node, s in plan.head.items() if node in stage.chain.tied}
         account.add(problem, {second: at, **tied, **plan.tail}, plan.tail)
-    sent = stage.seconds - sum(account.costs.values())
-    if len(outcome.stages) > 1:
+    if stage.name not in ("all", "last"):
+        sent = stage.seconds - sum(account.costs.values())
         account.costs["sending between stages"] = max(0.0, sent)
     return sorted_costs(account.costs)
 

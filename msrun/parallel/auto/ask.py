@@ -72,9 +72,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """A whole program, its blocks, and the names of what is in them."""
+    """A whole program for any batch, its blocks, and the names of what is in them."""
 
-    program: Program
+    programs: Batches
     blocks: Blocks
     names: Names
 
@@ -119,7 +119,7 @@ def ask(
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
     names = Names(small, short, blocks)
-    return _saved(question, job, progress, _Traced(small, blocks, names))
+    return _saved(question, job, progress, _Traced(Batches(small, large, SIZES), blocks, names))
 
 
 def _within(
@@ -172,7 +172,8 @@ def _saved(
     ends, inside = joined(best.stages, layout.stages)
     plan = Plan(head=ends, blocks=inside, tail={})
     chosen = traced.names.expand(problem, plan)
-    program, blocks = traced.program, traced.blocks
+    # Of a micro-batch, since there is less to choose where a dim has one element.
+    program, blocks = traced.programs.at(job.batch // layout.microbatches), traced.blocks
     names = axis_names(len(layout.sizes))
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
@@ -202,6 +203,8 @@ def _saved(
         costs=stage_costs(best, setting.prices(), names),
         memory=best.memory,
         gap=max(0.0, best.seconds / best.bound - 1),
+        limit=job.limit,
+        stage_memory={one.name: one.memory for one in best.stages} if layout.stages > 1 else {},
         params=parameters(program, rules, chosen),
         operators=operators(program, rules, chosen),
         shared=shared(rules, chosen),
@@ -255,6 +258,7 @@ def _saved_mesh(
         costs=sorted_costs(account.costs),
         memory=found.memory,
         gap=found.gap,
+        limit=question.memory or question.topology.memory,
         params=parameters(program, rules, found.chosen),
         operators=operators(program, rules, found.chosen),
         shared=shared(rules, found.chosen),

@@ -361,9 +361,9 @@ class _Stages:
         problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
         most = min(layout.stages, layout.microbatches)
-        kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
-        if layout.stages > len(kinds):
-            kinds["middle"] = most - 1
+        kinds = {"first": most, "middle": most - 1, "last": 1}
+        if layout.stages < len(kinds):
+            kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
         self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
         self._free: dict[str, Tables] = {}
         hub = chain.problem.nodes[chain.hubs[0]]
