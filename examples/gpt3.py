@@ -1,4 +1,4 @@
-"""GPT-3, 175 billion parameters, for a search of its best parallel plan on a laptop:
+"""GPT-3, 175 billion parameters, for a search of its best parallel plan on a laptop.
 
 msrun search examples/gpt3.py:make --world 64 --batch 256
 """
