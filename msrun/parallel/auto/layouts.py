@@ -429,11 +429,11 @@ class _Stages:
         self, name: str, value: float, plan: Plan, weight: float, *, entry: int = 0
     ) -> Stage:
         chain = self._chains[name]
-        memory = plan.memory(chain.problem)
+        memory = plan.memory(chain, entry)
         return Stage(
             name=name,
             seconds=value - weight * memory,
-            memory=memory,
+            memory=memory + plan.borrowed(chain),
             chain=chain,
             plan=plan,
             entry=entry,
