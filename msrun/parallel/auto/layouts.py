@@ -297,23 +297,28 @@ class _Search:
     def _priced(
         self, stages: _Stages, exceeds: Outcome, fits: Outcome, best: float
     ) -> Outcome | None:
+        """Return the best plan between one that fits and one that does not.
+
+        The next price is where both cost the same, as in `memory.bounded`.
+        """
         limit, bound = self._job.limit, exceeds.bound
         found = fits
-        low, high = 0.0, (fits.seconds - exceeds.seconds) / max(exceeds.memory - fits.memory, 1.0)
         for _ in range(_PRICES_MAX):
-            if found.seconds - bound <= _TOLERANCE * found.seconds or bound >= best:
+            saved, taken = fits.seconds - exceeds.seconds, exceeds.memory - fits.memory
+            is_near = found.seconds - bound <= _TOLERANCE * found.seconds
+            if is_near or bound >= best or saved <= 0 or taken <= 0:
                 break
-            price = math.sqrt(low * high) if low else high
-            made = stages.solve(price, limit)
+            made = stages.solve(saved / taken, limit)
             bound = max(bound, made.bound)
             if made.memory <= limit:
                 found = min(found, made, key=lambda one: one.seconds)
-                low, high = (low, price) if low else (price / 64, price)
-            elif low:
-                low = price
+            ends = fits, exceeds
+            if made.memory <= limit:
+                fits = made
             else:
-                high *= 8
-                low = price if high > price * 64 else 0.0
+                exceeds = made
+            if any(made.memory == end.memory and made.seconds == end.seconds for end in ends):
+                break
         if bound >= best or found.seconds >= best:
             return None
         return Outcome(
