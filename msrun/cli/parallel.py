@@ -34,14 +34,14 @@ class Parallel:
 
     def render(self) -> str:
         """Return the configuration as a worker reads it."""
-        from msrun.parallel.config import render_config
+        from msrun.parallel.config_file import render_config
 
         return render_config(self.config)
 
 
 def parse_parallel(value: str) -> ParallelConfig:
     """Return the configuration that `value` is or names."""
-    from msrun.parallel.config import parse_config, read_config  # Help needs none of it.
+    from msrun.parallel.config_file import parse_config, read_config  # Help needs none of it.
 
     if is_inline(parsers.text(value)):
         tree = _json_object(value)

@@ -42,11 +42,14 @@ def search(args: Sequence[str], world: World) -> int:
     if words[:1] == ["diff"]:
         return _diff(words[1:], world)
     given = _parse(_command(), words)
+    _check_files(given)
     plan = _search(given)
     if given["output"]:
         from msrun.parallel.auto.plan import write_plan
 
         write_plan(plan, Path(given["output"]))
+    if given["plot"]:
+        _draw(plan, Path(given["plot"]))
     if given["json"]:
         import msgspec
 
@@ -89,6 +92,7 @@ def _command() -> click.Command:
             help="Of the search.",
         ),
         click.Option(["-o", "--output"], metavar="FILE", help="Writes the plan as JSON."),
+        click.Option(["--plot"], metavar="FILE.svg", help="Draws the plan and what it costs."),
         click.Option(["--explain"], metavar="NAME", help="Shows parameters and operators NAME."),
         click.Option(["--json"], is_flag=True, help="Prints the plan as JSON."),
     ]
@@ -112,6 +116,33 @@ def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
     except click.UsageError as error:
         message = error.format_message().rstrip(".")
         raise UsageError(message[:1].lower() + message[1:]) from None
+
+
+def _check_files(given: Mapping[str, Any]) -> None:
+    """Refuse what could not be written when the search is over."""
+    if given["plot"] and Path(given["plot"]).suffix != ".svg":
+        other = Path(given["plot"]).with_suffix(".svg")
+        raise UsageError(f"--plot {given['plot']}: a picture is SVG (choose such as {other})")
+    for option, text in (("-o", given["output"]), ("--plot", given["plot"])):
+        if not text:
+            continue
+        path = Path(text)
+        is_there = path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise UsageError(f"{option} {text} cannot be written: {error.strerror}") from None
+        if not is_there:
+            path.unlink()
+
+
+def _draw(plan: SavedPlan, path: Path) -> None:
+    from msrun.cli.picture import picture
+
+    try:
+        path.write_text(picture(plan), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:

@@ -1,23 +1,17 @@
-"""The parallel configuration: one mapping, read and checked before anything is built.
+"""The parallel configuration: what it can say, each section checked by itself.
 
-A wrong key, type or range is one `UsageError` that starts with the key's path, such as
-`parallel.optimizer.zero`.  What depends on the number of ranks is checked in `layout`.
+`config_file` reads it.  What depends on the number of ranks is checked in `layout`.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal
 
 import msgspec
 
-from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
-from msrun.units import parse_size, quoted
+from msrun.units import parse_size
 
 ROOT = "parallel"
 REST = -1
@@ -36,16 +30,6 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ELSEWHERE = {
-    "cost": "automatic strategy search",
-    "copies": "multiple-copy parallel",
-    "place": "heterogeneous placement",
-    "ps": "the parameter server",
-    "alltoall": "a switch of redistribution",
-}
-
-
 Search = Literal[
     "exact",
     "recursive",
@@ -54,6 +38,8 @@ Search = Literal[
     "recursive_programming",
     "sharding_propagation",
 ]
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Section(
@@ -337,54 +323,6 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
 
-def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) -> ParallelConfig:
-    """Return the configuration in `source`.
-
-    Args:
-        source: Path of a YAML file, a mapping, or None for plain data parallel.  The mapping may
-            stand under one key `parallel`.
-
-    Raises:
-        UsageError: It cannot be read, or says something that cannot be done.
-    """
-    match source:
-        case None:
-            return ParallelConfig()
-        case ParallelConfig():
-            return source
-        case str() | Path():
-            return parse_config(load_yaml(Path(source)))
-        case _:
-            return parse_config(source)
-
-
-def parse_config(tree: object) -> ParallelConfig:
-    """Return the configuration that `tree`, plain values as of YAML, says.
-
-    Numbers may be text, as they are in a job file.
-
-    Raises:
-        UsageError: As of `read_config`.
-    """
-    if isinstance(tree, Mapping) and set(tree) == {ROOT}:
-        tree = tree[ROOT]
-    tree = {} if tree is None else tree
-    if not isinstance(tree, Mapping):
-        raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
-    for key, feature in _ELSEWHERE.items():
-        if key in tree:
-            raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
-    try:
-        return msgspec.convert(tree, ParallelConfig, strict=False)
-    except msgspec.ValidationError as error:
-        raise UsageError(_sentence(str(error), tree)) from None
-
-
-def render_config(config: ParallelConfig) -> str:
-    """Return `config` as JSON, which is YAML too."""
-    return json.dumps({ROOT: msgspec.to_builtins(config)}, indent=2)
-
-
 def preloads(config: ParallelConfig) -> tuple[str, ...]:
     """Return the modules that a rank with `config` will import, which a parent may do for all."""
     is_sharded = config.optimizer.zero > 0
@@ -397,99 +335,3 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "msrun.parallel.warm": True,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
-
-
-def load_yaml(path: Path) -> object:
-    """Return the plain values in a YAML file, of at most 1 MiB and without aliases.
-
-    Raises:
-        UsageError: It cannot be read, or is no YAML.
-    """
-    import yaml
-
-    content = read_bounded(path, str(path), mebibytes=1)
-    try:
-        _check_aliases(yaml.parse(content, Loader=yaml.SafeLoader), path)
-        return yaml.safe_load(content)
-    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise UsageError(f"{path}{where}: {problem}") from None
-
-
-def _check_aliases(events: Iterable[object], path: Path) -> None:
-    """Refuse aliases, which could make a small file endless."""
-    if any(type(event).__name__ == "AliasEvent" for event in events):
-        raise UsageError(f"{path}: aliases (*name) are not used here: write the value out")
-
-
-# Used for errors alone, so compiled by the first.
-_WHERE = r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`"
-_UNKNOWN = r"Object contains unknown field `(.*)`"
-_MISSING = r"Object missing required field `(.*)`"
-_OURS = r"(?s)([a-z_]+): (.*)"
-_STEP = r"\.([^.\[]+)|\[(\d+)\]"
-
-
-def _sentence(text: str, tree: object) -> str:
-    """Return msgspec's message as one of ours: path, value, problem."""
-    match = re.fullmatch(_WHERE, text)
-    problem, path = (match[1], match[2].replace("[...]", "")) if match else (text, "")
-    value, section, key = _follow(tree, path)
-    if unknown := re.fullmatch(_UNKNOWN, problem):
-        keys = [field.encode_name for field in msgspec.structs.fields(section)]
-        close = difflib.get_close_matches(unknown[1], keys, n=1)
-        guess = f"did you mean {close[0]}?" if close else f"choose {', '.join(keys)}"
-        return f"{ROOT}{path}.{unknown[1]}: is no key ({guess})"
-    if missing := re.fullmatch(_MISSING, problem):
-        return f"{ROOT}{path}.{missing[1]}: is missing"
-    if problem.startswith("Invalid enum value"):
-        return f"{ROOT}{path}: {_shown(value)} is not known (choose {_choices(section, key)})"
-    if problem.startswith("Expected"):
-        return f"{ROOT}{path}: {_shown(value)}: e{problem[1:].replace('`', '')}"
-    ours = re.fullmatch(_OURS, problem)
-    return f"{ROOT}{path}.{ours[1]}: {ours[2]}" if ours else f"{ROOT}{path}: {problem}"
-
-
-def _follow(tree: object, path: str) -> tuple[object, type[Section], str]:
-    """Return the value at `path`, the section that holds it, and its key there."""
-    section: type[Section] = ParallelConfig
-    key = ""
-    for step in re.finditer(_STEP, path):
-        section = _SECTIONS.get(key, section)
-        if step[1] is None:
-            tree = tree[int(step[2])] if isinstance(tree, list) else None
-        else:
-            key = step[1]
-            tree = tree.get(key) if isinstance(tree, Mapping) else None
-    is_section = key in _SECTIONS and isinstance(tree, Mapping)
-    return tree, _SECTIONS[key] if is_section else section, key
-
-
-def _choices(section: type[Section], key: str) -> str:
-    """Return the values that the literal type of `key` allows."""
-    found: list[object] = []
-    pending = [f.type for f in msgspec.structs.fields(section) if f.encode_name == key]
-    while pending:
-        kind = pending.pop(0)
-        if get_origin(kind) is Literal:
-            found += get_args(kind)
-        else:
-            pending += get_args(kind)
-    return ", ".join(map(str, found))
-
-
-_SECTIONS: dict[str, type[Section]] = {
-    "plan": Rule,
-    "layout": LayoutRule,
-    "optimizer": Optimizer,
-    "pipeline": Pipeline,
-    "recompute": Recompute,
-    "reduce": Reduce,
-    "checkpoint": Checkpoint,
-}
-
-
-def _shown(value: object) -> str:
-    return quoted(value) if isinstance(value, str) else quoted(json.dumps(value, default=str))[1:-1]

@@ -25,7 +25,8 @@ from msrun.errors import UsageError
 from msrun.identity import find_master, read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
-from msrun.parallel.config import DATA_AXIS, ParallelConfig, read_config
+from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.config_file import read_config
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 from msrun.supervise import network
 

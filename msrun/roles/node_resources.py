@@ -392,7 +392,8 @@ def _preloads(job: JobSpec) -> tuple[str, ...]:
     """Return what the parallel runtime of the workers imports."""
     if not job.parallel:
         return ()
-    from msrun.parallel.config import parse_config, preloads  # 5 ms that other jobs need not.
+    from msrun.parallel.config import preloads  # 5 ms that other jobs need not.
+    from msrun.parallel.config_file import parse_config
 
     return preloads(parse_config(json.loads(job.parallel)))
 

@@ -60,16 +60,17 @@ def solve(
     starts = np.cumsum([0, *(len(node.rows) for node in problem.nodes)])
     count = int(starts[-1])
     prices = [np.concatenate([node.seconds for node in problem.nodes])]
+    held = [np.concatenate([node.memory for node in problem.nodes])]
     rows = _Rows()
     for at, node in enumerate(problem.nodes):
         rows.add(starts[at] + np.arange(len(node.rows)), np.ones(len(node.rows)), 1, 1)
     for edge in problem.edges:
-        made = _add_edge(rows, edge, starts, count)
-        prices.append(made)
-        count += len(made)
+        seconds, copied = _add_edge(rows, edge, starts, count)
+        prices.append(seconds)
+        held.append(copied)
+        count += len(seconds)
     if memory is not None:
-        held = np.concatenate([node.memory for node in problem.nodes]) / 1e9
-        rows.add(np.arange(len(held)), held, -np.inf, memory / 1e9)
+        rows.add(np.arange(count), np.concatenate(held) / 1e9, -np.inf, memory / 1e9)
     integral = np.zeros(count)
     integral[: starts[-1]] = 1
     result = milp(
@@ -85,16 +86,21 @@ def solve(
     return problem.seconds(chosen), chosen
 
 
-def _add_edge(rows: _Rows, edge: Edge, starts: Indices, first: int) -> Numbers:
-    """Add the variables of an edge, from number `first` on, and return their costs.
+def _add_edge(rows: _Rows, edge: Edge, starts: Indices, first: int) -> tuple[Numbers, Numbers]:
+    """Add the variables of an edge, from number `first` on, and return their seconds and bytes.
 
     Each class of equal rows has one variable for each class of equal columns; their sums are
     those of the strategies in the class.
     """
     table = edge.seconds
-    _, row_at, row_of = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    _, column_at, column_of = np.unique(table, axis=1, return_index=True, return_inverse=True)
-    small = table[np.ix_(row_at, column_at)]
+    copied = np.zeros_like(table) if edge.memory is None else edge.memory
+    _, row_at, row_of = np.unique(
+        np.hstack([table, copied]), axis=0, return_index=True, return_inverse=True
+    )
+    _, column_at, column_of = np.unique(
+        np.vstack([table, copied]), axis=1, return_index=True, return_inverse=True
+    )
+    small, bytes_of = (part[np.ix_(row_at, column_at)] for part in (table, copied))
     number = first + np.arange(small.size).reshape(small.shape)
     barred = number[np.isinf(small)]
     if len(barred):
@@ -107,4 +113,4 @@ def _add_edge(rows: _Rows, edge: Edge, starts: Indices, first: int) -> Numbers:
             members = starts[node] + np.flatnonzero(classes == at)
             columns = np.concatenate([own, members])
             rows.add(columns, np.concatenate([np.ones(len(own)), -np.ones(len(members))]), 0, 0)
-    return np.where(np.isinf(small), 0.0, small).ravel()
+    return np.where(np.isinf(small), 0.0, small).ravel(), bytes_of.ravel()

@@ -4,7 +4,8 @@
     python scripts/bench/predict.py --check    # exit 1 and name the missed bars
 
 Each run calibrates first, then takes the best plan and 15 drawn ones on 4 and on 2 x 2 ranks: the
-seconds of a training step in turns, and the bytes of a rank that live when backward begins.
+bytes of a rank that live when backward begins, and the least seconds of a training step in turns,
+as many as there are in a quarter of a minute.  On a busy machine these are few, and noisy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -40,7 +41,8 @@ from msrun.parallel.local import local_part
 RANKS = 4
 MESHES = ((4,), (2, 2))
 PLANS = 16
-TURNS = 7
+TURNS = (3, 7)
+PATIENCE = 15.0
 WIDTH, LENGTH, VOCAB, BATCH, LAYERS = 256, 64, 512, 16, 2
 ADAM_BYTES = 8
 RANK_BAR, BEST_BAR, MEMORY_BAR = 0.8, 1.15, 0.15
@@ -112,8 +114,8 @@ def main() -> int:
             missed.append(f"{name}: Spearman {rank:.2f}, the bar is {RANK_BAR}")
         if best > BEST_BAR:
             missed.append(f"{name}: chosen plan {best:.2f} of the best, the bar is {BEST_BAR}")
-        if memory > MEMORY_BAR:
-            missed.append(f"{name}: memory off by {memory:.0%}, the bar is {MEMORY_BAR:.0%}")
+        if of_any > MEMORY_BAR:
+            missed.append(f"{name}: memory off by {of_any:.0%}, the bar is {MEMORY_BAR:.0%}")
     for sentence in missed:
         print(f"missed: {sentence}")
     return bool(options.check and missed)
@@ -152,16 +154,17 @@ def _compare(setting: Setting) -> dict[str, float]:
     rng = np.random.default_rng(0)
     plans = [solve(problem)[1], *(_drawn(problem, rng) for _ in range(PLANS - 1))]
     predicted = [problem.seconds(plan) for plan in plans]
-    trained = [Trained(traced, problem, plan, setting) for plan in plans]
-    taken: list[list[float]] = [[] for _ in plans]
-    for _ in range(TURNS):
-        for times, one in zip(taken, trained, strict=True):
-            times.append(one.step(batch))
-    measured = [min(times) for times in taken]
+    mesh = init_device_mesh("cpu", setting.sizes)
+    trained = [Trained(traced, problem, plan, setting, mesh) for plan in plans]
     misses = [
-        abs(problem.memory(plan) - one.bytes(batch)) / one.bytes(batch)
+        abs(problem.memory(plan) / one.bytes(batch) - 1)
         for plan, one in zip(plans, trained, strict=True)
     ]
+    taken: list[list[float]] = []
+    # The slowest rank's seconds are known to all, so all do as many turns.
+    while len(taken) < TURNS[0] or (len(taken) < TURNS[1] and sum(map(sum, taken)) < PATIENCE):
+        taken.append([one.step(batch) for one in trained])
+    measured = [min(times) for times in zip(*taken, strict=True)]
     return {
         "rank": _rank_correlation(predicted, measured),
         "best": measured[0] / min(measured),
@@ -188,17 +191,23 @@ def _drawn(problem: Problem, rng: np.random.Generator) -> list[int]:
 class Trained:
     """A model under one plan."""
 
-    def __init__(self, traced: Traced, problem: Problem, plan: list[int], setting: Setting) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        problem: Problem,
+        plan: list[int],
+        setting: Setting,
+        mesh: DeviceMesh,
+    ) -> None:
         chosen = {
             node.name: tuple(node.rows[at].tolist())
             for node, at in zip(problem.nodes, plan, strict=True)
         }
-        mesh = init_device_mesh("cpu", setting.sizes)
         rules = {node.name: node.rule for node in problem.nodes}
         torch.manual_seed(0)
         self._model = GPT()
         self._run = Executor(self._model, traced, rules, chosen, setting=setting, mesh=mesh, seed=0)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), foreach=False)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
 
     def step(self, batch: tuple[Tensor, ...]) -> float:
         """Train once; return the seconds of the slowest rank."""
@@ -212,7 +221,7 @@ class Trained:
         return float(taken)
 
     def bytes(self, batch: tuple[Tensor, ...]) -> float:
-        """Return the bytes of parameters, gradients, their state, and what backward keeps."""
+        """Train once; return the bytes of parameters, gradients, state, and what backward keeps."""
         kept: dict[int, int] = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -225,6 +234,7 @@ class Trained:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = self._run(*batch)
         loss.backward()
+        self._optimizer.step()
         activations = sum(size for at, size in kept.items() if at not in own)
         gradients = [local_part(p.grad) for p in self._model.parameters() if p.grad is not None]
         states: list[Any] = list(self._optimizer.state.values())

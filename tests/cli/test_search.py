@@ -7,6 +7,8 @@ import json
 import pytest
 
 from msrun.cli.main import main
+from msrun.cli.picture import picture
+from msrun.parallel.auto.plan import read_plan
 
 MODEL = """
 import torch
@@ -137,6 +139,22 @@ def test_plans_are_written_and_compared(capsys, here):
     assert "  layers.0.weight  S(0)         S(0) x S(0)" in lines
 
 
+def test_a_plan_is_drawn(capsys, here):
+    words = ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--plot", "plan.svg", "-o", "plan.json")
+    assert search(capsys, *words)[0] == 0
+    drawn = (here / "plan.svg").read_text()
+    assert drawn == picture(read_plan(here / "plan.json"))
+    assert " GiB of 16 GiB that it has<" in drawn
+    assert "layers.*: linear" in drawn
+
+
+def test_operators_of_a_micro_batch_of_one_are_named_right(capsys):
+    words = ("tinynet.py:make", *CPU, "--batch", "1", "--json")
+    operators = json.loads(search(capsys, *words)[1])["operators"]
+    divided = [one["divided"] for one in operators.values() if one["op"] == "linear"]
+    assert divided == [["n"], ["k"], ["n"], ["k"]]
+
+
 def test_a_file_describes_the_cluster(capsys, here):
     (here / "t.yaml").write_text("{preset: cpu, name: ours, flops: 1.0e+10}")
     words = ("tinynet.py:make", "--world", "4", "--topology", "t.yaml", "--mesh", "tp=4", "--json")
@@ -188,9 +206,31 @@ def test_a_file_describes_the_cluster(capsys, here):
             ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "no"),
             "--explain 'no': nothing has this name (choose layers.0, layers.1, layers.2, layers.3)",
         ),
+        (
+            ("tinynet.py:make", *CPU, "--plot", "a.png"),
+            "--plot a.png: a picture is SVG (choose such as a.svg)",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--plot", "no/a.svg"),
+            "--plot no/a.svg cannot be written: No such file or directory",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--plot", "tinynet.py/a.svg"),
+            "--plot tinynet.py/a.svg cannot be written: Not a directory",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--plot", "/proc/version.svg"),
+            "--plot /proc/version.svg cannot be written: No such file or directory",
+        ),
+        (("tinynet.py:make", *CPU, "-o", "."), "-o . cannot be written: Is a directory"),
         (("diff", "a.json", "b.json"), "a.json cannot be read: No such file or directory"),
     ],
-    ids=lambda words: " ".join(words[:3]) if isinstance(words, tuple) else "",
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
 def test_a_mistake_is_one_sentence(capsys, words, sentence):
     assert search(capsys, *words) == (2, "", f"error: {sentence}\n")
+
+
+def test_a_refused_search_leaves_no_file(capsys, here):
+    search(capsys, "tinynet.py:broken", *CPU, "--plot", "a.svg", "-o", "a.json")
+    assert not list(here.glob("a.*"))

@@ -16,7 +16,7 @@ from msrun.parallel.auto.calibrate import fit
 from msrun.parallel.auto.cost import collective
 from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.topology import parse_topology
-from msrun.parallel.config import load_yaml
+from msrun.parallel.config_file import load_yaml
 
 pytestmark = pytest.mark.torch
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ParallelConfig, Rule, parse_config, read_config, render_config
+from msrun.parallel.config import ParallelConfig, Rule
+from msrun.parallel.config_file import parse_config, read_config, render_config
 from msrun.parallel.layout import MeshLayout, resolve
 
 NO_SIZE = (

@@ -2,7 +2,8 @@
 
 import pytest
 
-from msrun.parallel.config import parse_config, preloads
+from msrun.parallel.config import preloads
+from msrun.parallel.config_file import parse_config
 
 OURS = ("msrun.parallel.runtime", "msrun.parallel.warm")
 PLAN = [{"match": "*", "style": "rowwise"}]

@@ -91,19 +91,10 @@ def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[
     """Return what the slowest stage of `outcome` spends its time on."""
     stage = max(outcome.stages, key=lambda one: one.seconds)
     account = Account(prices, names)
-    problem, (first, second) = stage.chain.problem, stage.chain.hubs
-    plan, at = stage.plan, stage.entry
-    if first in plan.head:
-        account.add(problem, plan.head)
-        at = plan.head[first]
-    for block in plan.blocks:
-        account.add(problem, {first: at, **block}, block)
-        at = block[second]
-    if plan.tail:
-        tied = {node: s for node, s in plan.head.items() if node in stage.chain.tied}
-        account.add(problem, {second: at, **tied, **plan.tail}, plan.tail)
-    sent = stage.seconds - sum(account.costs.values())
-    if len(outcome.stages) > 1:
+    for chosen, own in stage.plan.pieces(stage.chain, stage.entry):
+        account.add(stage.chain.problem, chosen, own)
+    if stage.name not in ("all", "last"):
+        sent = stage.seconds - sum(account.costs.values())
         account.costs["sending between stages"] = max(0.0, sent)
     return sorted_costs(account.costs)
 

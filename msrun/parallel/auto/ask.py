@@ -169,6 +169,7 @@ def _saved(
         raise ValueError("there is no plan to save")
     layout, problem = best.layout, best.stages[0].chain.problem
     chosen = expanded(best, traced.names)
+    # Of a micro-batch, since there is less to choose where a dim has one element.
     part, blocks = job.batch // layout.microbatches, traced.blocks
     program, names = traced.programs.at(part), axis_names(layout.sizes, part)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
@@ -199,6 +200,8 @@ def _saved(
         costs=stage_costs(best, setting.prices(), names),
         memory=best.memory,
         gap=max(0.0, best.seconds / best.bound - 1),
+        limit=job.limit,
+        stage_memory={one.name: one.memory for one in best.stages} if layout.stages > 1 else {},
         params=parameters(program, rules, chosen),
         operators=operators(program, rules, chosen),
         shared=shared(rules, chosen),
@@ -256,6 +259,7 @@ def _saved_mesh(
         costs=sorted_costs(account.costs),
         memory=found.memory,
         gap=found.gap,
+        limit=question.memory or question.topology.memory,
         params=parameters(program, rules, found.chosen),
         operators=operators(program, rules, found.chosen),
         shared=shared(rules, found.chosen),

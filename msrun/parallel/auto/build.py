@@ -11,7 +11,8 @@ import numpy as np
 from msrun.errors import UsageError
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
 from msrun.parallel.auto.cost import Prices, collective
-from msrun.parallel.auto.edges import exchange_seconds
+from msrun.parallel.auto.edges import copied_bytes, exchange_seconds
+from msrun.parallel.auto.kept import NOTHING, Kept, Share
 from msrun.parallel.auto.operators import rule_of
 from msrun.parallel.auto.problem import (
     Edge,
@@ -21,6 +22,7 @@ from msrun.parallel.auto.problem import (
     Setting,
     combinations,
     parts,
+    stored_parts,
     work,
 )
 from msrun.parallel.auto.program import Program, Step, Value
@@ -125,10 +127,18 @@ class _Builder:
         self._rules = {step.name: self._rule(step.name) for step in program.steps}
         self._readings = Readings(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
-        self._made_by = {name: step.name for step in program.steps for name in step.outputs}
+        self._again = self._block_of if setting.recompute else {}
+        self._kept = Kept(
+            program,
+            self._rules,
+            self._readings,
+            trained=self._trained,
+            cuts=cuts,
+            recomputed=self._again,
+        )
         self._makers: dict[str, tuple[int, int]] = {}
         self._tables: dict[Key, tuple[Codes, Weights]] = {}
-        self._matrices: dict[Key, Array] = {}
+        self._matrices: dict[Key, tuple[Array, Array | None]] = {}
         self._keys: list[Key] = []
         self._problem = Problem(nodes=[], edges=[])
 
@@ -211,11 +221,14 @@ class _Builder:
         setting, topology = self._setting, self._setting.topology
         codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
         kept = parts(is_cut(codes), setting.sizes)
-        memory: Array = value.nbytes / kept
         if not is_trained:
-            return np.zeros(len(rows)), memory, np.zeros(len(rows))
+            return np.zeros(len(rows)), value.nbytes / kept, np.zeros(len(rows))
         updated = parts(is_cut(codes) | (codes == RZ), setting.sizes)
-        memory = memory + value.count * (value.itemsize + setting.state_bytes) / updated
+        memory: Array = (
+            value.count
+            * (2 * value.itemsize + setting.state_bytes)
+            / stored_parts(value.shape, codes, setting.sizes)
+        )
         touched = 2 * (value.itemsize + setting.state_bytes)
         seconds: Array = value.count * touched / updated / topology.memory_bandwidth
         flat = np.where(codes == RZ, SHARDS, -1)
@@ -227,8 +240,8 @@ class _Builder:
 
     def _add_step(self, step: Step) -> None:
         rule = self._rules[step.name]
-        again = self._setting.recompute and step.name in self._block_of
-        kept = self._kept(step)
+        again = step.name in self._again
+        kept = self._kept.of_step(step)
         layouts = self._readings.layouts
         fixed = tuple(
             (port, layouts[name].tobytes())
@@ -252,49 +265,10 @@ class _Builder:
         for port, name in enumerate(step.inputs.values()):
             root, view = self._readings.behind(name)
             if root not in self._readings.constants:
-                self._connect(root, at, port, view)
+                self._connect(root, at, port, view, self._kept.of_copy(root, step, port))
         for port, name in enumerate(step.outputs):
             self._makers[name] = (at, port)
             self._add_hub(name)
-
-    def _kept(self, step: Step) -> tuple[tuple[str, int, int, bool], ...]:
-        """Return what `step` adds to what backward finds kept, each tensor where it lies.
-
-        It lies as its only reader wants it, as its hub does, or as its maker leaves it who
-        needs it too.
-
-        Returns:
-            Of each: `ins` or `outs`, its number, bytes of the whole, whether of each micro-batch.
-        """
-        rule = self._rules[step.name]
-        found: list[tuple[str, int, int, bool]] = []
-        ends = [("outs", port, name) for port, name in enumerate(step.outputs) if rule.keeps_out]
-        for port, name in enumerate(step.inputs.values()):
-            value = self._readings.behind(name)[0]
-            maker = self._made_by.get(value)
-            is_here = port in rule.keeps and not self._has_hub(value)
-            if is_here and maker and not self._rules[maker].keeps_out:
-                ends.append(("ins", port, value))
-        for end, port, value in ends:
-            is_kept, is_of_each = self._is_kept(value, step.name)
-            if is_kept:
-                found.append((end, port, self._program.values[value].nbytes, is_of_each))
-        return tuple(found)
-
-    def _is_kept(self, value: str, step: str) -> tuple[bool, bool]:
-        """Return whether a tensor is kept for the backward pass of `step`, and if of each batch.
-
-        A block that is recomputed has what is inside it for one micro-batch, and for one block at
-        a time: this is counted for the first.
-        """
-        if value not in self._trained:
-            return False, False
-        if self._setting.recompute and step in self._block_of and value not in self._cuts:
-            return self._block_of[step] == 0, False
-        return True, True
-
-    def _has_hub(self, value: str) -> bool:
-        return value in self._cuts or len(self._readings.uses.get(value, ())) > 1
 
     def _fetch(self, step: Step, rule: Rule, rows: Codes) -> Array:
         """Return the seconds to bring constants to where each strategy wants them."""
@@ -320,10 +294,10 @@ class _Builder:
         return seconds * self._setting.rounds * (1 + self._setting.training)
 
     def _add_hub(self, value: str) -> None:
-        if not self._has_hub(value):
+        if not self._kept.has_hub(value):
             return
         tensor = self._program.values[value]
-        is_kept, is_of_each = self._is_kept_at_hub(value)
+        is_kept, is_of_each = self._kept.of_hub(value)
         key = ("hub", tensor.shape, tensor.itemsize, is_kept, is_of_each)
         if key not in self._shared:
             self._shared[key] = hub(tensor)
@@ -337,19 +311,8 @@ class _Builder:
             return np.zeros(len(rows)), share, share * is_of_each
 
         at = self._add(f"hub:{value}", "hub", rule, key, weigh)
-        self._connect(value, at, 0, None)
+        self._connect(value, at, 0, None, self._kept.of_copy(value, None, 0))
         self._makers[value] = (at, 0)
-
-    def _is_kept_at_hub(self, value: str) -> tuple[bool, bool]:
-        """Return the same as `_is_kept`, of a tensor that any of its readers keeps."""
-        maker = self._made_by.get(value)
-        if maker is None or self._rules[maker].keeps_out:
-            return False, False
-        if self._setting.recompute and maker in self._block_of and value in self._cuts:
-            return value in self._trained, value in self._trained
-        uses = self._readings.uses.get(value, ())
-        is_read = any(u.step and u.port in self._rules[u.step.name].keeps for u in uses)
-        return self._is_kept(value, maker) if is_read else (False, False)
 
     def _add_outputs(self) -> None:
         """Have the outputs lie as whoever called the model expects them."""
@@ -387,34 +350,42 @@ class _Builder:
 
     # Edges.
 
-    def _connect(self, value: str, at: int, port: int, view: Renaming | None) -> None:
-        """Add the edge on which node `at` gets `value`."""
+    def _connect(
+        self, value: str, at: int, port: int, view: Renaming | None, copy: Share = NOTHING
+    ) -> None:
+        """Add the edge on which node `at` gets `value`, and keeps its own copy of it."""
         source, made = self._makers[value]
         nodes, nbytes = self._problem.nodes, self._program.values[value].nbytes
         ahead, back = self._traffic(value, nodes[source], nodes[at])
         named = tuple(view.dims.items()) if view else None
-        key = (self._keys[source], self._keys[at], made, port, named, ahead, back, nbytes)
+        key = (
+            *(self._keys[source], self._keys[at], made, port, named),
+            *(ahead, back, nbytes, copy.is_kept),
+        )
         moved = Exchange(
             value=value, made=made, port=port, view=view, nbytes=nbytes, ahead=ahead, back=back
         )
         if key not in self._matrices:
             ends = nodes[source].outs(made), nodes[at].ins(port)
-            self._matrices[key] = exchange_seconds(self._prices, *ends, moved)
-        self._problem.edges.append(Edge(source, at, self._matrices[key], moved))
+            self._matrices[key] = (
+                exchange_seconds(self._prices, *ends, moved),
+                copied_bytes(self._setting.sizes, *ends, moved) if copy.is_kept else None,
+            )
+        seconds, memory = self._matrices[key]
+        self._problem.edges.append(Edge(source, at, seconds, moved, memory, copy.is_of_each))
 
     def _traffic(self, value: str, source: Node, target: Node) -> tuple[float, float]:
         """Return how often a step moves `value` forward, and its gradient back.
 
-        Stored parameters are gathered for forward and again for backward, and their gradients are
-        summed once a step, however many micro-batches it has.
+        Stored parameters are gathered for each micro-batch, and kept until its backward pass; their
+        gradients are summed once a step.
         """
         setting = self._setting
         has_gradient = value in self._trained
+        again = target.name in self._again
         if source.kind == "param":
             visible = 1 - setting.topology.overlap
-            gathers = setting.rounds * (2 if setting.training else 1)
-            return gathers * visible, (visible if has_gradient else 0.0)
-        again = setting.recompute and target.name in self._block_of
+            return setting.rounds * (1 + again) * visible, (visible if has_gradient else 0.0)
         back = 1 if value in self._program.params else setting.rounds
         return float(setting.rounds * (1 + again)), float(back if has_gradient else 0)
 

@@ -58,7 +58,8 @@ class Carrier:
             case Kind.TAKE:
                 parts = x.unflatten(dim, (hop.room, size, -1))
                 own: Tensor = parts.select(dim + 1, self._rank[hop.axis]).flatten(dim, dim + 1)
-                return own.contiguous()
+                # A view would keep the whole of it for backward, when nobody else does.
+                return own.clone(memory_format=torch.contiguous_format)
             case Kind.SCATTER:
                 parts = x.unflatten(dim, (hop.room, size, -1)).movedim(dim + 1, 0)
                 return reduce_scatter(parts.contiguous(), group)[0].flatten(dim, dim + 1)

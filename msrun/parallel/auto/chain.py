@@ -7,7 +7,7 @@ block is free to differ from the others, and a hundred blocks take no longer tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -16,7 +16,9 @@ import numpy as np
 
 from msrun.parallel.auto.codes import Array, Codes
 from msrun.parallel.auto.eliminate import Costs, Elimination, costs, eliminate
-from msrun.parallel.auto.problem import Problem
+from msrun.parallel.auto.problem import Edge, Problem
+
+Chosen = Mapping[int, int]
 
 
 @dataclass(slots=True)
@@ -189,15 +191,54 @@ class Plan:
     blocks: list[dict[int, int]]
     tail: dict[int, int]
 
-    def memory(self, problem: Problem) -> float:
-        """Return the bytes on one rank."""
-        sizes = {id(block): _memory(problem, block) for block in self.blocks}
-        inside = sum(sizes[id(block)] for block in self.blocks)
-        return _memory(problem, self.head) + inside + _memory(problem, self.tail)
+    def pieces(self, chain: Chain, entry: int = 0) -> Iterator[tuple[Chosen, Collection[int]]]:
+        """Yield head, each block, and tail: strategies, and the nodes that are its own.
+
+        Those that edges come from are among the strategies too.
+
+        Args:
+            chain: Whose nodes these are.
+            entry: Strategy of the value that is given where there is no head.
+        """
+        first, second = chain.hubs
+        at = self.head.get(first, entry)
+        if first in self.head:
+            yield self.head, self.head
+        for block in self.blocks:
+            yield {first: at, **block}, block
+            at = block[second]
+        if self.tail:
+            tied = {node: self.head[node] for node in chain.tied if node in self.head}
+            yield {second: at, **tied, **self.tail}, self.tail
+
+    def memory(self, chain: Chain, entry: int = 0) -> float:
+        """Return the bytes on one rank, but for what is tied and stands in another stage."""
+        problem = chain.problem
+        known: dict[tuple[int, int | None], float] = {}
+        copies = [edge for edge in problem.edges if edge.memory is not None]
+        total = 0.0
+        for chosen, own in self.pieces(chain, entry):
+            key = (id(own), chosen.get(chain.hubs[0]))
+            if key not in known:
+                known[key] = _memory(problem, copies, chosen, own)
+            total += known[key]
+        return total
+
+    def borrowed(self, chain: Chain) -> float:
+        """Return the bytes of what is tied and stands in another stage."""
+        if chain.hubs[0] in self.head:
+            return 0.0
+        return _memory(chain.problem, [], self.head, self.head)
 
 
-def _memory(problem: Problem, chosen: Mapping[int, int]) -> float:
-    return sum(float(problem.nodes[node].memory[at]) for node, at in chosen.items())
+def _memory(
+    problem: Problem, copies: Iterable[Edge], chosen: Chosen, own: Collection[int]
+) -> float:
+    total = sum(float(problem.nodes[node].memory[chosen[node]]) for node in own)
+    for edge in copies:
+        if edge.target in own and edge.source in chosen and edge.memory is not None:
+            total += float(edge.memory[chosen[edge.source], chosen[edge.target]])
+    return total
 
 
 def shortest(head: Array, middle: Array, tail: Array, count: int) -> tuple[float, list[int]]:

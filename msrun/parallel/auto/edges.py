@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.auto.codes import RR, SHARDS, Array, Codes, forward, gradient
+from msrun.parallel.auto.codes import RR, RZ, SHARDS, Array, Codes, forward, gradient, is_cut
 from msrun.parallel.auto.cost import Prices, collective
 from msrun.parallel.auto.problem import Exchange, parts
 from msrun.parallel.auto.redistribution import Kind, moves
@@ -53,6 +53,28 @@ def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange
         # What a view cannot pass on is taken behind it, and its gradient gathered there.
         extra = prices.seconds(gradient(targets), gradient(seen), moved.nbytes)
         table = table + moved.back * np.diagonal(extra)
+    found: Array = table[source_of][:, target_of]
+    return found
+
+
+def copied_bytes(sizes: Sequence[int], made: Codes, wanted: Codes, moved: Exchange) -> Array:
+    """Return the bytes on one rank of what is read, where it is not what was made.
+
+    Args:
+        sizes: Of the mesh axes.
+        made: As of `exchange_seconds`.
+        wanted: As of `exchange_seconds`.
+        moved: The tensor.
+    """
+    sources, source_of = _distinct(made)
+    targets, target_of = _distinct(wanted)
+    root, seen = behind(sizes, targets, moved.view)
+    # What is whole but for its state is stored in parts.
+    lies = np.where(sources == RZ, RZ, forward(sources))
+    is_other = (lies[:, None] != forward(root)[None]).any(axis=2)
+    if seen is not None:
+        is_other = is_other | (seen != targets).any(axis=1)
+    table = np.where(is_other, moved.nbytes / parts(is_cut(targets), sizes), 0.0)
     found: Array = table[source_of][:, target_of]
     return found
 

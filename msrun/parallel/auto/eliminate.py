@@ -65,8 +65,16 @@ def costs(problem: Problem, weight: float = 0.0) -> Costs:
         for at, node in enumerate(problem.nodes)
     }
     found = Costs(own)
+    # Edges between equal nodes share their tables.
+    priced: dict[tuple[int, int], Array] = {}
     for edge in problem.edges:
-        found.join(edge.source, edge.target, edge.seconds)
+        table = edge.seconds
+        if weight and edge.memory is not None:
+            key = (id(edge.seconds), id(edge.memory))
+            if key not in priced:
+                priced[key] = edge.seconds + weight * edge.memory
+            table = priced[key]
+        found.join(edge.source, edge.target, table)
     return found
 
 

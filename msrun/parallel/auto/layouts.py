@@ -21,12 +21,11 @@ from msrun.parallel.auto.chain import Chain, Plan, Tables, flat, shortest, throu
 from msrun.parallel.auto.codes import Array, is_cut
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.eliminate import CELLS_MAX
+from msrun.parallel.auto.mesh_shapes import data_shapes, divisors, shapes
 from msrun.parallel.auto.problem import Node, Setting, parts, work
 from msrun.parallel.auto.repeat import Blocks
 from msrun.parallel.auto.topology import Topology
 
-_AXIS_MAX = 64
-_THIRD_AXIS_MAX = 16
 _ACCUMULATE_MAX = 64
 _PRICES_MAX = 14
 _TOLERANCE = 2e-3
@@ -149,29 +148,6 @@ def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
         if stages <= number <= most and not (job.is_training and job.batch // number % sizes[0])
         for recompute in (False, True)
     ]
-
-
-def divisors(number: int) -> list[int]:
-    """Return what divides `number`, in order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
-
-
-def shapes(ranks: int) -> list[tuple[int, ...]]:
-    """Return the meshes of one to three axes; the inner axes are not too long."""
-    found: list[tuple[int, ...]] = [(ranks,)]
-    inner = [n for n in divisors(ranks) if 1 < n <= min(_AXIS_MAX, ranks - 1)]
-    found += [(ranks // n, n) for n in inner]
-    for n in inner:
-        for m in (m for m in inner if m <= _THIRD_AXIS_MAX):
-            if ranks % (n * m) == 0 and ranks > n * m:
-                found.append((ranks // (n * m), m, n))
-    return found
-
-
-def data_shapes(ranks: int) -> list[tuple[int, ...]]:
-    """Return the same where ranks of the first axis have different samples: it may have one."""
-    return shapes(ranks) + ([(1, ranks)] if ranks > 1 else [])
 
 
 def explore(job: Job) -> Iterator[Progress]:
@@ -305,23 +281,28 @@ class _Search:
     def _priced(
         self, stages: _Stages, exceeds: Outcome, fits: Outcome, best: float
     ) -> Outcome | None:
+        """Return the best plan between one that fits and one that does not.
+
+        The next price is where both cost the same, as in `memory.bounded`.
+        """
         limit, bound = self._job.limit, exceeds.bound
         found = fits
-        low, high = 0.0, (fits.seconds - exceeds.seconds) / max(exceeds.memory - fits.memory, 1.0)
         for _ in range(_PRICES_MAX):
-            if found.seconds - bound <= _TOLERANCE * found.seconds or bound >= best:
+            saved, taken = fits.seconds - exceeds.seconds, exceeds.memory - fits.memory
+            is_near = found.seconds - bound <= _TOLERANCE * found.seconds
+            if is_near or bound >= best or saved <= 0 or taken <= 0:
                 break
-            price = math.sqrt(low * high) if low else high
-            made = stages.solve(price, limit)
+            made = stages.solve(saved / taken, limit)
             bound = max(bound, made.bound)
             if made.memory <= limit:
                 found = min(found, made, key=lambda one: one.seconds)
-                low, high = (low, price) if low else (price / 64, price)
-            elif low:
-                low = price
+            ends = fits, exceeds
+            if made.memory <= limit:
+                fits = made
             else:
-                high *= 8
-                low = price if high > price * 64 else 0.0
+                exceeds = made
+            if any(made.memory == end.memory and made.seconds == end.seconds for end in ends):
+                break
         if bound >= best or found.seconds >= best:
             return None
         return Outcome(
@@ -371,9 +352,9 @@ class _Stages:
         problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
         most = min(layout.stages, layout.microbatches)
-        kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
-        if layout.stages > len(kinds):
-            kinds["middle"] = most - 1
+        kinds = {"first": most, "middle": most - 1, "last": 1}
+        if layout.stages < len(kinds):
+            kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
         self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
         self._free: dict[str, Tables] = {}
         hub = chain.problem.nodes[chain.hubs[0]]
@@ -439,11 +420,11 @@ class _Stages:
         self, name: str, value: float, plan: Plan, weight: float, *, entry: int = 0
     ) -> Stage:
         chain = self._chains[name]
-        memory = plan.memory(chain.problem)
+        memory = plan.memory(chain, entry)
         return Stage(
             name=name,
             seconds=value - weight * memory,
-            memory=memory,
+            memory=memory + plan.borrowed(chain),
             chain=chain,
             plan=plan,
             entry=entry,

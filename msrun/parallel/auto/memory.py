@@ -9,14 +9,14 @@ exchanged, and then single tensors, as long as time is saved and memory is left.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from msrun.parallel.auto.codes import Array
-from msrun.parallel.auto.problem import Problem
+from msrun.parallel.auto.problem import Edge, Problem
 
 T = TypeVar("T")
 
@@ -24,6 +24,8 @@ T = TypeVar("T")
 _PROHIBITIVE = 1e-3
 _ROUNDS_MAX = 40
 _SWEEPS_MAX = 8
+# Cells of a table of two nodes that are changed together: two axes.
+_PAIRS_MAX = 1 << 12
 # Seconds that are worth a change.
 _LEAST = 1e-12
 
@@ -150,53 +152,102 @@ def _mixed(
             total[: place + 1] += own[a]
             total[place + 1 :] += own[b]
     for edge in problem.edges:
-        (u, v), table = (edge.source, edge.target), edge.seconds
+        u, v = edge.source, edge.target
         low, high = sorted((at[u], at[v]))
-        seconds[: low + 1] += table[fits[u], fits[v]]
-        seconds[high + 1 :] += table[exceeds[u], exceeds[v]]
-        if low < high:
-            first = (exceeds[u], fits[v]) if at[u] < at[v] else (fits[u], exceeds[v])
-            seconds[low + 1 : high + 1] += table[first]
+        for total, table in ((seconds, edge.seconds), (memory, edge.memory)):
+            if table is None:
+                continue
+            total[: low + 1] += table[fits[u], fits[v]]
+            total[high + 1 :] += table[exceeds[u], exceeds[v]]
+            if low < high:
+                first = (exceeds[u], fits[v]) if at[u] < at[v] else (fits[u], exceeds[v])
+                total[low + 1 : high + 1] += table[first]
     best = int(np.where(memory <= limit, seconds, np.inf).argmin())
     return [b if at[n] < best else a for n, (a, b) in enumerate(zip(fits, exceeds, strict=True))]
 
 
 def polish(problem: Problem, plan: Sequence[int], limit: float) -> list[int]:
-    """Return `plan` with single nodes changed, most seconds saved for a byte first."""
-    chosen = list(plan)
-    near: dict[int, list[tuple[int, Array]]] = defaultdict(list)
-    for edge in problem.edges:
-        near[edge.source].append((edge.target, edge.seconds))
-        near[edge.target].append((edge.source, edge.seconds.T))
-    memory = problem.memory(chosen)
+    """Return `plan` with single nodes and pairs changed, most seconds saved for a byte first."""
+    polisher = _Polisher(problem, plan, limit)
+    for _ in range(_SWEEPS_MAX):
+        if not polisher.sweep() and not polisher.sweep_pairs():
+            break
+    return polisher.chosen
 
-    def change(at: int) -> tuple[Array, Array]:
-        node, now = problem.nodes[at], chosen[at]
-        seconds = node.seconds.copy()
-        for other, table in near[at]:
-            seconds += table[:, chosen[other]]
-        return seconds - seconds[now], node.memory - node.memory[now]
 
-    def gain(at: int) -> tuple[float, int]:
-        """Return seconds saved for each byte taken, and by which strategy."""
-        saved, taken = change(at)
-        allowed = (saved < -_LEAST) & (memory + taken <= limit)
+class _Polisher:
+    """Changes a plan within a memory limit, always to a faster one."""
+
+    def __init__(self, problem: Problem, plan: Sequence[int], limit: float) -> None:
+        self._problem, self._limit = problem, limit
+        self.chosen = list(plan)
+        self._near = _beside((edge, edge.seconds) for edge in problem.edges)
+        self._copies = _beside((edge, edge.memory) for edge in problem.edges)
+        self._memory = problem.memory(self.chosen)
+
+    def sweep(self) -> bool:
+        """Change single nodes; return whether any was."""
+        rates = [(self._gain(at)[0], at) for at in range(len(self.chosen))]
+        wanted = sorted(((rate, at) for rate, at in rates if rate > 0), reverse=True)
+        for _, at in wanted:
+            _, best, taken = self._gain(at)
+            if best >= 0:
+                self._memory += taken
+                self.chosen[at] = best
+        return bool(wanted)
+
+    def sweep_pairs(self) -> bool:
+        """Change pairs of neighbours that have few strategies; return whether any was."""
+        is_changed = False
+        for a, others in self._near.items():
+            for b, table in others.items():
+                if a < b and table.size <= _PAIRS_MAX:
+                    is_changed |= self._change_pair(a, b)
+        return is_changed
+
+    def _change_pair(self, a: int, b: int) -> bool:
+        seconds_a, bytes_a = self._costs(a, but=b)
+        seconds_b, bytes_b = self._costs(b, but=a)
+        seconds = seconds_a[:, None] + seconds_b + self._near[a][b]
+        nbytes = bytes_a[:, None] + bytes_b + self._copies[a].get(b, 0.0)
+        now = self.chosen[a], self.chosen[b]
+        _, best, taken = self._best(seconds - seconds[now], nbytes - nbytes[now])
+        if best >= 0:
+            self._memory += taken
+            self.chosen[a], self.chosen[b] = divmod(best, seconds.shape[1])
+        return best >= 0
+
+    def _gain(self, at: int) -> tuple[float, int, float]:
+        """Return the same as `_best` of one node."""
+        seconds, nbytes = self._costs(at)
+        now = self.chosen[at]
+        return self._best(seconds - seconds[now], nbytes - nbytes[now])
+
+    def _costs(self, at: int, *, but: int | None = None) -> tuple[Array, Array]:
+        """Return seconds and bytes of each strategy of a node, next to all others but one."""
+        node, chosen = self._problem.nodes[at], self.chosen
+        near, copies = (
+            sum(table[:, chosen[other]] for other, table in tables[at].items() if other != but)
+            for tables in (self._near, self._copies)
+        )
+        return node.seconds + near, node.memory + copies
+
+    def _best(self, saved: Array, taken: Array) -> tuple[float, int, float]:
+        """Return seconds saved for each byte taken, by which change, and these bytes."""
+        allowed = (saved < -_LEAST) & (self._memory + taken <= self._limit)
         if not allowed.any():
-            return 0.0, -1
+            return 0.0, -1, 0.0
         rate = np.where(allowed, -saved / np.maximum(taken, 1e-3), 0.0)
         best = int(rate.argmax())
-        return float(rate[best]), best
+        return float(rate.flat[best]), best, float(taken.flat[best])
 
-    for _ in range(_SWEEPS_MAX):
-        rates = [(gain(at), at) for at in range(len(problem.nodes))]
-        wanted = sorted(((rate, at) for (rate, _), at in rates if rate > 0), reverse=True)
-        for _, at in wanted:
-            _, best = gain(at)
-            if best >= 0:
-                memory += float(
-                    problem.nodes[at].memory[best] - problem.nodes[at].memory[chosen[at]]
-                )
-                chosen[at] = best
-        if not wanted:
-            break
-    return chosen
+
+def _beside(tables: Iterable[tuple[Edge, Array | None]]) -> dict[int, dict[int, Array]]:
+    """Return node -> neighbour -> a table whose rows are the node's strategies."""
+    found: dict[int, dict[int, Array]] = defaultdict(dict)
+    for edge, table in tables:
+        if table is not None:
+            ends = (edge.source, edge.target, table), (edge.target, edge.source, table.T)
+            for at, other, part in ends:
+                found[at][other] = found[at][other] + part if other in found[at] else part
+    return found

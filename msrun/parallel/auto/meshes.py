@@ -12,8 +12,9 @@ import msgspec
 from msrun.parallel.auto.account import axis_names, expanded
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.eliminate import TooWideError
-from msrun.parallel.auto.layouts import Job, data_shapes, divisors, explore
+from msrun.parallel.auto.layouts import Job, explore
 from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.mesh_shapes import data_shapes, divisors
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.repeat import find_blocks, shortened
 from msrun.parallel.auto.search import Mode, Names, search

@@ -53,6 +53,8 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         seconds: Predicted, of a step.
         costs: What they are made up of, in the slowest stage.
         memory: Bytes, predicted, of the largest rank.
+        limit: Bytes that a rank has; None if it was no limit.
+        stage_memory: Kind of stage -> bytes of its ranks; empty without stages.
         gap: By how much a better plan for this mesh could be faster at most; None if not known.
         params: Parameter -> its placement on each axis.
         operators: Step of the graph -> how it runs.
@@ -75,6 +77,8 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[str, float]
     memory: float
     gap: float | None
+    limit: float | None = None
+    stage_memory: dict[str, float] = {}
     params: dict[str, list[str]]
     operators: dict[str, Operator]
     shared: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from msrun.parallel.auto.codes import Array, Codes
+from msrun.parallel.auto.codes import RZ, Array, Codes, is_cut
 from msrun.parallel.auto.cost import Prices
 from msrun.parallel.auto.rules import Choice, Rule
 from msrun.parallel.auto.topology import Topology
@@ -114,12 +114,16 @@ class Edge:
         target: Index of the node that reads it.
         seconds: (strategies of the source, strategies of the target).
         exchange: What is moved; None for a condition that moves nothing.
+        memory: Bytes on one rank of a copy that the reader keeps, of the same shape; None for none.
+        is_of_each: Whether one is kept of each micro-batch.
     """
 
     source: int
     target: int
     seconds: Array
     exchange: Exchange | None = None
+    memory: Array | None = None
+    is_of_each: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +150,12 @@ class Problem:
 
     def memory(self, chosen: Sequence[int]) -> float:
         """Return the bytes on one rank with the strategies `chosen`."""
-        return sum(float(node.memory[at]) for node, at in zip(self.nodes, chosen, strict=True))
+        own = sum(float(node.memory[at]) for node, at in zip(self.nodes, chosen, strict=True))
+        return own + sum(
+            float(edge.memory[chosen[edge.source], chosen[edge.target]])
+            for edge in self.edges
+            if edge.memory is not None
+        )
 
     def restricted(self, allowed: Mapping[int, Codes]) -> Problem:
         """Return the problem in which some nodes have fewer strategies.
@@ -166,10 +175,11 @@ class Problem:
             else node
             for at, node in enumerate(self.nodes)
         ]
-        edges = [
-            replace(e, seconds=_part(e.seconds, allowed.get(e.source), allowed.get(e.target)))
-            for e in self.edges
-        ]
+        edges = []
+        for e in self.edges:
+            ends = allowed.get(e.source), allowed.get(e.target)
+            memory = None if e.memory is None else _part(e.memory, *ends)
+            edges.append(replace(e, seconds=_part(e.seconds, *ends), memory=memory))
         return Problem(nodes=nodes, edges=edges, fixed=self.fixed, unknown=self.unknown)
 
     def in_flight(self, batches: int) -> Problem:
@@ -177,7 +187,16 @@ class Problem:
         nodes = [
             replace(node, memory=node.memory + (batches - 1) * node.held) for node in self.nodes
         ]
-        return replace(self, nodes=nodes)
+        many: dict[int, Array] = {}
+        edges = []
+        for edge in self.edges:
+            if edge.is_of_each and edge.memory is not None:
+                if id(edge.memory) not in many:
+                    many[id(edge.memory)] = batches * edge.memory
+                edges.append(replace(edge, memory=many[id(edge.memory)]))
+            else:
+                edges.append(edge)
+        return replace(self, nodes=nodes, edges=edges)
 
 
 def _part(table: Array, rows: Codes | None, columns: Codes | None) -> Array:
@@ -209,6 +228,25 @@ def combinations(
 def parts(where: np.ndarray[tuple[int, int], np.dtype[np.bool_]], sizes: Sequence[int]) -> Codes:
     """Return the product of the sizes of the axes for which `where` holds, for each row."""
     found: Codes = np.where(where, np.array(sizes, dtype=np.int64), 1).prod(axis=1)
+    return found
+
+
+def stored_parts(shape: Sequence[int], codes: Codes, sizes: Sequence[int]) -> Codes:
+    """Return in how many parts parameters lie between steps, for each row of `codes`.
+
+    Where its state is cut, a parameter is too: by the first dim that no other axis cuts and that
+    divides evenly.  Where there is none, both are whole on that axis.
+    """
+    found = parts(is_cut(codes), sizes)
+    taken = [(codes == dim).any(axis=1) for dim in range(len(shape))]
+    for axis, size in enumerate(sizes):
+        wanted = codes[:, axis] == RZ
+        for dim, length in enumerate(shape):
+            if size > 1 and length % size == 0:
+                cut = wanted & ~taken[dim]
+                found = np.where(cut, found * size, found)
+                taken[dim] = taken[dim] | cut
+                wanted = wanted & ~cut
     return found
 
 

@@ -112,7 +112,7 @@ def _exact(
 
     def answer(weight: float) -> Answer[Plan]:
         value, plan = chain.tables(weight).solve(blocks.count)
-        memory = plan.memory(problem)
+        memory = plan.memory(chain)
         return Answer(value - weight * memory, memory, plan)
 
     if limit is None:
@@ -231,7 +231,10 @@ def alike(chain: Chain, count: int) -> Problem:
         for at, node in enumerate(problem.nodes)
     ]
     edges = [
-        replace(e, seconds=e.seconds * times) if e.target in inside else e for e in problem.edges
+        replace(e, seconds=e.seconds * times, memory=None if e.memory is None else e.memory * times)
+        if e.target in inside
+        else e
+        for e in problem.edges
     ]
     first, second = chain.hubs
     same = (nodes[first].rows[:, None] == nodes[second].rows[None]).all(axis=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.topology import Topology, parse_topology, preset
-from msrun.parallel.config import load_yaml
+from msrun.parallel.config_file import load_yaml
 
 _ENDINGS = (".yaml", ".yml", ".json")
 

@@ -98,8 +98,8 @@ def test_one_stage_costs_what_the_whole_program_does():
 def test_stages_hold_all_blocks_and_hand_on_one_layout():
     layout = JobLayout(stages=4, sizes=(1,), microbatches=4, recompute=True)
     outcome = layouts._Search(job()).look(layout, math.inf)
-    assert [stage.name for stage in outcome.stages] == ["first", "last", "middle"]
-    first, last, middle = outcome.stages
+    assert [stage.name for stage in outcome.stages] == ["first", "middle", "last"]
+    first, middle, last = outcome.stages
     assert len(first.plan.blocks) == 0
     assert len(last.plan.blocks) == len(middle.plan.blocks) == 1
     assert outcome.seconds == max(stage.seconds for stage in outcome.stages)
