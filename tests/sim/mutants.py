@@ -117,6 +117,13 @@ class StartsTooSoon(SchedulerState):
         return 0.0
 
 
+class LeavesWorkers(AgentState):
+    """Ends without a scheduler at once, and not once nothing runs any more."""
+
+    def _stop_alone(self, verdict, _now):
+        return self._conclude(verdict)
+
+
 class ForgetsTheFence(Uplink):
     """Never finds out that the scheduler is silent."""
 
@@ -153,6 +160,7 @@ MUTANTS = {
     "lateregister": (Build(peers=TakesLateRegister), {}),
     "anylife": (Build(peers=TakesAnyLife), {"delay": 15.0, "crashes": 0.1}),
     "receipt": (Build(uplink=CountsFromReceipt), {}),
+    "leavesworkers": (Build(agent_state=LeavesWorkers), {}),
 }
 
 

@@ -123,6 +123,7 @@ class Observer:
 
     def observe_verdict(self, verdict):
         self.require(self.verdict is None, "I4 two verdicts", self.verdict, verdict)
+        self.require(not self.live, "I7 workers live at the verdict", verdict, self.live)
         self.verdict = verdict
         if root := verdict.root:
             code = self.codes[verdict.generation].get(root.rank)
@@ -138,7 +139,8 @@ class Observer:
             codes == dict.fromkeys(range(size), 0), "I4 a success that was none", verdict, codes
         )
 
-    def observe_end(self, verdict):
+    def observe_end(self, host, verdict):
+        self.require(not host.live, "I7 workers outlive their agent", host.name, host.live)
         is_success = self.verdict is not None and self.verdict.code == 0
         told = "I4 a node ends with a success that was none"
         self.require(verdict.code or is_success, told, verdict)

@@ -11,6 +11,7 @@ FIRST = {
     "agentstop": 2,
     "anylife": 44,
     "lateassign": 164,
+    "leavesworkers": 38,
     "lateregister": 198,
     "nodrain": 0,
     "nofence": 6,

@@ -296,7 +296,10 @@ class World(Observer):
         """Switch a node off."""
         host = self.hosts[name]
         host.is_up = False
-        self._clear(host)
+        for rank in host.live:
+            del self.live[name, rank]
+        host.live.clear()
+        host.notices.clear()
 
     def ready(self, name):
         self._keep_time(name)
@@ -440,16 +443,10 @@ class World(Observer):
     def _conclude(self, host, verdict):
         host.verdict = verdict
         host.is_up = False
-        self.observe_end(verdict)
         self._say(f"{host.name} ends with {verdict.code}: {verdict.reason}", None)
-        self._clear(host)
-        self.driver.concluded(host)
-
-    def _clear(self, host):
-        for rank in host.live:
-            del self.live[host.name, rank]
-        host.live.clear()
+        self.observe_end(host, verdict)
         host.notices.clear()
+        self.driver.concluded(host)
 
     def _say(self, text, body):
         if self.outputs is not None:
