@@ -58,6 +58,13 @@ class Chaos(Driver):
         )
         self.world = World(settings, build, driver=self)
         self.slots = {name: draw.randint(1, 2) for name in names}
+        given = draw.choice([0.0, 0.0, 0.0, 0.5, 1.0])
+        # What one node too many is given is beyond all others, or another's as well.
+        self.ranks = {
+            name: (draw.choice([rank, rank % most]),)
+            for rank, name in enumerate(draw.sample(names, len(names)))
+            if draw.random() < given
+        }
         self.lives = dict.fromkeys(names, 0)
         offset = draw.choice([1.0, draw.uniform(1, 1e5)])
         self.at(0.0, "begin", offset)
@@ -194,7 +201,8 @@ class Chaos(Driver):
         self.frozen.pop(name, None)
         offset, drift = draw.choice([1.0, draw.uniform(1, 1e5)]), draw.uniform(-2e-4, 2e-4)
         incarnation = draw.getrandbits(32)
-        self.tell("boot", name, incarnation, self.slots[name], offset, drift)
+        rank = self.ranks.get(name, ())
+        self.tell("boot", name, incarnation, self.slots[name], offset, drift, *rank)
         self._watch(name)
         self.soon(draw.choice([0.3, 5.0]), "imports", name, incarnation)
 

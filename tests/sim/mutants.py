@@ -124,6 +124,24 @@ class LeavesWorkers(AgentState):
         return self._conclude(verdict)
 
 
+class IgnoresNodeRanks(SchedulerState):
+    """Orders all nodes as if no user had said how."""
+
+    def handle(self, event, *, now):
+        if isinstance(event, Received) and isinstance(event.body, Register):
+            body = msgspec.structs.replace(event.body, node_rank=None)
+            event = msgspec.structs.replace(event, body=body)
+        return super().handle(event, now=now)
+
+
+class ForgetsSeats(SchedulerState):
+    """Orders the nodes of a generation anew, as if they had had no places before."""
+
+    def _start_generation(self):
+        self._current.members = dict(sorted(self._current.members.items(), reverse=True))
+        return super()._start_generation()
+
+
 class ForgetsTheFence(Uplink):
     """Never finds out that the scheduler is silent."""
 
@@ -173,3 +191,5 @@ def killed_by(name, seeds):
         except Violation as violation:
             return seed, str(violation)
     return None
+    "ignoresranks": (Build(scheduler_state=IgnoresNodeRanks), {}),
+    "forgetsseats": (Build(scheduler_state=ForgetsSeats), {}),

@@ -10,6 +10,8 @@ SEEDS_MAX = 10_000
 FIRST = {
     "agentstop": 2,
     "anylife": 44,
+    "forgetsseats": 0,
+    "ignoresranks": 2,
     "lateassign": 164,
     "leavesworkers": 38,
     "lateregister": 198,

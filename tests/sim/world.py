@@ -267,7 +267,7 @@ class World(Observer):
 
     # Nodes.
 
-    def boot(self, name, incarnation, slots, offset, drift):
+    def boot(self, name, incarnation, slots, offset, drift, node_rank=None):  # noqa: PLR0917 - as its words
         """Start a launcher on a node."""
         settings = self.settings
         times = lease.Lease(settings.lease)
@@ -276,6 +276,7 @@ class World(Observer):
             slots=slots,
             store_host=name,
             store_port=1,
+            node_rank=node_rank,
             serves=name == settings.serves,
             formation=settings.formation,
         )
