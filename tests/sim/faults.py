@@ -6,6 +6,7 @@ import random
 import signal
 
 import transcript
+from mutants import MUTANTS
 from observer import Violation
 from world import Driver, Settings, World
 
@@ -83,10 +84,7 @@ class Chaos(Driver):
             if self._is_over():
                 break
             self._happen(at, verb, words)
-        world = self.world
-        up = [host.name for host in world.hosts.values() if host.is_up]
-        world.require(not up, "I6 nodes wait for ever", up, world.verdict)
-        world.require(world.verdict or not world.peers, "I6 a job without a verdict")
+        self.tell("rest")
         return len(self.inputs)
 
     def _is_over(self):
@@ -348,12 +346,25 @@ class Chaos(Driver):
                 self.soon(10.0, "boot", name)
 
 
-def check(seed, build=None, odds=None):
+def check(seed, mutant=""):
     """Return (seed, promise, transcript) when `seed` breaks a promise, else None."""
-    chaos = Chaos(seed, build, **(odds or {}))
+    build, odds = MUTANTS[mutant]
+    chaos = Chaos(seed, build, **odds)
     try:
         chaos.run()
     except Violation as violation:
-        text = transcript.render(chaos.world.settings, chaos.inputs, build)
+        text = transcript.render(chaos.world.settings, chaos.inputs, mutant)
         return seed, str(violation), f"# Seed {seed}: {str(violation).split(':')[0]}.\n{text}"
     return None
+
+
+def first_broken(seeds, mutant=""):
+    """Return what `check` says of the first of `seeds` that breaks a promise, else None."""
+    return next(filter(None, (check(seed, mutant) for seed in seeds)), None)
+
+
+def hold(seeds, mutant=""):
+    """Raise `Violation`, with the transcript, when one of `seeds` breaks a promise."""
+    if broken := first_broken(seeds, mutant):
+        seed, promise, text = broken
+        raise Violation(f"{promise} (seed {seed})\n{text}")

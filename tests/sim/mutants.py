@@ -17,8 +17,6 @@ what became of those rules allows:
 """
 
 import msgspec
-from faults import Chaos
-from observer import Violation
 from world import Build
 
 from msrun.cluster import agent_events, wal
@@ -188,8 +186,9 @@ class CountsFromReceipt(Uplink):
         return super().receive(envelope, now=now)
 
 
-# Name -> what is wrong, and by how much the dice are loaded against it.
+# Name -> what is wrong, and by how much the dice are loaded against it.  No name, nothing wrong.
 MUTANTS = {
+    "": (Build(), {}),
     "lateassign": (Build(agent_state=StartsLate), {}),
     "staleidle": (Build(scheduler_state=TakesStaleIdle, peers=TakesLateRegister), {}),
     "nofence": (Build(uplink=ForgetsTheFence, dead_man=False), {}),
@@ -213,14 +212,3 @@ MUTANTS = {
     "receipt": (Build(uplink=CountsFromReceipt), {}),
     "leavesworkers": (Build(agent_state=LeavesWorkers), {}),
 }
-
-
-def killed_by(name, seeds):
-    """Return the first of `seeds` that shows what is wrong, and how; None when none does."""
-    build, odds = MUTANTS[name]
-    for seed in seeds:
-        try:
-            Chaos(seed, build, **odds).run()
-        except Violation as violation:
-            return seed, str(violation)
-    return None

@@ -8,7 +8,7 @@
 import signal
 from dataclasses import dataclass, field
 
-from observer import Observer
+from observer import Observer, Violation
 from spoken import show_message, worker_end
 
 from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
@@ -82,6 +82,10 @@ class Host:
         return None if due is None else (due - self.offset) / (1 + self.drift)
 
 
+class MisfitError(ValueError):
+    """What is to happen cannot, in this world."""
+
+
 class Driver:
     """Whom a world tells what its machines ask for; this one does nothing about it."""
 
@@ -133,9 +137,20 @@ class World(Observer):
         self.admission = Admission()
 
     def do(self, at, verb, *words):
-        """Let something happen at time `at`."""
+        """Let something happen at time `at`; that a machine raises breaks a promise too."""
         self.now = at
-        getattr(self, verb)(*words)
+        try:
+            getattr(self, verb)(*words)
+        except (Violation, MisfitError):
+            raise
+        except Exception as error:
+            raise Violation(f"raised: {error!r}") from error
+
+    def rest(self):
+        """Let nothing happen any more."""
+        up = [host.name for host in self.hosts.values() if host.is_up]
+        self.require(not up, "I6 nodes wait for ever", up, self.verdict)
+        self.require(self.verdict or not self.peers, "I6 a job without a verdict")
 
     # The scheduler.
 
@@ -332,6 +347,11 @@ class World(Observer):
 
     def arrive(self, number):
         """Deliver a frame; it may come late, twice or after others."""
+        if number >= len(self.frames):
+            raise MisfitError(
+                f"at {self.now:g} frame {number} arrives, but only {len(self.frames)} were sent: "
+                "the transcript is of another protocol; run its seed again"
+            )
         envelope, is_up = self.frames[number]
         if is_up:
             self._arrive_up(envelope)
