@@ -4,8 +4,7 @@ The first draft of the protocol had eight, and showed which rules it needs.  Her
 what became of those rules allows:
 
 - `lateassign`: the agent refuses a `Start` that answers old news (rule 19).
-- `staleidle`: a node is drained when it has seen the generation, and what is registered with
-  an earlier session or scheduler is none of that (rules 14 and 29); both have to be left out.
+- `staleidle`: a node without workers is drained only if it has seen the generation (rule 29).
 - `nofence`: the agent stops its workers before it is taken for lost, and so does its reaper.
 - `nodrain`: the next generation starts when the last is gone (rule 29).
 - `nowal`: a scheduler goes on with what was written before it was sent (rule 28).
@@ -64,10 +63,6 @@ class RevivesSessions(Peers):
         if losses:
             self._lost[node_id] = (losses[0].incarnation, 0)
         return losses
-
-
-class TakesLateRegister(IgnoresTerms, RevivesSessions):
-    """Takes every registration for a new one."""
 
 
 class TakesAnyLife(Peers):
@@ -190,7 +185,7 @@ class CountsFromReceipt(Uplink):
 MUTANTS = {
     "": (Build(), {}),
     "lateassign": (Build(agent_state=StartsLate), {}),
-    "staleidle": (Build(scheduler_state=TakesStaleIdle, peers=TakesLateRegister), {}),
+    "staleidle": (Build(scheduler_state=TakesStaleIdle), {}),
     "nofence": (Build(uplink=ForgetsTheFence, dead_man=False), {}),
     "nodrain": (Build(scheduler_state=DoesNotDrain), {}),
     "nowal": (Build(log=False), {}),

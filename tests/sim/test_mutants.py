@@ -24,7 +24,7 @@ FIRST = {
     "receipt": 109,
     "revives": 584,
     "stale": 31,
-    "staleidle": 343,
+    "staleidle": 350,
     "trustslog": 2,
     "waitsforimports": 2,
     "wallclock": 4,
