@@ -15,4 +15,6 @@ def test_promises_hold_under_faults(chunk):
     base = secrets.randbelow(2**48)
     print(f"chunk {chunk}: seeds {base} to {base + CHUNK - 1}")
 
-    faults.hold(range(base, base + CHUNK))
+    rate = faults.hold(range(base, base + CHUNK))
+
+    assert rate >= faults.SEEDS_PER_CPU_SECOND_MIN

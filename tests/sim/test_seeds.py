@@ -17,7 +17,9 @@ CHUNKS = [
 
 @pytest.mark.parametrize("start", CHUNKS)
 def test_promises_hold_under_faults(start):
-    faults.hold(range(start, start + CHUNK))
+    rate = faults.hold(range(start, start + CHUNK))
+
+    assert rate >= faults.SEEDS_PER_CPU_SECOND_MIN
 
 
 @pytest.mark.parametrize("seed", [1, 26, 65])

@@ -158,7 +158,7 @@ class World(Observer):
         if self.peers is None:
             return None
         dues = [self.scheduler.deadline(), self.peers.deadline(), self.pulse.deadline()]
-        return min(due for due in dues if due is not None) - self.clock_offset
+        return min([due for due in dues if due is not None]) - self.clock_offset
 
     def begin(self, offset):
         """Start a scheduler, which goes on with what the log says."""
