@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import multiprocessing
 import secrets
 import sys
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = sorted(importlib.import_module("mutants").MUTANTS)
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10_000, help="How many.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="At most for so long.")
     parser.add_argument("--first", type=int, help="The first one; a random one by default.")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="Processes.")
     told = "Run this one instead of what we ship."
@@ -57,18 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = secrets.randbelow(2**32) if options.first is None else options.first
     print(f"seeds {first} to {first + options.seeds - 1}", flush=True)
     began = time.monotonic()
-    count = 0
+    count = done = 0
     with multiprocessing.Pool(options.jobs) as pool:
         stop = first + options.seeds
         run = partial(broken, options.mutant, stop)
         for results in pool.imap_unordered(run, range(first, stop, CHUNK)):
+            done = min(done + CHUNK, options.seeds)
             for seed, promise, text in results:
                 count += 1
                 path = options.out / f"seed_{seed}.txt"
                 path.write_text(text)
                 print(f"seed {seed}: {promise}\n  {path}", flush=True)
+            if time.monotonic() - began >= options.minutes * 60:
+                break
     took = time.monotonic() - began
-    print(f"{count} of {options.seeds} broken, {options.seeds / took:.0f} seeds/s")
+    print(f"{count} of {done} broken, {done / took:.0f} seeds/s")
     return int(count > 0)
 
 

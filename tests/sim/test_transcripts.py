@@ -40,6 +40,11 @@ def test_the_soak_keeps_a_transcript_and_replays_it(tmp_path, capsys):
     assert capsys.readouterr().out == path.read_text()
 
 
+def test_the_soak_ends_when_its_time_is_over(capsys):
+    assert sim_soak.main(["--first", "0", "--minutes", "0", "--jobs", "1"]) == 0
+    assert "0 of 50 broken" in capsys.readouterr().out
+
+
 def test_a_transcript_of_another_protocol_says_so():
     with pytest.raises(MisfitError, match="of another protocol; run its seed again"):
         transcript.replay("settings least=1\n1.0 begin 1.0\n2.0 arrive 7\n")
