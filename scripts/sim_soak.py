@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import multiprocessing
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,41 +24,56 @@ CHUNK = 50
 
 def broken(mutant: str, stop: int, start: int) -> list[tuple[int, str, str]]:
     """Return (seed, promise, transcript) of those that broke one, from `start` on."""
-    faults, mutants = importlib.import_module("faults"), importlib.import_module("mutants")
+    faults = importlib.import_module("faults")
     seeds = range(start, min(start + CHUNK, stop))
-    results = (faults.check(seed, *mutants.MUTANTS.get(mutant, ())) for seed in seeds)
-    return [result for result in results if result]
+    return [result for result in (faults.check(seed, mutant) for seed in seeds) if result]
 
 
-def main() -> int:
+def replay(path: Path) -> int:
+    """Print a transcript as it comes out now; return 1 when a promise is broken, 2 for no such."""
+    try:
+        text = importlib.import_module("transcript").replay(path.read_text())
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        print(f"{path}: {problem}", file=sys.stderr)
+        return 2
+    print(text, end="")
+    return int("VIOLATION" in text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; return 1 when a promise was broken."""
+    names = sorted(importlib.import_module("mutants").MUTANTS)
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, default=10_000, help="How many.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="At most for so long.")
     parser.add_argument("--first", type=int, help="The first one; a random one by default.")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="Processes.")
-    parser.add_argument("--mutant", default="", help="Run this one instead of what we ship.")
+    told = "Run this one instead of what we ship."
+    parser.add_argument("--mutant", default="", choices=names, metavar="NAME", help=told)
     parser.add_argument("--out", type=Path, default=Path(), help="Where transcripts go.")
     parser.add_argument("--replay", type=Path, help="Run one transcript again.")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.replay:
-        transcript = importlib.import_module("transcript")
-        print(transcript.replay(options.replay.read_text()), end="")
-        return 0
+        return replay(options.replay)
     first = secrets.randbelow(2**32) if options.first is None else options.first
     print(f"seeds {first} to {first + options.seeds - 1}", flush=True)
     began = time.monotonic()
-    count = 0
+    count = done = 0
     with multiprocessing.Pool(options.jobs) as pool:
         stop = first + options.seeds
         run = partial(broken, options.mutant, stop)
         for results in pool.imap_unordered(run, range(first, stop, CHUNK)):
+            done = min(done + CHUNK, options.seeds)
             for seed, promise, text in results:
                 count += 1
                 path = options.out / f"seed_{seed}.txt"
                 path.write_text(text)
                 print(f"seed {seed}: {promise}\n  {path}", flush=True)
+            if time.monotonic() - began >= options.minutes * 60:
+                break
     took = time.monotonic() - began
-    print(f"{count} of {options.seeds} broken, {options.seeds / took:.0f} seeds/s")
+    print(f"{count} of {done} broken, {done / took:.0f} seeds/s")
     return int(count > 0)
 
 

@@ -121,10 +121,8 @@ class Uplink:
         if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
             return [], []
         body = envelope.body
-        if envelope.term < self._term:
-            return [], []
         is_another = 0 < self._term < envelope.term
-        self._term = envelope.term
+        self._term = max(self._term, envelope.term)
         if isinstance(body, Unknown):
             self._follows = body.known
         if is_another or isinstance(body, Unknown):

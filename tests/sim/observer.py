@@ -86,6 +86,7 @@ class Observer:
             "I10 a generation waits for a node that it does not need",
             members,
         )
+        self._require_places(names)
         budget = self.settings.restarts
         is_within = record.restarts <= budget and record.losses <= budget
         self.require(is_within, "I5 the budget is overspent", record)
@@ -97,6 +98,19 @@ class Observer:
         )
         self.announced[generation] = record
         self.forms_anew = False
+
+    def _require_places(self, names):
+        """Require that nodes are where they were, and before that as their users said."""
+        if self.announced and not self.forms_anew:
+            before = [m.node_id for m in self.announced[max(self.announced)].members]
+            stay = [name for name in before if name in names]
+            still = [name for name in names if name in before]
+            self.require(still == stay, "I12 nodes change places", before, names)
+            return
+        ranks = [self.hosts[name].state.register.node_rank for name in names]
+        given = [rank for rank in ranks if rank is not None]
+        order = sorted(set(given)) + [None] * ranks.count(None)
+        self.require(ranks == order, "I12 nodes are not in the order of their ranks", names, ranks)
 
     def observe_lost_log(self):
         """Let budgets be spent again, and numbers come again that no member has seen."""
@@ -123,6 +137,7 @@ class Observer:
 
     def observe_verdict(self, verdict):
         self.require(self.verdict is None, "I4 two verdicts", self.verdict, verdict)
+        self.require(not self.live, "I7 workers live at the verdict", verdict, self.live)
         self.verdict = verdict
         if root := verdict.root:
             code = self.codes[verdict.generation].get(root.rank)
@@ -138,7 +153,8 @@ class Observer:
             codes == dict.fromkeys(range(size), 0), "I4 a success that was none", verdict, codes
         )
 
-    def observe_end(self, verdict):
+    def observe_end(self, host, verdict):
+        self.require(not host.live, "I7 workers outlive their agent", host.name, host.live)
         is_success = self.verdict is not None and self.verdict.code == 0
         told = "I4 a node ends with a success that was none"
         self.require(verdict.code or is_success, told, verdict)

@@ -15,6 +15,6 @@ def test_promises_hold_under_faults(chunk):
     base = secrets.randbelow(2**48)
     print(f"chunk {chunk}: seeds {base} to {base + CHUNK - 1}")
 
-    broken = next(filter(None, map(faults.check, range(base, base + CHUNK))), None)
+    rate = faults.hold(range(base, base + CHUNK))
 
-    assert broken is None, "{1} (seed {0})\n{2}".format(*broken)
+    assert rate >= faults.SEEDS_PER_CPU_SECOND_MIN

@@ -17,9 +17,9 @@ CHUNKS = [
 
 @pytest.mark.parametrize("start", CHUNKS)
 def test_promises_hold_under_faults(start):
-    broken = next(filter(None, map(faults.check, range(start, start + CHUNK))), None)
+    rate = faults.hold(range(start, start + CHUNK))
 
-    assert broken is None, "{1} (seed {0})\n{2}".format(*broken)
+    assert rate >= faults.SEEDS_PER_CPU_SECOND_MIN
 
 
 @pytest.mark.parametrize("seed", [1, 26, 65])

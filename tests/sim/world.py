@@ -8,7 +8,7 @@
 import signal
 from dataclasses import dataclass, field
 
-from observer import Observer
+from observer import Observer, Violation
 from spoken import show_message, worker_end
 
 from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
@@ -82,6 +82,10 @@ class Host:
         return None if due is None else (due - self.offset) / (1 + self.drift)
 
 
+class MisfitError(ValueError):
+    """What is to happen cannot, in this world."""
+
+
 class Driver:
     """Whom a world tells what its machines ask for; this one does nothing about it."""
 
@@ -133,9 +137,20 @@ class World(Observer):
         self.admission = Admission()
 
     def do(self, at, verb, *words):
-        """Let something happen at time `at`."""
+        """Let something happen at time `at`; that a machine raises breaks a promise too."""
         self.now = at
-        getattr(self, verb)(*words)
+        try:
+            getattr(self, verb)(*words)
+        except (Violation, MisfitError):
+            raise
+        except Exception as error:
+            raise Violation(f"raised: {error!r}") from error
+
+    def rest(self):
+        """Let nothing happen any more."""
+        up = [host.name for host in self.hosts.values() if host.is_up]
+        self.require(not up, "I6 nodes wait for ever", up, self.verdict)
+        self.require(self.verdict or not self.peers, "I6 a job without a verdict")
 
     # The scheduler.
 
@@ -143,7 +158,7 @@ class World(Observer):
         if self.peers is None:
             return None
         dues = [self.scheduler.deadline(), self.peers.deadline(), self.pulse.deadline()]
-        return min(due for due in dues if due is not None) - self.clock_offset
+        return min([due for due in dues if due is not None]) - self.clock_offset
 
     def begin(self, offset):
         """Start a scheduler, which goes on with what the log says."""
@@ -267,7 +282,7 @@ class World(Observer):
 
     # Nodes.
 
-    def boot(self, name, incarnation, slots, offset, drift):
+    def boot(self, name, incarnation, slots, offset, drift, node_rank=None):  # noqa: PLR0917 - as its words
         """Start a launcher on a node."""
         settings = self.settings
         times = lease.Lease(settings.lease)
@@ -276,6 +291,7 @@ class World(Observer):
             slots=slots,
             store_host=name,
             store_port=1,
+            node_rank=node_rank,
             serves=name == settings.serves,
             formation=settings.formation,
         )
@@ -296,7 +312,10 @@ class World(Observer):
         """Switch a node off."""
         host = self.hosts[name]
         host.is_up = False
-        self._clear(host)
+        for rank in host.live:
+            del self.live[name, rank]
+        host.live.clear()
+        host.notices.clear()
 
     def ready(self, name):
         self._keep_time(name)
@@ -328,6 +347,11 @@ class World(Observer):
 
     def arrive(self, number):
         """Deliver a frame; it may come late, twice or after others."""
+        if number >= len(self.frames):
+            raise MisfitError(
+                f"at {self.now:g} frame {number} arrives, but only {len(self.frames)} were sent: "
+                "the transcript is of another protocol; run its seed again"
+            )
         envelope, is_up = self.frames[number]
         if is_up:
             self._arrive_up(envelope)
@@ -440,16 +464,10 @@ class World(Observer):
     def _conclude(self, host, verdict):
         host.verdict = verdict
         host.is_up = False
-        self.observe_end(verdict)
         self._say(f"{host.name} ends with {verdict.code}: {verdict.reason}", None)
-        self._clear(host)
-        self.driver.concluded(host)
-
-    def _clear(self, host):
-        for rank in host.live:
-            del self.live[host.name, rank]
-        host.live.clear()
+        self.observe_end(host, verdict)
         host.notices.clear()
+        self.driver.concluded(host)
 
     def _say(self, text, body):
         if self.outputs is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
 from msrun.cluster.lease import Lease
-from msrun.cluster.messages import Drained, Envelope, Register, Start, Stop, Unknown
+from msrun.cluster.messages import Drained, Envelope, Register, Stop, Unknown
 from msrun.cluster.uplink import Uplink
 
 REGISTER = Register(host="a", slots=1, store_host="a", store_port=1)
@@ -135,19 +135,11 @@ def test_another_life_of_the_scheduler_is_registered_with(uplink):
 
 
 def test_an_earlier_life_of_the_scheduler_has_nothing_to_say(uplink):
-    uplink.receive(frame(term=2, stamp=100.0), now=101.0)
-    start = Start(
-        node_rank=0,
-        nnodes=1,
-        first_rank=0,
-        count=1,
-        world_size=1,
-        store_host="a",
-        store_port=1,
-        serve_store=True,
-    )
+    uplink.receive(frame(seq=1, term=1, body=STOP), now=101.0)
+    uplink.receive(frame(term=2), now=102.0)
+    uplink.join(0, REGISTER, now=102.0)
 
-    assert uplink.receive(frame(term=1, seq=1, stamp=102.0, body=start), now=102.0) == ([], [])
+    assert uplink.receive(frame(seq=1, term=1, body=STOP), now=103.0) == ([], [])
 
 
 def test_ask_carries_no_body(uplink):
