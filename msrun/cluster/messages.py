@@ -14,7 +14,7 @@ import msgspec
 from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import RankExit, Verdict
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 TERM_MAX = (1 << 31) - 1
 

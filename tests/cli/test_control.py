@@ -6,6 +6,7 @@ import pytest
 
 from msrun.cli.main import main
 from msrun.cli.status import duration
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.control_messages import (
     Done,
     DrainNode,
@@ -288,8 +289,8 @@ def test_logs_as_json(msrun, job):
 
 
 GROUPS = [
-    StackGroup([0, 1], [Frame("/x/train.py", 41, "step")]),
-    StackGroup([2], [], "it is stopped, by SIGSTOP or a debugger"),
+    StackGroup(RankSet.of([0, 1]), [Frame("/x/train.py", 41, "step")]),
+    StackGroup(RankSet.of([2]), [], "it is stopped, by SIGSTOP or a debugger"),
 ]
 
 
@@ -313,6 +314,7 @@ def test_stacks_as_json(msrun, job):
     found = json.loads(msrun("stacks --json").out)
 
     assert list(found) == ["schema", "generation", "groups", "left_out"]
+    assert found["groups"][0]["ranks"] == {"count": 2, "runs": [[0, 1]]}
     assert found["groups"][0]["frames"] == [{"file": "/x/train.py", "line": 41, "function": "step"}]
 
 

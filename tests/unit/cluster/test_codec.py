@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.cluster import codec
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.messages import (
     PROTOCOL_VERSION,
     Drained,
@@ -36,6 +37,7 @@ text = st.text(max_size=20)
 number = st.integers(-(2**31), 2**31 - 1)
 seconds = st.floats(-1e10, 1e10)
 ranks = st.lists(number, max_size=4)
+rank_sets = st.builds(RankSet.of, st.sets(number, max_size=4))
 exits = st.builds(
     RankExit,
     rank=number,
@@ -64,8 +66,8 @@ verdicts = st.builds(
     restarts=number,
     hint=text,
     root=st.none() | exits,
-    collateral=st.lists(st.builds(Group, text, ranks), max_size=2),
-    finished=ranks,
+    collateral=st.lists(st.builds(Group, text, rank_sets), max_size=2),
+    finished=rank_sets,
     stuck=st.lists(text, max_size=2),
     insecure=st.booleans(),
 )
