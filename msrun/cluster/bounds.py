@@ -12,6 +12,7 @@ from itertools import accumulate
 import msgspec
 
 RUNS_MAX = 64
+RANGES_MAX = 512
 PROCESSES_MAX = 16
 PROCESS_BYTES_MAX = 256
 _NAMES_MAX = 8

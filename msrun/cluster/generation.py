@@ -146,7 +146,7 @@ class Generation:
         ends = [(e, at) for e, at in self.exits.values() if root is None or e.rank != root.rank]
         return msgspec.structs.replace(
             verdict,
-            root=verdicts.fit(root) if root else None,
+            root=root,
             collateral=verdicts.group_exits(end for end, _ in ends if not end.succeeded),
             finished=RankSet.of(e.rank for e, at in ends if e.succeeded and at < before),
         )

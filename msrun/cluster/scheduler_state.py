@@ -49,7 +49,7 @@ from msrun.cluster.scheduler_events import (
     Woke,
     Write,
 )
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import RankExit, Verdict, fit
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 _UNKNOWN_CHANGE = "it was being stopped when its scheduler ended"
@@ -224,7 +224,7 @@ class SchedulerState(JobState):
     def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
         if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
             return []
-        self._current.exits.setdefault(end.rank, (end, now - end.age))
+        self._current.exits.setdefault(end.rank, (fit(end), now - end.age))
         if self.phase is Phase.STOPPING:
             if not end.succeeded and not end.stopped:
                 self._find_failure()

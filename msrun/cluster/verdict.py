@@ -20,6 +20,8 @@ _GROUPS_MAX = 16
 Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 # Of exit codes and signals; what is beyond is no number that a process can end with.
 Status = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+# Of a host, a job, a version.
+Name = Annotated[str, msgspec.Meta(max_length=255)]
 # A process that one of these ends was not ended by the loss of a peer.
 _NEVER_COLLATERAL = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
@@ -53,7 +55,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     node_rank: int
-    host: str
+    host: Name
     local_rank: int
     pid: int
     code: Status | None
@@ -64,7 +66,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     age: Seconds = 0.0
     stopped: bool = False
     swept: bool = False
-    stalled: float = 0.0
+    stalled: Seconds = 0.0
     error: str = ""
     tail: list[str] = []
     log_file: str = ""

@@ -249,6 +249,13 @@ def test_signal(msrun, job, world, name):
     assert asked(world) == [SignalJob(signum=10, ranks=[(0, 0), (2, 3)])]
 
 
+def test_more_ranges_than_a_question_has_room_for(msrun):
+    outcome = msrun(f"signal USR1 --rank {','.join(map(str, range(0, 1026, 2)))}")
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: --rank has 513 ranges of ranks, and may have 512\n"
+
+
 def log(text, offset):
     return Log(host="a", log_file="/logs/worker_0.log", data=text, offset=offset)
 

@@ -28,7 +28,7 @@ from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import Phase, Send, Write
 from msrun.cluster.stacks import Frame, RankStack, group
-from msrun.cluster.verdict import RankExit, Verdict, render
+from msrun.cluster.verdict import RankExit, Verdict, fit, render
 from msrun.job import RestartLimits
 
 HOST = "h" * 64
@@ -294,7 +294,7 @@ def test_the_status_of_a_job_that_is_over_fits(crowd, name):
 
 @pytest.mark.parametrize("name", ["all alike", "many codes"])
 def test_a_verdict_of_ten_thousand_nodes_fits(name):
-    root = worker_end(0, "🙂")
+    root = fit(worker_end(0, "🙂"))
     generation = Generation()
     generation.exits = {rank: (CROWDS[name](rank), 2.0) for rank in range(1, 80_000)}
     generation.exits[0] = (root, 1.0)
