@@ -376,7 +376,7 @@ def parse_config(tree: object) -> ParallelConfig:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
     try:
         return msgspec.convert(tree, ParallelConfig, strict=False)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise UsageError(_sentence(str(error), tree)) from None
 
 
@@ -492,4 +492,9 @@ _SECTIONS: dict[str, type[Section]] = {
 
 
 def _shown(value: object) -> str:
-    return quoted(value) if isinstance(value, str) else quoted(json.dumps(value, default=str))[1:-1]
+    if isinstance(value, str):
+        return quoted(value)
+    try:
+        return quoted(json.dumps(value, default=str))[1:-1]
+    except TypeError:  # a key that JSON does not have, such as a date
+        return quoted(str(value))

@@ -1,6 +1,7 @@
 """Every mistake in a parallel configuration is one sentence with the key's path."""
 
 import json
+from datetime import date
 
 import pytest
 
@@ -10,6 +11,9 @@ from msrun.parallel.layout import MeshLayout, resolve
 
 NO_SIZE = (
     "parallel.memory: '-1' is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
+)
+NO_TEXT = (
+    "parallel: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"
 )
 COLWISE = {"match": "*.up", "style": "colwise"}
 
@@ -57,6 +61,12 @@ def test_rendering_reads_back():
     ("tree", "sentence"),
     [
         ([1], "parallel: [1] is no mapping"),
+        (
+            {date(2020, 1, 1): {}},
+            "parallel: '{datetime.date(2020, 1, 1): {}}': expected str",
+        ),
+        ({"mesh": {("dp",): 2}}, "parallel.mesh: \"{('dp',): 2}\": expected str, got array"),
+        ({"mode": "\ud800"}, NO_TEXT),
         ({"mseh": 1}, "parallel.mseh: is no key (did you mean mesh?)"),
         ({"optimizer": {"zer": 1}}, "parallel.optimizer.zer: is no key (did you mean zero?)"),
         ({"mesh": {"dp": "x"}}, 'parallel.mesh: {"dp": "x"}: expected int, got str'),
