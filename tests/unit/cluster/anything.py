@@ -105,7 +105,8 @@ frames = st.lists(st.builds(Frame, TEXT, ODD, LONG), max_size=2)
 long_exits = exits | st.builds(
     lambda end, text: msgspec.structs.replace(end, error=text, log_file=text, tail=[text] * 3),
     exits,
-    LONG,
+    # The last is as much as one frame has room for.
+    st.sampled_from([255, 6_000, 13_020]).map(lambda count: "x" * count),
 )
 of_control = st.one_of(
     st.builds(Warmed),
@@ -121,7 +122,7 @@ of_control = st.one_of(
         problem=TEXT,
     ),
 )
-ranges = st.lists(st.tuples(ODD, ODD), max_size=3) | st.sampled_from([512, 999]).map(
+ranges = st.lists(st.tuples(ODD, ODD), max_size=3) | st.sampled_from([512, 999, 21_750]).map(
     lambda count: [(0, 9)] * count
 )
 orders = st.one_of(

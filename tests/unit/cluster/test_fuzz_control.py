@@ -12,7 +12,6 @@ from anything import (
     LONG,
     NODES,
     ODD,
-    SECONDS,
     body_off_the_wire,
     frames,
     from_agent,
@@ -53,6 +52,7 @@ from msrun.cluster.messages import (
     SignalRanks,
     Stack,
     Stalled,
+    WorkerExited,
 )
 from msrun.cluster.peers import Peers
 from msrun.cluster.restart_policy import RestartPolicy
@@ -61,6 +61,7 @@ from msrun.cluster.uplink import Uplink
 from msrun.errors import ProtocolError
 from msrun.job import RestartLimits
 
+TIMES = st.sampled_from([60.0, 60.0, float("nan"), float("inf")])
 requests = st.one_of(
     st.builds(GetStatus),
     st.builds(GetNodes, first=ODD),
@@ -104,6 +105,7 @@ class Scheduler(RuleBasedStateMachine):
         self.peers = Peers(job_id=JOB, lease=lease(formation.lease), term=1)
         self.control = Control(state=self.state, peers=self.peers)
         self.lines = {}
+        self.registers = {}
         for node, slots in zip("abc", nodes, strict=True):
             line = Uplink(job_id=JOB, node_id=node, incarnation=1, lease=lease(formation.lease))
             self.lines[node] = line
@@ -115,34 +117,41 @@ class Scheduler(RuleBasedStateMachine):
                 formation=formation,
                 warm=True,
             )
+            self.registers[node] = body
             self.arrive(line.join(-1, body, now=self.now))
 
     # What comes.
 
     @rule(node=NODES, body=of_control | from_agent | from_scheduler)
+    def anything(self, node, body):
+        self.say(node, body)
+
     def say(self, node, body):
+        # What the codec refuses takes no number: the line would wait for it for ever.
         if body := body_off_the_wire(body):
             self.arrive(self.lines[node].send(self.state.generation, body, now=self.now))
 
-    @precondition(lambda self: self.state.phase is Phase.RUNNING)
-    @rule(number=st.integers(0, 8), seconds=SECONDS)
-    def stall(self, number, seconds):
-        living = [(node, rank) for node, ranks in self.state.living().items() for rank in ranks]
-        if living:
-            node, rank = living[number % len(living)]
-            body = body_off_the_wire(Stalled(rank=rank, seconds=seconds, sign="beat"))
-            if body:
-                self.arrive(self.lines[node].send(self.state.generation, body, now=self.now))
+    @precondition(lambda self: any(self.state.living().values()))
+    @rule(number=st.integers(0, 8), seconds=TIMES, shown=frames, problem=LONG, end=long_exits)
+    def hang(self, number, seconds, shown, problem, end):
+        """One rank makes no progress, and all show where they are."""
+        living = self.living()
+        node, rank = living[number % len(living)]
+        self.say(node, Stalled(rank=rank, seconds=seconds, sign="beat"))
+        inquiry = self.control._number
+        for node, rank in living:
+            who = msgspec.structs.replace(end, rank=rank)
+            self.say(node, Stack(inquiry=inquiry, worker=who, frames=shown, problem=problem))
 
-    @rule(worker=long_exits, shown=frames, problem=LONG)
-    def show_all_stacks(self, worker, shown, problem):
-        number = self.control._number
-        for node, ranks in self.state.living().items():
-            for rank in ranks:
-                who = msgspec.structs.replace(worker, rank=rank)
-                body = Stack(inquiry=number, worker=who, frames=shown, problem=problem)
-                if body := body_off_the_wire(body):
-                    self.arrive(self.lines[node].send(0, body, now=self.now))
+    @precondition(lambda self: any(self.state.living().values()))
+    @rule(number=st.integers(0, 8), end=long_exits)
+    def worker_ends(self, number, end):
+        living = self.living()
+        node, rank = living[number % len(living)]
+        self.say(node, WorkerExited(exit=msgspec.structs.replace(end, rank=rank)))
+
+    def living(self):
+        return [(node, rank) for node, ranks in self.state.living().items() for rank in ranks]
 
     @precondition(lambda self: self.state.phase is Phase.STOPPING)
     @rule()
@@ -165,6 +174,16 @@ class Scheduler(RuleBasedStateMachine):
         else:
             self.perform(self.state.handle(event, now=self.now))
 
+    @rule(node=NODES, is_running=st.booleans(), ended=st.lists(long_exits, max_size=2))
+    def join(self, node, is_running, ended):
+        """Register anew, as after a scheduler that was lost."""
+        seen = self.state.generation
+        body = msgspec.structs.replace(
+            self.registers[node], seen=seen, running=seen if is_running else -1, exits=ended
+        )
+        if body := body_off_the_wire(body):
+            self.arrive(self.lines[node].join(seen, body, now=self.now))
+
     @rule(request=requests, job=st.sampled_from(["", JOB, "other"]))
     def ask(self, request, job):
         if (request := question_off_the_wire(request)) is None:
@@ -181,6 +200,8 @@ class Scheduler(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 20), is_frozen=st.booleans())
     def wait(self, seconds, is_frozen):
         self.now += seconds
+        for line in () if is_frozen else self.lines.values():
+            self.arrive(line.ask(now=self.now))
         if is_frozen:
             self.peers.woke(now=self.now)
             self.control.woke(now=self.now)
