@@ -218,6 +218,10 @@ def parse_ranks(text: str) -> list[tuple[int, int]]:
         if not first <= last < 1 << 31:
             raise UsageError(f"--rank {part!r} is no range of ranks (choose FIRST-LAST)")
         found.append((first, last))
+    from msrun.cluster.bounds import RANGES_MAX
+
+    if len(found) > RANGES_MAX:
+        raise UsageError(f"--rank has {len(found)} ranges of ranks, and may have {RANGES_MAX}")
     return found
 
 

@@ -38,6 +38,7 @@ from msrun.cluster.agent_events import (
     TreeReady,
     WorkerEnded,
 )
+from msrun.cluster.bounds import clip, few
 from msrun.cluster.lease import Lease
 from msrun.cluster.messages import (
     Drained,
@@ -62,6 +63,9 @@ SCHEDULER_PATIENCE = 2.0
 ABSENCE_PATIENCE = 60.0
 SWEEP_PATIENCE = 8.0
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+# Ends that one registration has room for; further ones follow it one by one.
+EXITS_MAX = 128
+_REASON_BYTES_MAX = 2_000
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -171,21 +175,30 @@ class AgentState:
         """
         self._pending = None
         is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
-        exits = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
+        exits = self._ends(now)
         register = msgspec.structs.replace(
             self.register,
             running=self.generation if is_living else -1,
             seen=self.generation,
-            exits=exits,
+            exits=exits[:EXITS_MAX],
             stuck=self._stuck,
             warm=self._ready,
         )
         actions: list[Action] = [Join(register)]
+        actions += [self._send(WorkerExited(exit=end)) for end in exits[EXITS_MAX:]]
         if self._failure:
             actions.append(self._send(self._failure))
         if self._interrupts:
             actions.append(self._send(Interrupted(signum=self._interrupts[0])))
         return actions
+
+    def _ends(self, now: float) -> list[RankExit]:
+        """Return how workers ended: the first failure, and without their words the others."""
+        ends = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
+        if all(end.succeeded for end in ends):
+            return [verdicts.bare(end) for end in ends]
+        root = verdicts.root_cause((end, now - end.age) for end in ends)
+        return [root, *(verdicts.bare(end) for end in ends if end is not root)]
 
     def _reached(self, now: float) -> list[Action]:
         if not self._was_reached:
@@ -244,7 +257,8 @@ class AgentState:
 
     def _tree_is_ready(self, error: str | None) -> list[Action]:
         if error is not None:
-            self._failure = NodeFailed(reason=error, code=ExitCode.USAGE)
+            reason = clip(error, _REASON_BYTES_MAX)
+            self._failure = NodeFailed(reason=reason, code=ExitCode.USAGE)
             return [self._send(self._failure)]
         self._ready = True
         return [self._send(Warmed()), *self._start_if_possible()]
@@ -265,7 +279,7 @@ class AgentState:
         self.live.discard(event.exit.rank)
         actions: list[Action] = []
         if not self._is_cut:  # else it is the node that was lost, and not its workers that failed
-            end = self._without_our_signal(event.exit)
+            end = verdicts.fit(self._without_our_signal(event.exit))
             self._exits.append((end, now))
             actions = [self._send(WorkerExited(exit=end))]
         if not self.live:
@@ -327,7 +341,7 @@ class AgentState:
         """Report once the reaper has swept and every end of a worker was told."""
         if self._swept is None or (self.live and not self._swept.stuck):
             return []
-        stuck = list(self._swept.stuck)
+        stuck = few(self._swept.stuck)
         if self._own_verdict:
             return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck))
         return self._drained(stuck, now)
@@ -353,7 +367,8 @@ class AgentState:
             return []
         self._tree_lost = True
         self._ready = False
-        self._failure = NodeFailed(reason=event.reason, code=event.code)
+        reason = clip(event.reason, _REASON_BYTES_MAX)
+        self._failure = NodeFailed(reason=reason, code=event.code)
         actions: list[Action] = [self._send(self._failure)]
         if self.phase in (Phase.STOPPING, Phase.SWEEPING):
             actions += self._begin_stop(now)

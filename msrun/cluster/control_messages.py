@@ -11,9 +11,17 @@ from typing import TypeVar
 import msgspec
 
 from msrun.cluster.codec import FRAME_BYTES_MAX
-from msrun.cluster.messages import PROTOCOL_VERSION, Formation
+from msrun.cluster.messages import (
+    PROTOCOL_VERSION,
+    Formation,
+    NodeId,
+    Number,
+    Offset,
+    Ranges,
+    Signum,
+)
 from msrun.cluster.stacks import StackGroup
-from msrun.cluster.verdict import Verdict
+from msrun.cluster.verdict import Name, Verdict
 from msrun.errors import ProtocolError, VersionError
 
 _PAGE_BYTES_MAX = 48 * 1024
@@ -33,13 +41,13 @@ class GetStatus(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
 class GetNodes(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Which nodes does it have, from number `first` on?"""
 
-    first: int = 0
+    first: Number = 0
 
 
 class GetRanks(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Which ranks does it have, from `first` on?"""
 
-    first: int = 0
+    first: Number = 0
 
 
 class GetLog(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,9 +59,9 @@ class GetLog(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields
         lines: How many.
     """
 
-    rank: int
-    offset: int | None = None
-    lines: int = 0
+    rank: Number
+    offset: Offset | None = None
+    lines: Number = 0
 
 
 class GetStacks(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +81,7 @@ class StopJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_field
 class DrainNode(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Let a node leave the job, which goes on; `node` is its host, address, rank or id."""
 
-    node: str
+    node: NodeId
 
 
 class SignalJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,8 +92,8 @@ class SignalJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
         ranks: First and last rank of each range; empty for all ranks.
     """
 
-    signum: int
-    ranks: list[tuple[int, int]] = []
+    signum: Signum
+    ranks: Ranges = []
 
 
 AnyRequest = GetStatus | GetNodes | GetRanks | GetLog | GetStacks | StopJob | DrainNode | SignalJob
@@ -248,7 +256,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         version: Version of the protocol.
     """
 
-    question: str
+    question: Name
     request: AnyRequest
     version: int = PROTOCOL_VERSION
 

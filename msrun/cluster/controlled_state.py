@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import msgspec
 
 from msrun.cluster import verdict as verdicts
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.generation import Generation
 from msrun.cluster.messages import Interrupted
 from msrun.cluster.roster import Roster
 from msrun.cluster.scheduler_events import Action, Phase, Received
 from msrun.cluster.scheduler_state import SchedulerState
-from msrun.cluster.verdict import RankExit, render_ranges
+from msrun.cluster.verdict import RankExit
 
 _CHOICES_MAX = 8
 
@@ -135,6 +136,6 @@ class ControlledState(SchedulerState):
         for member in self._current.members.values():
             own = range(member.first_rank, member.first_rank + member.count)
             if found := [rank for rank in own if rank in ranks]:
-                parts.append(f"rank {render_ranges(found)} on node {member.host}")
+                parts.append(f"rank {RankSet.of(found)} on node {member.host}")
         more = len(parts) - _CHOICES_MAX
         return "; ".join(parts[:_CHOICES_MAX]) + (f" and on {more} more nodes" if more > 0 else "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from msrun.cluster import verdict as verdicts
+from msrun.cluster.bounds import RankSet, few, listed
 from msrun.cluster.messages import Start
 from msrun.cluster.restart_policy import GiveUp
 from msrun.cluster.roster import Node
@@ -94,8 +95,8 @@ class Generation:
         return all(rank in self.exits for rank in self.ranks(node_id))
 
     def all_stuck(self) -> list[str]:
-        """Return what could not be killed, by node."""
-        return [process for _, found in sorted(self.stuck.items()) for process in found]
+        """Return what could not be killed, by node, of many the first."""
+        return few(process for _, found in sorted(self.stuck.items()) for process in found)
 
     def root(self) -> RankExit | None:
         """Return the worker whose failure came first; None when a loss did, or none failed."""
@@ -130,7 +131,7 @@ class Generation:
         """Return what ended the generation, of whose failures `root` came first."""
         if self.because is Because.CHANGE:
             return self.change
-        lost = "; ".join(loss.sentence for loss in self.losses)
+        lost = listed([loss.sentence for loss in self.losses], "; ")
         return root.sentence() if root else lost or self.change
 
     def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
@@ -147,7 +148,7 @@ class Generation:
             verdict,
             root=root,
             collateral=verdicts.group_exits(end for end, _ in ends if not end.succeeded),
-            finished=sorted(end.rank for end, at in ends if end.succeeded and at < before),
+            finished=RankSet.of(e.rank for e, at in ends if e.succeeded and at < before),
         )
 
 

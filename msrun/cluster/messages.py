@@ -11,19 +11,28 @@ from typing import Annotated
 
 import msgspec
 
+from msrun.cluster.bounds import PROCESS_BYTES_MAX, PROCESSES_MAX, RANGES_MAX
 from msrun.cluster.stacks import Frame
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import Name, RankExit, Seconds, Verdict
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 TERM_MAX = (1 << 31) - 1
 
-# What no node has more of is garbage, and would be counted with.
+# What a peer cannot mean is refused where it is read: it would be counted with, or acted on.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
 Term = Annotated[int, msgspec.Meta(ge=0, le=TERM_MAX)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Offset = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Generation = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+NodeId = Annotated[str, msgspec.Meta(max_length=600)]
+Reason = Annotated[str, msgspec.Meta(max_length=2_000)]
+Ranges = Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=RANGES_MAX)]
+Process = Annotated[str, msgspec.Meta(max_length=PROCESS_BYTES_MAX)]
+Processes = Annotated[list[Process], msgspec.Meta(max_length=PROCESSES_MAX + 1)]
 
 
 class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +54,7 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nnodes_max: int = 1
     world_size: int | None = None
     lease: float = 0.0
-    release: str = ""
+    release: Name = ""
 
     @property
     def is_elastic(self) -> bool:
@@ -75,19 +84,19 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         follows: The life of this node that an `Unknown` named; None when none has.
     """
 
-    host: str
+    host: Name
     slots: Slots
-    store_host: str
+    store_host: Name
     store_port: Port
     node_rank: int | None = None
     serves: bool = False
     shares_host: bool = False
     formation: Formation = Formation()
     devices: list[tuple[int, str]] = []
-    running: int = -1
-    seen: int = -1
+    running: Generation = -1
+    seen: Generation = -1
     exits: list[RankExit] = []
-    stuck: list[str] = []
+    stuck: Processes = []
     warm: bool = False
     follows: int | None = None
 
@@ -109,7 +118,7 @@ class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         stuck: Processes that SIGKILL did not end.
     """
 
-    stuck: list[str] = []
+    stuck: Processes = []
 
 
 class Interrupted(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +135,7 @@ class NodeFailed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
         code: Exit code the job should end with.
     """
 
-    reason: str
+    reason: Reason
     code: Code
 
 
@@ -167,7 +176,7 @@ class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
     """
 
     reason: str
-    signum: int = signal.SIGTERM
+    signum: Signum = signal.SIGTERM
 
 
 class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -236,8 +245,8 @@ class Running(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         age: Seconds since then.
     """
 
-    pids: list[int]
-    age: float
+    pids: list[Number]
+    age: Seconds
 
 
 class Stalled(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,9 +258,9 @@ class Stalled(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         sign: What did not come, such as `beat`.
     """
 
-    rank: int
-    seconds: float
-    sign: str
+    rank: Number
+    seconds: Seconds
+    sign: Name
 
 
 class DumpStacks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -261,7 +270,7 @@ class DumpStacks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
         inquiry: Number that the answers carry.
     """
 
-    inquiry: int
+    inquiry: Number
 
 
 class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,7 +283,7 @@ class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
         problem: Why there are no frames; empty when there are.
     """
 
-    inquiry: int
+    inquiry: Number
     worker: RankExit
     frames: list[Frame] = []
     problem: str = ""
@@ -290,10 +299,10 @@ class ReadLog(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         lines: How many.
     """
 
-    inquiry: int
-    rank: int
-    offset: int | None = None
-    lines: int = 0
+    inquiry: Number
+    rank: Number
+    offset: Offset | None = None
+    lines: Number = 0
 
 
 class LogPart(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -307,10 +316,10 @@ class LogPart(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         problem: Why there is none; empty when there is.
     """
 
-    inquiry: int
+    inquiry: Number
     log_file: str = ""
     data: bytes = b""
-    offset: int = 0
+    offset: Offset = 0
     problem: str = ""
 
 
@@ -322,8 +331,8 @@ class SignalRanks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fiel
         signum: The signal.
     """
 
-    ranks: list[tuple[int, int]]
-    signum: int
+    ranks: Ranges
+    signum: Signum
 
 
 class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -382,8 +391,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         version: Version of this protocol.
     """
 
-    job_id: str
-    node_id: str
+    job_id: Name
+    node_id: NodeId
     incarnation: int
     session: int = 1
     seq: int = 0

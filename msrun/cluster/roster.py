@@ -6,15 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msrun.cluster import seats
+from msrun.cluster.bounds import RankSet, listed
 from msrun.cluster.messages import Formation, Refused, Register
 from msrun.cluster.seats import node_order
-from msrun.cluster.verdict import render_ranges
 from msrun.cluster.wal import Member
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 # Nodes that come one after the other while a job runs change it once, not each time.
 JOIN_WINDOW = 1.0
-_NAMES_MAX = 8
 
 
 @dataclass(slots=True)
@@ -227,9 +226,7 @@ class Roster:
         """Return who is there and who is missing, in words that a person can act on."""
         ready = self.ready()
         names = [ready[n].host for n in sorted(ready, key=lambda n: node_order(n, ready[n]))]
-        there = ", ".join(names[:_NAMES_MAX]) or "none"
-        if len(names) > _NAMES_MAX:
-            there += f" and {len(names) - _NAMES_MAX} more"
+        there = listed(names) or "none"
         workers = sum(register.slots for register in ready.values())
         if self.formation.world_size is None:
             text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
@@ -238,7 +235,7 @@ class Roster:
         ranks = {register.node_rank for register in ready.values()}
         if ready and None not in ranks:
             absent = sorted(set(range(self._likely_nodes(ready))) - ranks)
-            text += f"; missing: node rank {render_ranges(absent)}" if absent else ""
+            text += f"; missing: node rank {RankSet.of(absent)}" if absent else ""
         return text
 
     def _likely_nodes(self, ready: Mapping[str, Register]) -> int:

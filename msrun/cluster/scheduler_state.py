@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from msrun.cluster import seats, wal
+from msrun.cluster.bounds import listed
 from msrun.cluster.generation import Because, Generation, Loss, seat
 from msrun.cluster.job_state import JobState
 from msrun.cluster.messages import (
@@ -48,7 +49,7 @@ from msrun.cluster.scheduler_events import (
     Woke,
     Write,
 )
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import RankExit, Verdict, fit
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 _UNKNOWN_CHANGE = "it was being stopped when its scheduler ended"
@@ -223,7 +224,7 @@ class SchedulerState(JobState):
     def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
         if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
             return []
-        self._current.exits.setdefault(end.rank, (end, now - end.age))
+        self._current.exits.setdefault(end.rank, (fit(end), now - end.age))
         if self.phase is Phase.STOPPING:
             if not end.succeeded and not end.stopped:
                 self._find_failure()
@@ -338,7 +339,7 @@ class SchedulerState(JobState):
         order = seats.choose(ready, self.formation, list(before), cold)
         workers = sum(ready[node_id].slots for node_id in order)
         if self.formation.world_size not in (None, workers):
-            there = ", ".join(f"{body.host} {body.slots}" for body in ready.values())
+            there = listed([f"{body.host} {body.slots}" for body in ready.values()])
             reason = f"the workers of the nodes do not sum to {self.formation.world_size}, "
             reason += f"which --worker-num asks for: {there}"
             return self._decide(self._verdict(ExitCode.USAGE, reason))
@@ -459,7 +460,7 @@ class SchedulerState(JobState):
             return []
         newcomers = self._roster.newcomers(self._current.members)
         hosts = [node.registration.host for node in newcomers if node.is_warm]
-        self._current.change = f"node {', '.join(hosts)} joins"
+        self._current.change = f"node {listed(hosts)} joins"
         return self._stop(self._current.change, Because.CHANGE)
 
     def _can_grow(self) -> bool:

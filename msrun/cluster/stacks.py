@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from msrun.cluster.verdict import render_ranges
+from msrun.cluster.bounds import RankSet
 
 FRAMES_MAX = 40
 FILE_CHARS_MAX = 120
@@ -56,12 +56,12 @@ class StackGroup(msgspec.Struct, frozen=True):
     """Ranks that are in one place.
 
     Args:
-        ranks: The ranks, ascending.
+        ranks: The ranks.
         frames: Where they are, innermost first.
         problem: Why that is not known; empty when it is.
     """
 
-    ranks: list[int]
+    ranks: RankSet
     frames: list[Frame]
     problem: str = ""
 
@@ -94,14 +94,19 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 def group(stacks: Iterable[RankStack]) -> list[StackGroup]:
     """Return `stacks` grouped by where they are, larger groups first."""
+    groups = _alike(stacks)
+    ordered = sorted(groups, key=lambda place: (-len(groups[place]), min(groups[place])))
+    return [
+        StackGroup(RankSet.of(groups[frames, problem]), list(frames), problem)
+        for frames, problem in ordered
+    ]
+
+
+def _alike(stacks: Iterable[RankStack]) -> dict[tuple[tuple[Frame, ...], str], list[int]]:
     groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
     for stack in stacks:
         groups.setdefault((stack.frames, stack.problem), []).append(stack.rank)
-    found = [
-        StackGroup(sorted(ranks), list(frames), problem)
-        for (frames, problem), ranks in groups.items()
-    ]
-    return sorted(found, key=lambda g: (-len(g.ranks), g.ranks[0]))
+    return groups
 
 
 def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
@@ -116,7 +121,7 @@ def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
         stalled: Rank -> seconds without progress, of those that were reported; at least one.
     """
     least = min(stalled.values()) / 2
-    size = {rank: len(g.ranks) for g in group(stacks) for rank in g.ranks}
+    size = {rank: len(ranks) for ranks in _alike(stacks).values() for rank in ranks}
     shown = {stack.rank: bool(stack.frames) for stack in stacks}
     silent = {stack.rank: stack.idle for stack in stacks if stack.idle >= least} | dict(stalled)
     return min(
@@ -142,6 +147,5 @@ def render(groups: Sequence[StackGroup]) -> str:
     return "\n".join(lines)
 
 
-def _count(ranks: Sequence[int]) -> str:
-    named = render_ranges(ranks)
-    return f"rank {named}" if len(ranks) == 1 else f"{len(ranks)} ranks ({named})"
+def _count(ranks: RankSet) -> str:
+    return f"rank {ranks}" if len(ranks) == 1 else f"{len(ranks)} ranks ({ranks})"

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
+from msrun.cluster.bounds import RankSet, clip, newest
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
 TAIL_LINES = 20
+_TAIL_BYTES_MAX = 24_000
+_TEXT_BYTES_MAX = 2_000
+_PATH_BYTES_MAX = 4_096
+_GROUPS_MAX = 16
 # Neither infinite nor no number at all: the scheduler's log could not hold that.
 Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 # Of exit codes and signals; what is beyond is no number that a process can end with.
 Status = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+# Of a host, a job, a version.
+Name = Annotated[str, msgspec.Meta(max_length=255)]
 # A process that one of these ends was not ended by the loss of a peer.
 _NEVER_COLLATERAL = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
@@ -48,7 +55,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     node_rank: int
-    host: str
+    host: Name
     local_rank: int
     pid: int
     code: Status | None
@@ -59,7 +66,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     age: Seconds = 0.0
     stopped: bool = False
     swept: bool = False
-    stalled: float = 0.0
+    stalled: Seconds = 0.0
     error: str = ""
     tail: list[str] = []
     log_file: str = ""
@@ -97,11 +104,26 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         return f"{who} {self.how()} after {render_seconds(self.ran_for)}"
 
 
+def fit(end: RankExit) -> RankExit:
+    """Return `end` with no more text than a message has room for, of its log the last lines."""
+    return msgspec.structs.replace(
+        end,
+        error=clip(end.error, _TEXT_BYTES_MAX),
+        tail=newest(end.tail, _TAIL_BYTES_MAX),
+        log_file=clip(end.log_file, _PATH_BYTES_MAX),
+    )
+
+
+def bare(end: RankExit) -> RankExit:
+    """Return `end` without the texts that are told of a cause alone."""
+    return msgspec.structs.replace(end, host="", error="", tail=[], log_file="")
+
+
 class Group(msgspec.Struct, frozen=True):
     """Ranks that ended alike."""
 
     how: str
-    ranks: list[int]
+    ranks: RankSet
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +137,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         restarts: Restarts that were used.
         hint: What to do next; empty when there is nothing to say.
         root: The first failure of the last generation; None without one.
-        collateral: Ends that followed from it, grouped.
+        collateral: Ends that followed from it, grouped; small groups beyond many are one.
         finished: Ranks that had exited with code 0 before the failure.
-        stuck: Processes that could not be killed.
+        stuck: Processes that could not be killed; of many the first, and how many more.
         insecure: The job ran without authentication.
     """
 
@@ -129,7 +151,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     hint: str = ""
     root: RankExit | None = None
     collateral: list[Group] = []
-    finished: list[int] = []
+    finished: RankSet = RankSet()
     stuck: list[str] = []
     insecure: bool = False
 
@@ -150,12 +172,15 @@ def _failed_at(end: RankExit, at: float) -> float:
 
 
 def group_exits(exits: Iterable[RankExit]) -> list[Group]:
-    """Return `exits` grouped by how they ended, larger groups first."""
+    """Return `exits` grouped by how they ended, larger groups first, the smallest together."""
     groups: dict[str, list[int]] = {}
     for end in exits:
         groups.setdefault(end.how(), []).append(end.rank)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    return [Group(how, sorted(ranks)) for how, ranks in ordered]
+    found = [Group(how, RankSet.of(ranks)) for how, ranks in ordered[:_GROUPS_MAX]]
+    if others := [rank for _, ranks in ordered[_GROUPS_MAX:] for rank in ranks]:
+        found.append(Group("ended in other ways", RankSet.of(others)))
+    return found
 
 
 def interrupted(job_id: str, signum: int, *, generation: int, restarts: int) -> Verdict:
@@ -200,19 +225,8 @@ def _render_group(group: Group) -> str:
     return f"{_ranks(group.ranks)} {how}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {render_ranges(ranks)}"
-
-
-def render_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending `numbers` as text such as `0-3,7`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
+def _ranks(ranks: RankSet) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks}"
 
 
 def render_seconds(seconds: float) -> str:

@@ -81,6 +81,9 @@ def parse_config(tree: object) -> ParallelConfig:
         return msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(_sentence(str(error), tree)) from None
+    except UnicodeEncodeError as error:
+        message = f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
+        raise UsageError(message) from None
 
 
 def render_config(config: ParallelConfig) -> str:
@@ -181,4 +184,9 @@ _SECTIONS: dict[str, type[Section]] = {
 
 
 def _shown(value: object) -> str:
-    return quoted(value) if isinstance(value, str) else quoted(json.dumps(value, default=str))[1:-1]
+    if isinstance(value, str):
+        return quoted(value)
+    try:
+        return quoted(json.dumps(value, default=str))[1:-1]
+    except TypeError:  # a key that JSON does not have, such as a date
+        return quoted(str(value))

@@ -292,7 +292,9 @@ class Scheduler:
         except VersionError:
             self._socket.answer(asked.route, codec.VERSION_FRAME)
             return
-        except ProtocolError:
+        except ProtocolError as error:
+            if control_messages.is_question(asked.frame):
+                self._socket.answer(asked.route, _frame(Denied(reason=error.message)))
             return
         log.info("asked %s", type(question.request).__name__)
         now = self._loop.now()

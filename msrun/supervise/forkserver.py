@@ -166,6 +166,8 @@ class Forkserver:
         return pid
 
     def _signal(self, order: SignalWorkers) -> None:
+        if not 0 < order.signum < signal.NSIG:  # the kernel would refuse it for each of them
+            return
         # Only this process reaps its children, so none of these pids can have been reused.
         for pid, child in self._children.items():
             if child.rank not in order.ranks:

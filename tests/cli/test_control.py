@@ -6,6 +6,7 @@ import pytest
 
 from msrun.cli.main import main
 from msrun.cli.status import duration
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.control_messages import (
     Done,
     DrainNode,
@@ -257,6 +258,13 @@ def test_signal(msrun, job, world, name):
     assert asked(world) == [SignalJob(signum=10, ranks=[(0, 0), (2, 3)])]
 
 
+def test_more_ranges_than_a_question_has_room_for(msrun):
+    outcome = msrun(f"signal USR1 --rank {','.join(map(str, range(0, 1026, 2)))}")
+
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: --rank has 513 ranges of ranks, and may have 512\n"
+
+
 def log(text, offset):
     return Log(host="a", log_file="/logs/worker_0.log", data=text, offset=offset)
 
@@ -297,8 +305,8 @@ def test_logs_as_json(msrun, job):
 
 
 GROUPS = [
-    StackGroup([0, 1], [Frame("/x/train.py", 41, "step")]),
-    StackGroup([2], [], "it is stopped, by SIGSTOP or a debugger"),
+    StackGroup(RankSet.of([0, 1]), [Frame("/x/train.py", 41, "step")]),
+    StackGroup(RankSet.of([2]), [], "it is stopped, by SIGSTOP or a debugger"),
 ]
 
 
@@ -322,6 +330,7 @@ def test_stacks_as_json(msrun, job):
     found = json.loads(msrun("stacks --json").out)
 
     assert list(found) == ["schema", "generation", "groups", "left_out"]
+    assert found["groups"][0]["ranks"] == {"count": 2, "runs": [[0, 1]]}
     assert found["groups"][0]["frames"] == [{"file": "/x/train.py", "line": 41, "function": "step"}]
 
 

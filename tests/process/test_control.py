@@ -11,7 +11,7 @@ import pytest
 from support import environment, script, shell, until
 
 from msrun.cluster import codec, control_messages
-from msrun.cluster.control_messages import GetStatus, Question
+from msrun.cluster.control_messages import GetRanks, GetStatus, Question, SignalJob
 from msrun.cluster.messages import Drained, Envelope
 from msrun.roles import control_file
 from msrun.roles.control_client import ControlClient
@@ -271,6 +271,35 @@ def test_only_questions_of_this_job_are_answered(msrun, card, secure):
 
     assert answer.reason == f"the scheduler here runs job {job.name}, not other"
     assert garbage is None
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (GetRanks(first=(1 << 64) - 1), "first"),
+        (SignalJob(signum=200), "signum"),
+        (SignalJob(signum=10, ranks=[(5, 5)] * 21_800), "ranks"),
+    ],
+    ids=["no rank", "no signal", "too many ranges"],
+)
+def test_what_nobody_can_mean_is_denied_and_the_job_goes_on(msrun, card, request_, field):
+    job = msrun(*shell(IDLE))
+    job.until_said("msrun: running 1/1")
+    found = card()
+    context = new_context()
+    try:
+        socket = ControlSocket(context, endpoint(found.host, found.port), found.keys)
+        asked = control_messages.encode(Question(question="", request=request_))
+        denied = control_messages.decode_answer(socket.ask(asked, 20)).answer
+        question = control_messages.encode(Question(question="", request=GetStatus()))
+        status = control_messages.decode_answer(socket.ask(question, 20)).answer
+    finally:
+        context.destroy(linger=0)
+
+    assert denied.reason.endswith(f"at `$.request.{field}`")
+    assert (status.phase, status.scheduler_restarts) == ("running", 0)
     job.send(signal.SIGTERM)
     assert job.wait() == 143
 

@@ -109,10 +109,10 @@ def check_verdict(job):
             "log_file": str(job.logs / "worker_1.log"),
         },
         "collateral": [
-            {"how": "exited with code 9", "ranks": [0]},
-            {"how": "was killed by SIGTERM", "ranks": [2]},
+            {"how": "exited with code 9", "ranks": {"count": 1, "runs": [[0, 0]]}},
+            {"how": "was killed by SIGTERM", "ranks": {"count": 1, "runs": [[2, 2]]}},
         ],
-        "finished": [3],
+        "finished": {"count": 1, "runs": [[3, 3]]},
         "stuck": [],
         "insecure": False,
     }

@@ -137,7 +137,8 @@ def how_each_failed(verdict):
     code = root["code"] if root["signum"] is None else -root["signum"]
     found = {root["rank"]: how(code)}
     for group in verdict["collateral"]:
-        found |= dict.fromkeys(group["ranks"], group["how"])
+        for low, high in group["ranks"]["runs"]:
+            found |= dict.fromkeys(range(low, high + 1), group["how"])
     return found
 
 

@@ -1,6 +1,7 @@
 """Every mistake in a parallel configuration is one sentence with the key's path."""
 
 import json
+from datetime import date
 
 import pytest
 
@@ -12,6 +13,7 @@ from msrun.parallel.layout import MeshLayout, resolve
 NO_SIZE = (
     "parallel.memory: '-1' is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
 )
+NO_TEXT = "parallel: '\\ud800' holds half a character, which is no text"
 COLWISE = {"match": "*.up", "style": "colwise"}
 
 
@@ -58,6 +60,12 @@ def test_rendering_reads_back():
     ("tree", "sentence"),
     [
         ([1], "parallel: [1] is no mapping"),
+        (
+            {date(2020, 1, 1): {}},
+            "parallel: '{datetime.date(2020, 1, 1): {}}': expected str",
+        ),
+        ({"mesh": {("dp",): 2}}, "parallel.mesh: \"{('dp',): 2}\": expected str, got array"),
+        ({"mode": "\ud800"}, NO_TEXT),
         ({"mseh": 1}, "parallel.mseh: is no key (did you mean mesh?)"),
         ({"optimizer": {"zer": 1}}, "parallel.optimizer.zer: is no key (did you mean zero?)"),
         ({"mesh": {"dp": "x"}}, 'parallel.mesh: {"dp": "x"}: expected int, got str'),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.cluster import codec
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.messages import (
     PROTOCOL_VERSION,
     Drained,
@@ -34,8 +35,11 @@ from msrun.errors import ProtocolError
 
 text = st.text(max_size=20)
 number = st.integers(-(2**31), 2**31 - 1)
+count = st.integers(0, 2**31 - 1)
+signum = st.integers(1, 64)
 seconds = st.floats(-1e10, 1e10)
 ranks = st.lists(number, max_size=4)
+rank_sets = st.builds(RankSet.of, st.sets(number, max_size=4))
 exits = st.builds(
     RankExit,
     rank=number,
@@ -64,8 +68,8 @@ verdicts = st.builds(
     restarts=number,
     hint=text,
     root=st.none() | exits,
-    collateral=st.lists(st.builds(Group, text, ranks), max_size=2),
-    finished=ranks,
+    collateral=st.lists(st.builds(Group, text, rank_sets), max_size=2),
+    finished=rank_sets,
     stuck=st.lists(text, max_size=2),
     insecure=st.booleans(),
 )
@@ -80,7 +84,7 @@ bodies = st.one_of(
     ),
     st.builds(WorkerExited, exit=exits),
     st.builds(Drained, stuck=st.lists(text, max_size=3)),
-    st.builds(Interrupted, signum=st.integers(1, 64)),
+    st.builds(Interrupted, signum=signum),
     st.builds(NodeFailed, reason=text, code=st.integers(0, 255)),
     st.builds(
         Start,
@@ -93,7 +97,7 @@ bodies = st.one_of(
         store_port=number,
         serve_store=st.booleans(),
     ),
-    st.builds(Stop, reason=text, signum=number),
+    st.builds(Stop, reason=text, signum=signum),
     st.builds(
         Restarting,
         reason=text,
@@ -104,26 +108,26 @@ bodies = st.one_of(
     ),
     st.builds(Finish, verdict=verdicts),
     st.builds(Refused, reason=text),
-    st.builds(Running, pids=ranks, age=seconds),
-    st.builds(Stalled, rank=number, seconds=seconds, sign=text),
-    st.builds(DumpStacks, inquiry=number),
+    st.builds(Running, pids=st.lists(count, max_size=4), age=seconds),
+    st.builds(Stalled, rank=count, seconds=seconds, sign=text),
+    st.builds(DumpStacks, inquiry=count),
     st.builds(
         Stack,
-        inquiry=number,
+        inquiry=count,
         worker=exits,
         frames=st.lists(st.builds(Frame, text, number, text), max_size=3),
         problem=text,
     ),
-    st.builds(ReadLog, inquiry=number, rank=number, offset=st.none() | number, lines=number),
+    st.builds(ReadLog, inquiry=count, rank=count, offset=st.none() | count, lines=count),
     st.builds(
         LogPart,
-        inquiry=number,
+        inquiry=count,
         log_file=text,
         data=st.binary(max_size=20),
-        offset=number,
+        offset=count,
         problem=text,
     ),
-    st.builds(SignalRanks, ranks=st.lists(st.tuples(number, number), max_size=3), signum=number),
+    st.builds(SignalRanks, ranks=st.lists(st.tuples(count, count), max_size=3), signum=signum),
     st.builds(Hung, report=text),
 )
 envelopes = st.builds(
@@ -233,6 +237,18 @@ REGISTER = {"type": "Register", "host": "a", "slots": 1, "store_host": "", "stor
         {"body": REGISTER | {"slots": 0}},
         {"body": REGISTER | {"slots": 65537}},
         {"body": REGISTER | {"store_port": 65536}},
+        {"body": REGISTER | {"host": 256 * "h"}},
+        {"body": REGISTER | {"seen": 1 << 54}},
+        {"body": REGISTER | {"stuck": 18 * ["4711 D sh"]}},
+        {"body": {"type": "SignalRanks", "ranks": [], "signum": 200}},
+        {"body": {"type": "SignalRanks", "ranks": 513 * [[0, 0]], "signum": 9}},
+        {"body": {"type": "SignalRanks", "ranks": [[0, 1 << 31]], "signum": 9}},
+        {"body": {"type": "Stop", "reason": "", "signum": 0}},
+        {"body": {"type": "ReadLog", "inquiry": 1, "rank": 0, "offset": 1 << 63}},
+        {"body": {"type": "Stalled", "rank": 0, "seconds": float("nan"), "sign": "beat"}},
+        {"body": {"type": "NodeFailed", "reason": 2001 * "x", "code": 70}},
+        {"job_id": 256 * "j"},
+        {"node_id": 601 * "n"},
     ],
     ids=[
         "unknown field",
@@ -243,6 +259,18 @@ REGISTER = {"type": "Register", "host": "a", "slots": 1, "store_host": "", "stor
         "no slots",
         "too many slots",
         "no port",
+        "no host",
+        "no generation",
+        "too many processes",
+        "no signal to send",
+        "too many ranges",
+        "no rank",
+        "no signal to stop with",
+        "no offset",
+        "no time",
+        "no sentence",
+        "no job",
+        "no node",
     ],
 )
 def test_what_this_version_does_not_know_is_refused(change):

@@ -11,6 +11,8 @@ from msrun.cluster.control_messages import (
     Denied,
     DrainNode,
     GetLog,
+    GetNodes,
+    GetRanks,
     GetStatus,
     Log,
     Question,
@@ -20,7 +22,7 @@ from msrun.cluster.control_messages import (
     StopJob,
     fitting,
 )
-from msrun.cluster.messages import PROTOCOL_VERSION, Drained, Envelope
+from msrun.cluster.messages import PROTOCOL_VERSION, Drained, Envelope, SignalRanks
 from msrun.errors import ProtocolError, VersionError
 
 QUESTIONS = [
@@ -82,6 +84,42 @@ def test_another_version_is_named():
 def test_what_is_no_question_is_refused(frame):
     with pytest.raises(ProtocolError):
         control_messages.decode_question(frame)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        GetNodes(first=1 << 31),
+        GetRanks(first=(1 << 64) - 1),
+        GetRanks(first=-1),
+        GetLog(rank=-1),
+        GetLog(rank=0, offset=1 << 63),
+        GetLog(rank=0, lines=-1),
+        SignalJob(signum=0),
+        SignalJob(signum=65),
+        SignalJob(signum=200),
+        SignalJob(signum=9, ranks=[(0, 1 << 31)]),
+        SignalJob(signum=9, ranks=[(0, 0)] * 513),
+        SignalJob(signum=9, ranks=[(0, 0)] * 21_800),
+        DrainNode(node="n" * 601),
+    ],
+    ids=lambda request: str(request)[:40],
+)
+def test_what_nobody_can_mean_is_refused(request_):
+    frame = control_messages.encode(Question(question="train", request=request_))
+
+    with pytest.raises(ProtocolError, match=r"a frame is no message: Expected .* `\$.request"):
+        control_messages.decode_question(frame)
+
+
+def test_the_most_that_can_be_asked_for_reaches_an_agent():
+    ranges = [((1 << 31) - 1, (1 << 31) - 1)] * 512
+    question = Question(question="train", request=SignalJob(signum=64, ranks=ranges))
+    order = SignalRanks(ranks=ranges, signum=64)
+    envelope = Envelope(job_id="train", node_id="a", incarnation=1, body=order)
+
+    assert control_messages.decode_question(control_messages.encode(question)) == question
+    assert codec.decode(codec.encode(envelope)) == envelope
 
 
 @given(st.binary(max_size=200))

@@ -8,6 +8,22 @@ import contextlib
 
 import msgspec
 import pytest
+from anything import (
+    CODES,
+    FORMATIONS,
+    JOB,
+    NODES,
+    SMALL,
+    TEXT,
+    body_off_the_wire,
+    ends,
+    envelopes,
+    exits,
+    from_agent,
+    from_scheduler,
+    verdicts,
+    wire,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,16 +36,8 @@ from msrun.cluster.messages import (
     Drained,
     Envelope,
     Finish,
-    Formation,
-    Interrupted,
-    NodeFailed,
-    Refused,
     Register,
-    Restarting,
-    Start,
     Stop,
-    Unknown,
-    Waiting,
     WorkerExited,
 )
 from msrun.cluster.peers import Peers
@@ -37,136 +45,9 @@ from msrun.cluster.restart_policy import RestartPolicy
 from msrun.cluster.scheduler_events import Phase, Send, Write
 from msrun.cluster.scheduler_state import SchedulerState
 from msrun.cluster.uplink import Uplink
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import RankExit
 from msrun.errors import ProtocolError
 from msrun.job import RestartLimits
-
-JOB = "train"
-SMALL = st.integers(-2, 5)
-ODD = SMALL | st.sampled_from([-(2**63), 2**31, 2**63 - 1, 2**64 - 1])
-SECONDS = st.floats() | st.floats(0, 100)
-TEXT = st.sampled_from(["", "a", "b\n\x1b[31m", "größer"]) | st.text(max_size=3)
-NODES = st.sampled_from("abc")
-FORMATIONS = [
-    Formation(lease=0.0),
-    Formation(nnodes_min=2, nnodes_max=2, lease=10.0),
-    Formation(nnodes_min=1, nnodes_max=3, lease=10.0),
-    Formation(nnodes_min=1, nnodes_max=3, world_size=4, lease=10.0),
-]
-
-exits = st.builds(
-    RankExit,
-    rank=SMALL | ODD,
-    node_rank=SMALL,
-    host=TEXT,
-    local_rank=SMALL,
-    pid=ODD,
-    code=st.sampled_from([0, 0, 1, None, 300, -9]) | ODD,
-    signum=st.none() | st.sampled_from([9, 15, 64]) | ODD,
-    oom=st.booleans(),
-    ran_for=SECONDS,
-    age=SECONDS,
-    swept=st.booleans(),
-    error=TEXT,
-    tail=st.lists(TEXT, max_size=2),
-)
-# What a node of ours says of its own.
-CODES = st.sampled_from([2, 70, 120, 122])
-ends = st.builds(
-    RankExit,
-    rank=SMALL,
-    node_rank=SMALL,
-    host=TEXT,
-    local_rank=SMALL,
-    pid=SMALL,
-    code=st.sampled_from([0, 1, None]),
-    signum=st.sampled_from([None, 9, 15]),
-    ran_for=st.floats(0, 100),
-    error=TEXT,
-)
-stuck = st.lists(TEXT, max_size=1)
-verdicts = st.builds(
-    Verdict, job_id=TEXT, code=SMALL, reason=TEXT, generation=SMALL, restarts=SMALL, root=exits
-)
-
-
-def registers(formations):
-    return st.builds(
-        Register,
-        host=TEXT,
-        slots=st.integers(1, 3) | ODD,
-        store_host=st.sampled_from(["10.0.0.1", "::1", "", "x" * 300]),
-        store_port=ODD,
-        node_rank=st.none() | SMALL,
-        serves=st.booleans(),
-        formation=formations,
-        running=SMALL,
-        seen=SMALL,
-        exits=st.lists(exits, max_size=2),
-        stuck=stuck,
-    )
-
-
-from_agent = st.one_of(
-    registers(st.sampled_from(FORMATIONS)),
-    st.builds(WorkerExited, exit=exits),
-    st.builds(Drained, stuck=stuck),
-    st.builds(Interrupted, signum=st.sampled_from([2, 15]) | ODD),
-    st.builds(NodeFailed, reason=TEXT, code=st.sampled_from([2, 120]) | ODD),
-)
-from_scheduler = st.one_of(
-    st.builds(
-        Start,
-        node_rank=SMALL,
-        nnodes=SMALL,
-        first_rank=SMALL,
-        count=SMALL,
-        world_size=SMALL,
-        store_host=TEXT,
-        store_port=ODD,
-        serve_store=st.booleans(),
-    ),
-    st.builds(Stop, reason=TEXT, signum=st.sampled_from([2, 15]) | ODD),
-    st.builds(
-        Restarting,
-        reason=TEXT,
-        log_file=TEXT,
-        delay=SECONDS,
-        restart=SMALL,
-        max_restarts=SMALL,
-    ),
-    st.builds(Finish, verdict=verdicts),
-    st.builds(Refused, reason=TEXT, code=SMALL),
-    st.builds(Waiting, reason=TEXT, spare=st.booleans()),
-    st.builds(Unknown, known=st.none() | SMALL),
-)
-envelopes = st.builds(
-    Envelope,
-    job_id=st.sampled_from([JOB, "other"]),
-    node_id=NODES,
-    incarnation=SMALL,
-    session=st.integers(0, 3) | ODD,
-    seq=st.integers(0, 3) | ODD,
-    ack=st.integers(0, 3) | ODD,
-    stamp=SECONDS,
-    term=st.integers(0, 2) | ODD,
-    generation=SMALL | ODD,
-    body=st.none() | from_agent | from_scheduler,
-)
-
-
-def wire(message):
-    """Return `message` as it arrives; None when the codec does not let it through."""
-    try:
-        return codec.decode(codec.encode(message))
-    except ProtocolError:
-        return None
-
-
-def body_off_the_wire(body):
-    envelope = wire(Envelope(job_id=JOB, node_id="a", incarnation=1, body=body))
-    return envelope.body if envelope else None
-
 
 # Frames.
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.stacks import (
     FRAMES_MAX,
     Frame,
@@ -90,9 +91,9 @@ def test_equal_stacks_are_one_group_and_large_groups_come_first():
     stacks.append(rank(5, problem="it is stopped"))
 
     assert group(stacks) == [
-        StackGroup([0, 1, 2, 4], [ALL_REDUCE, STEP]),
-        StackGroup([3], [LOADER]),
-        StackGroup([5], [], "it is stopped"),
+        StackGroup(RankSet.of([0, 1, 2, 4]), [ALL_REDUCE, STEP]),
+        StackGroup(RankSet.of([3]), [LOADER]),
+        StackGroup(RankSet.of([5]), [], "it is stopped"),
     ]
 
 
@@ -109,7 +110,7 @@ def test_groups_in_words():
 
 
 def test_of_many_groups_not_all_are_named():
-    groups = [StackGroup([n], [Frame("/x.py", n, "f")]) for n in range(20)]
+    groups = [StackGroup(RankSet.of([n]), [Frame("/x.py", n, "f")]) for n in range(20)]
 
     assert summary(groups).endswith("; rank 15 in f at x.py:15; and 4 more groups")
 

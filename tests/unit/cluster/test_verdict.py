@@ -1,5 +1,6 @@
 import pytest
 
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.verdict import (
     Group,
     RankExit,
@@ -8,7 +9,6 @@ from msrun.cluster.verdict import (
     internal,
     interrupted,
     render,
-    render_ranges,
     render_seconds,
     root_cause,
 )
@@ -95,10 +95,10 @@ def test_groups_are_ordered_by_size_then_words():
     exits = [end(5), killed(4), killed(2), end(1, code=0), end(0, code=2)]
 
     assert group_exits(exits) == [
-        Group("was killed by SIGKILL", [2, 4]),
-        Group("exited with code 0", [1]),
-        Group("exited with code 1", [5]),
-        Group("exited with code 2", [0]),
+        Group("was killed by SIGKILL", RankSet(2, [(2, 2), (4, 4)])),
+        Group("exited with code 0", RankSet(1, [(1, 1)])),
+        Group("exited with code 1", RankSet(1, [(5, 5)])),
+        Group("exited with code 2", RankSet(1, [(0, 0)])),
     ]
 
 
@@ -113,12 +113,12 @@ def test_a_failure_is_rendered_with_everything_that_is_known():
         hint="correct the cause",
         root=root,
         collateral=[
-            Group("was killed by SIGTERM", [0, 1, 5]),
-            Group("exited with code 1", [3, 4]),
-            Group("was killed by SIGABRT", [6]),
-            Group("exited with code 2", [7]),
+            Group("was killed by SIGTERM", RankSet.of([0, 1, 5])),
+            Group("exited with code 1", RankSet.of([3, 4])),
+            Group("was killed by SIGABRT", RankSet.of([6])),
+            Group("exited with code 2", RankSet.of([7])),
         ],
-        finished=[8, 9],
+        finished=RankSet.of([8, 9]),
         stuck=["4711 D python"],
     )
 
@@ -164,20 +164,6 @@ def test_a_job_that_one_of_our_processes_failed(generation, code, expected):
     verdict = internal("train", "the scheduler ended", generation=generation, code=code)
 
     assert (verdict.code, verdict.restarts) == expected
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([], ""),
-        ([4], "4"),
-        ([0, 1], "0-1"),
-        ([0, 1, 2, 3, 7], "0-3,7"),
-        ([1, 3, 5, 6], "1,3,5-6"),
-    ],
-)
-def test_ranges(numbers, text):
-    assert render_ranges(numbers) == text
 
 
 @pytest.mark.parametrize(

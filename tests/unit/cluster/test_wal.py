@@ -3,6 +3,7 @@ import zlib
 import pytest
 
 from msrun.cluster import wal
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.verdict import Group, RankExit, Verdict
 from msrun.cluster.wal import Began, Decided, GenerationStarted, Member
 
@@ -24,7 +25,7 @@ VERDICT = Verdict(
     generation=1,
     restarts=1,
     root=ROOT,
-    collateral=[Group("was killed by SIGTERM", [0, 2])],
+    collateral=[Group("was killed by SIGTERM", RankSet.of([0, 2]))],
 )
 MEMBER = Member(node_id="a/x", host="a", incarnation=7, node_rank=0, first_rank=0, count=2)
 RECORDS = [
