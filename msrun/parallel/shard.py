@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class ShardedModel:
         reductions: What sums gradients over data-parallel ranks.
         computing: Context in which loss and gradients come out right.
         microbatches: Into how many a step divides a local batch.
+        excluded: Names of parameters that each data-parallel rank has for itself.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class ShardedModel:
         computing: Context,
         *,
         microbatches: int,
+        excluded: Collection[str] = (),
     ) -> None:
         self._model = weakref.ref(model)
+        self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
@@ -80,6 +83,12 @@ class ShardedModel:
         """Return this rank's parameters, each once."""
         model = self._model()
         return [] if model is None else list(model.parameters())
+
+    def excluded(self) -> list[Parameter]:
+        """Return those that each data-parallel rank has for itself."""
+        model = self._model()
+        named = [] if model is None else model.named_parameters()
+        return [param for name, param in named if name in self._excluded]
 
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
@@ -193,8 +202,14 @@ def shard_model(
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
     computing = guard.active_with_loss if guard else contextlib.nullcontext
-    references, parts = originals.references(), config.accumulate
-    return model, ShardedModel(model, references, reductions, computing, microbatches=parts)
+    return model, ShardedModel(
+        model,
+        originals.references(),
+        reductions,
+        computing,
+        microbatches=config.accumulate,
+        excluded=choice.excluded,
+    )
 
 
 class _Originals:
