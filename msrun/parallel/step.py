@@ -17,6 +17,7 @@ from msrun.parallel.local import whole
 if TYPE_CHECKING:
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.runtime import Runtime
+    from msrun.parallel.zero_order import UnitOrder
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -38,11 +39,22 @@ def run_step(
     batch = [_to(value, runtime.device) for value in batch]
     optimizer.zero_grad()
     train = _train_pipeline if runtime.config.pipeline else _train
-    loss = train(runtime, model, loss_fn, batch)
+    order = runtime.sharded(model).order
+    with order.compared_later() if order else contextlib.nullcontext():
+        loss = train(runtime, model, loss_fn, batch)
+    loss = _mean(runtime, order, loss)  # refuses gradients that must not change a weight
     if max_norm is not None:
         clip(runtime, model, max_norm)
     optimizer.step()
-    return runtime.mean_over_data(loss)
+    return loss
+
+
+def _mean(runtime: Runtime, order: UnitOrder | None, loss: Tensor) -> Tensor:
+    """Return the mean of `loss` over the data-parallel ranks, after comparing what they did."""
+    if order is None:
+        return runtime.mean_over_data(loss)
+    total = order.sum_and_compare(loss.detach() * runtime.batch_weight)
+    return total / runtime.layout.size(DATA_AXIS)
 
 
 def clip(runtime: Runtime, model: nn.Module, max_norm: float) -> Tensor:
