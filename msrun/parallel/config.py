@@ -302,6 +302,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
             _at_least(self, "seed", 0)
         if self.plan == "":
             raise ValueError("plan: '' names no file")
+        is_all_divided = self.optimizer.zero and not self.optimizer.threshold
+        if is_all_divided and self.reduce.fuse != Reduce().fuse:
+            raise ValueError("reduce: fuse needs what optimizer.threshold leaves whole; it is 0")
         self._check_search()
         self._check_mesh()
         for key in ("plan", "pipeline"):
@@ -371,6 +374,8 @@ def parse_config(tree: object) -> ParallelConfig:
     tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
+    if "data" in tree:
+        raise UsageError(f"{ROOT}.data: arguments of rt.loader(dataset, batch_size) divide batches")
     for key, feature in _ELSEWHERE.items():
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
