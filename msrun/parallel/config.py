@@ -288,6 +288,9 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
             _at_least(self, "seed", 0)
         if self.plan == "":
             raise ValueError("plan: '' names no file")
+        is_all_divided = self.optimizer.zero and not self.optimizer.threshold
+        if is_all_divided and self.reduce.fuse != Reduce().fuse:
+            raise ValueError("reduce: fuse needs what optimizer.threshold leaves whole; it is 0")
         self._check_search()
         self._check_mesh()
         for key in ("plan", "pipeline"):

@@ -74,6 +74,8 @@ def parse_config(tree: object) -> ParallelConfig:
     tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
+    if "data" in tree:
+        raise UsageError(f"{ROOT}.data: arguments of rt.loader(dataset, batch_size) divide batches")
     for key, feature in _ELSEWHERE.items():
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")

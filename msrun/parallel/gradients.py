@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ def clip_gradients(
     params: Iterable[Parameter],
     max_norm: float,
     *,
+    apart: Mapping[Parameter, dist.ProcessGroup] | None = None,
     borrowed: Collection[Parameter] = (),
     pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -34,26 +35,32 @@ def clip_gradients(
     Args:
         params: Of this rank.
         max_norm: Largest norm that stays as it is.
+        apart: Those of which each rank of a group has one of its own; all of them count.
         borrowed: Those that another stage counts.
         pipeline: Ranks that have the other stages.
     """
-    gradients = [(param, found) for param in params if (found := local_gradient(param)) is not None]
-    norm = _global_norm([pair for pair in gradients if pair[0] not in set(borrowed)], pipeline)
+    trained = [param for param in params if param.requires_grad]
+    norm = _global_norm([p for p in trained if p not in set(borrowed)], apart or {}, pipeline)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for _, gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
+    for param in trained:
+        if (gradient := local_gradient(param)) is not None:
+            gradient.mul_(scale.to(gradient.device))
     return norm
 
 
 def _global_norm(
-    gradients: Iterable[tuple[Parameter, Tensor]], pipeline: dist.ProcessGroup | None
+    params: Iterable[Parameter],
+    apart: Mapping[Parameter, dist.ProcessGroup],
+    pipeline: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the 2-norm over all ranks: squares are summed over what shards each parameter."""
+    """Return the 2-norm over all ranks: squares are summed over what shards each parameter.
+
+    A parameter without a gradient counts as well, as nothing: on the other ranks it may have one.
+    """
     squares: dict[Groups, list[Tensor]] = {}
-    for param, gradient in gradients:
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(gradient, dtype=dtype).float()
-        squares.setdefault(_sharding_groups(param), []).append(norm.square())
+    for param in params:
+        groups = _sharding_groups(param) + ((apart[param],) if param in apart else ())
+        squares.setdefault(groups, []).append(_square(param))
     total = torch.zeros(())
     for groups, parts in squares.items():
         part = torch.stack(parts).sum()
@@ -63,6 +70,16 @@ def _global_norm(
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()
+
+
+def _square(param: Parameter) -> Tensor:
+    """Return the squared norm of this rank's part of the gradient of `param`."""
+    gradient = local_gradient(param)
+    if gradient is None:
+        return torch.zeros((), device=param.device)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).float()
+    return norm.square()
 
 
 def _sharding_groups(param: Parameter) -> Groups:

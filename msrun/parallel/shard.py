@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from msrun.parallel.tensor_plan import ModulePlan, plan_modules
 if TYPE_CHECKING:
     from msrun.parallel.guard import Guard
     from msrun.parallel.runtime import Runtime
+    from msrun.parallel.zero_order import UnitOrder
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -60,6 +61,8 @@ class ShardedModel:
         computing: Context in which loss and gradients come out right.
         microbatches: Into how many a step divides a local batch; a pipeline does so itself.
         is_pipeline: Whether it is a stage of one.
+        excluded: Names of parameters that each data-parallel rank has for itself.
+        order: Compares what ranks gather; None where nothing is gathered.
     """
 
     def __init__(
@@ -71,8 +74,12 @@ class ShardedModel:
         *,
         microbatches: int = 1,
         is_pipeline: bool = False,
+        excluded: Collection[str] = (),
+        order: UnitOrder | None = None,
     ) -> None:
         self._model = weakref.ref(model)
+        self.order = order
+        self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
@@ -83,6 +90,12 @@ class ShardedModel:
         """Return this rank's parameters, each once."""
         model = self._model()
         return [] if model is None else list(model.parameters())
+
+    def excluded(self) -> list[Parameter]:
+        """Return those that each data-parallel rank has for itself."""
+        model = self._model()
+        named = [] if model is None else model.named_parameters()
+        return [param for name, param in named if name in self._excluded]
 
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
@@ -202,6 +215,8 @@ def shard_model(
         computing,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
+        excluded=choice.excluded,
+        order=divided.order if divided else None,
     )
 
 
@@ -277,10 +292,12 @@ class _Divided(msgspec.Struct, frozen=True):
     Args:
         model: The model, which is a module of `fully_shard` now.
         whole: Parameters that it left whole.
+        order: In which ranks gather the others.
     """
 
     model: Any
     whole: set[Parameter]
+    order: UnitOrder
 
 
 def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _Divided:
@@ -288,7 +305,11 @@ def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _
     excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
     whole = zero.small_parameters(runtime.config, model) | excluded
     units = zero.units(runtime.config, model, choice.plans)
-    divided = _Divided(zero.apply(runtime, model, units, whole), whole)
+    module = zero.apply(runtime, model, units, whole)
+    watch = _late("msrun.parallel.zero_order").UnitOrder
+    level = runtime.config.optimizer.zero
+    order = watch(module, runtime.group(DATA_AXIS), runtime.device, level)
+    divided = _Divided(module, whole, order)
     if runtime.config.pipeline:
         model.reduces_once = runtime.config.optimizer.zero == 1  # type: ignore[assignment]
     return divided

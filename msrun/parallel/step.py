@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.config import PIPELINE_AXIS, ROOT
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT
 from msrun.parallel.gradients import clip_gradients
 from msrun.parallel.local import whole
 
 if TYPE_CHECKING:
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.runtime import Runtime
+    from msrun.parallel.zero_order import UnitOrder
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -33,25 +34,57 @@ def run_step(
     """Train on `batch`; see `Runtime.step`."""
     if len(batch) < 2:  # noqa: PLR2004 - an input and a target
         raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
+    if max_norm is not None:
+        check_clip(runtime)
     batch = [_to(value, runtime.device) for value in batch]
     optimizer.zero_grad()
     train = _train_pipeline if runtime.sharded(model).is_pipeline else _train
-    loss = train(runtime, model, loss_fn, batch)
+    order = runtime.sharded(model).order
+    with order.compared_later() if order else contextlib.nullcontext():
+        loss = train(runtime, model, loss_fn, batch)
+    loss = _mean(runtime, order, loss)  # refuses gradients that must not change a weight
     if max_norm is not None:
         clip(runtime, model, max_norm)
     optimizer.step()
-    return runtime.mean_over_data(loss)
+    return loss
+
+
+def _mean(runtime: Runtime, order: UnitOrder | None, loss: Tensor) -> Tensor:
+    """Return the mean of `loss` over the data-parallel ranks, after comparing what they did."""
+    if order is None:
+        return runtime.mean_over_data(loss)
+    total = order.sum_and_compare(loss.detach() * runtime.batch_weight)
+    return total / runtime.layout.size(DATA_AXIS)
 
 
 def clip(runtime: Runtime, model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of `model` by their global norm, and return it."""
+    """Clip the gradients of `model` by their global norm, and return it.
+
+    Raises:
+        UsageError: The script divides its work by hand.
+    """
+    check_clip(runtime)
     sharded = runtime.sharded(model)
-    params = sharded.parameters()
-    if not sharded.is_pipeline:
-        return clip_gradients(params, max_norm)
-    borrowed = model.borrowed()  # type: ignore[operator]  # it is a PipelineModel
-    group = runtime.group(PIPELINE_AXIS)
-    return clip_gradients(params, max_norm, borrowed=borrowed, pipeline=group)
+    apart, borrowed, pipeline = {}, (), None
+    if runtime.layout.size(DATA_AXIS) > 1:
+        apart = dict.fromkeys(sharded.excluded(), runtime.group(DATA_AXIS))
+    if sharded.is_pipeline:
+        borrowed = model.borrowed()  # type: ignore[operator]  # it is a PipelineModel
+        pipeline = runtime.group(PIPELINE_AXIS)
+    return clip_gradients(
+        sharded.parameters(), max_norm, apart=apart, borrowed=borrowed, pipeline=pipeline
+    )
+
+
+def check_clip(runtime: Runtime) -> None:
+    """Refuse a norm over parameters of which nobody knows how they are divided."""
+    axes = {name: n for name, n in runtime.layout.axes.items() if n > 1 and name != DATA_AXIS}
+    if runtime.config.mode == "manual" and axes:
+        raise UsageError(
+            f"{ROOT}.mode: manual does not say which gradients are divided over {next(iter(axes))}"
+            f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
+            hint="clip in the script, with all_reduce of msrun.parallel.collectives",
+        )
 
 
 def _train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +103,52 @@ def reduce_sharded(model: FSDPModule) -> None:
         for group in member._fsdp_param_groups:  # noqa: SLF001
             group.post_backward()
     state._root_post_backward_final_callback()  # noqa: SLF001
+
+
+def watch_units(
+    model: FSDPModule, gathered: Callable[[str], None], reduced: Callable[[list[str]], None]
+) -> None:
+    """Have the modules of `fully_shard` in `model` tell in which order they communicate.
+
+    Args:
+        model: The outermost of them.
+        gathered: Gets the name of a module whose parameters are being gathered.
+        reduced: Gets the names of those parameters of a module that have a gradient, when
+            these are to be reduced; with none they are not.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for name, module in model.named_modules():  # type: ignore[attr-defined]  # it is both
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                _watch_unit(group, partial(gathered, name), reduced)
+
+
+def _watch_unit(
+    group: Any, gathered: Callable[[], None], reduced: Callable[[list[str]], None]
+) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
+
+    def watched_unshard(*options: Any, **named: Any) -> None:
+        had_result = group._all_gather_result is not None  # noqa: SLF001
+        unshard(*options, **named)
+        if not had_result and group._all_gather_result is not None:  # noqa: SLF001
+            gathered()
+
+    def watched_post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            found = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
+            reduced(found)
+        post_backward(*unused)
+
+    group.unshard, group.post_backward = watched_unshard, watched_post_backward
+
+
+def _has_gradient(param: Any) -> bool:
+    return hasattr(param, "_unsharded_param") and (
+        param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+    )
 
 
 def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:

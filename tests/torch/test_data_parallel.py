@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.parallel.local import whole
 
 pytestmark = pytest.mark.torch
 
@@ -86,24 +87,81 @@ def test_a_short_type_on_the_wire_is_near(dtype):
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=2e-3, rtol=2e-2)
 
 
-def excluded():
-    runtime = msrun.init({"reduce": {"exclude": ["fc2.*"]}})
-    network = build("mlp")
+def own_bias(network, rank):
     with torch.no_grad():
-        network.fc2.bias.add_(runtime.rank)
-    network = runtime.shard(network)
+        network.fc2.bias.add_(rank)
+    return network
+
+
+def excluded(options, max_norm):
+    """Return the parameters after some steps."""
+    runtime = msrun.init({"reduce": {"exclude": ["fc2.*"]}} | options)
+    network = runtime.shard(own_bias(build("mlp"), runtime.rank))
     update = OPTIMIZERS["sgd"](network.parameters())
     for x, y in batches("mlp"):
-        part = (t.chunk(runtime.world_size)[runtime.rank] for t in (x, y))
-        runtime.step(network, update, functional.cross_entropy, *part)
-    return {name: param.tolist() for name, param in network.named_parameters()}
+        part = [t.chunk(runtime.world_size)[runtime.rank] for t in (x, y)]
+        runtime.step(network, update, functional.cross_entropy, *part, max_norm=max_norm)
+    return {name: whole(param).tolist() for name, param in network.named_parameters()}
 
 
-def test_excluded_parameters_go_their_own_way():
-    first, second = run_warm(excluded, 2)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_excluded_parameters_go_their_own_way(zero, max_norm):
+    first, second = run_warm(excluded, 2, {"optimizer": {"zero": zero}}, max_norm)
 
     differing = {name for name in first if first[name] != second[name]}
     assert differing == {"fc2.weight", "fc2.bias"}
+
+
+def norm_with_excluded(options, uses_all):
+    """Return the global norm; where not all is used, rank 1 has no gradient of fc2."""
+    runtime = msrun.init({"reduce": {"exclude": ["fc2.*"]}} | options)
+    network = runtime.shard(own_bias(build("mlp"), runtime.rank))
+    x, y = (part.chunk(2)[runtime.rank] for part in batches("mlp")[0])
+    functional.cross_entropy(network(x), y).backward()
+    if not uses_all and runtime.rank == 1:
+        network.fc2.zero_grad()
+    return runtime.clip_grad_norm_(network, 1.0).item()
+
+
+@pytest.mark.parametrize("uses_all", [True, False])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_each_ranks_excluded_parameters_count_in_one_norm(zero, uses_all):
+    networks = [own_bias(build("mlp"), rank) for rank in range(2)]
+    x, y = (part.chunk(2) for part in batches("mlp")[0])
+    for rank, network in enumerate(networks):
+        functional.cross_entropy(network(x[rank]), y[rank]).backward()
+    pairs = [(a.grad, b.grad) for a, b in zip(*(n.parameters() for n in networks), strict=True)]
+    shared = [(a + b) / 2 for a, b in (*pairs[:2], *pairs[4:])]
+    own = [gradient for pair in pairs[2:4] for gradient in (pair if uses_all else pair[:1])]
+    expected = torch.cat([gradient.flatten() for gradient in shared + own]).norm().item()
+
+    found = run_warm(norm_with_excluded, 2, {"optimizer": {"zero": zero}}, uses_all)
+
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(expected, rel=1e-6)
+
+
+def clipped_by_hand():
+    runtime = msrun.init({"mesh": {"tp": 2}, "mode": "manual"})
+    network = runtime.shard(build("mlp"))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    batch = batches("mlp")[0]
+    before = [param.tolist() for param in network.parameters()]
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        runtime.step(network, update, functional.cross_entropy, *batch, max_norm=1.0)
+    with pytest.raises(msrun.errors.UsageError):
+        runtime.clip_grad_norm_(network, 1.0)
+    assert before == [param.tolist() for param in network.parameters()]
+    assert all(param.grad is None for param in network.parameters())
+    return caught.value.message
+
+
+def test_a_norm_over_an_axis_that_the_script_divides_is_refused():
+    assert run_warm(clipped_by_hand, 2)[0] == (
+        "parallel.mode: manual does not say which gradients are divided over tp (size 2), "
+        "so there is no norm of the whole model"
+    )
 
 
 class Forked(nn.Module):

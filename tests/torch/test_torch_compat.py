@@ -18,6 +18,7 @@ from msrun.parallel.torch_compat import (
     replace_tensors,
     strided_shard,
     takes_device,
+    watch_units,
     write_count,
     written_arguments,
 )
@@ -116,6 +117,26 @@ def _accumulated():
 
 def test_gradients_that_added_up_in_a_sharded_model_are_reduced():
     assert run_ranks(_accumulated, 2) == [True, True]
+
+
+def _told():
+    """Return what a model gathers and reduces in a step, where the bias of fc2 is not trained."""
+    model, told = build("mlp"), []
+    for module in (*model.children(), model):
+        fully_shard(module)
+    watch_units(model, lambda name: told.append(f"+{name}"), told.append)
+    model.fc2.bias.requires_grad_(requires_grad=False)
+    x, y = batches("mlp", steps=1)[0]
+    functional.cross_entropy(model(x), y).backward()
+    return told
+
+
+def test_watched_units_tell_what_is_gathered_and_reduced():
+    forward = ["+fc1", "+fc2", "+fc3"]
+    # What comes next is gathered before its turn.
+    backward = ["+fc3", "+fc2", ["fc3.weight", "fc3.bias"], "+fc1", ["fc2.weight"]]
+
+    assert run_ranks(_told, 2) == 2 * [[*forward, *backward, ["fc1.weight", "fc1.bias"]]]
 
 
 def _seen(call):

@@ -93,6 +93,10 @@ def test_rendering_reads_back():
             "parallel.reduce.fuse: [2, 1] must be ascending indices from 1",
         ),
         ({"reduce": {"fuse": 0}}, "parallel.reduce.fuse: 0 must be at least 1 byte"),
+        (
+            {"optimizer": {"zero": 1}, "reduce": {"fuse": "1MiB"}},
+            "parallel.reduce: fuse needs what optimizer.threshold leaves whole; it is 0",
+        ),
         ({"accumulate": 0}, "parallel.accumulate: 0 must be at least 1"),
         ({"seed": -1}, "parallel.seed: -1 must be at least 0"),
         ({"plan": [COLWISE, {"style": "colwise"}]}, "parallel.plan[1].match: is missing"),
@@ -156,6 +160,10 @@ def test_rendering_reads_back():
             "parallel.pipeline: mode auto has none: the search decides",
         ),
         ({"mode": "auto", "memory": "-1"}, NO_SIZE),
+        (
+            {"data": {"image": ["dp"]}},
+            "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
+        ),
         ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
         (
             {"pipeline": {"stages": "auto", "microbatches": 0}},

@@ -1,0 +1,118 @@
+"""Recomputation: a module that runs again leaves its buffers as if it had run once."""
+
+import pytest
+import torch
+from ranks import batches, run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+STEPS = 3
+
+
+class Counter(nn.Module):
+    """Computes with what it counts: its calls, in place and anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("same", self.calls)
+        self.register_buffer("replaced", torch.ones(()), persistent=False)
+        self.register_buffer("uncounted", torch.ones(2, 2))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.replaced = self.replaced * 2
+        self.uncounted.data.add_(1)  # torch does not know that it was written
+        return x * self.scale * self.same.clone() / self.replaced / self.uncounted.mean()
+
+
+class Net(nn.Module):
+    def __init__(self, *, counting):
+        super().__init__()
+        middle = Counter() if counting else nn.BatchNorm1d(32)
+        self.body = nn.Sequential(nn.Linear(16, 32), middle, nn.Tanh())
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def trained(config, kind):
+    """Return the losses, and buffers and parameters after the last step."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(Net(counting=kind == "counter"))
+    update = torch.optim.SGD(model.parameters(), lr=0.5)
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    losses = []
+    for batch in batches("mlp", steps=STEPS):
+        part = [tensor.chunk(count)[share] for tensor in batch]
+        losses.append(runtime.step(model, update, functional.cross_entropy, *part))
+    last = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    return torch.stack(losses).tolist(), {name: value.tolist() for name, value in last.items()}
+
+
+def assert_near(found, expected):
+    for losses, last in found:
+        torch.testing.assert_close(losses, expected[0], atol=1e-6, rtol=0)
+        assert last.keys() == expected[1].keys()
+        for name, value in last.items():
+            own, one = torch.tensor(value), torch.tensor(expected[1][name])
+            torch.testing.assert_close(own, one, atol=2e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "counter"])
+@pytest.mark.parametrize("save", [[], ["comm"], ["matmul"]])
+@pytest.mark.parametrize("ranks", [1, 2])  # on two, batch norms are ours
+def test_buffers_are_those_of_one_run(ranks, save, kind):
+    expected = run_warm(trained, 1, {}, kind)[0]
+    found = run_warm(trained, ranks, {"recompute": {"modules": ["body"], "save": save}}, kind)
+
+    assert_near(found, expected)
+    if kind == "counter":
+        assert expected[1]["body.1.calls"] == STEPS
+    else:
+        assert expected[1]["body.1.num_batches_tracked"] == STEPS
+
+
+def twice():
+    """Return the gradient where two runs come before their backwards, with and without rerun."""
+    found = []
+    for config in ({}, {"recompute": {"modules": ["body"]}}):
+        runtime = msrun.init(config)
+        torch.manual_seed(0)
+        model = runtime.shard(Net(counting=True))
+        x = batches("mlp", steps=1)[0][0]
+        first, second = model(x), model(2 * x)
+        second.sum().backward()
+        first.sum().backward()
+        found.append([param.grad.tolist() for param in model.parameters()])
+        found.append(model.body[1].calls.item())
+        runtime.close()
+    return found
+
+
+def test_each_run_computes_again_with_the_buffers_it_had():
+    plain, calls, again, calls_then = run_warm(twice, 1)[0]
+
+    assert (calls, calls_then) == (2, 2)
+    assert again == plain
+
+
+def pair():
+    runtime = msrun.init({"recompute": {"modules": ["body"]}})
+    model = runtime.shard(Net(counting=True))
+    kept = model.body[1].calls
+    loss = model(batches("mlp", steps=1)[0][0]).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return kept is model.body[1].calls is model.body[1].same, kept.item()
+
+
+def test_buffers_stay_the_same_objects_however_often_they_are_computed_with():
+    assert run_warm(pair, 1)[0] == (True, 1)
