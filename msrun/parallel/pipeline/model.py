@@ -65,9 +65,11 @@ class PipelineModel(nn.Module):
 
     Attributes:
         reduces_once: What is fully sharded in it stays as it is until the end of a step.
+        keeps_results: Recomputed modules in it keep some of their results.
     """
 
     reduces_once = False
+    keeps_results = False
 
     def __init__(
         self,
