@@ -195,12 +195,15 @@ class Runtime:
         that torch can update each at once; their options stay equal.
 
         Raises:
-            UsageError: It holds parameters that `shard` replaced: make it after `shard`.
+            UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or it
+                is of a kind that cannot work here.
         """
         from msrun.parallel.gradients import split_groups
+        from msrun.parallel.optimizer_kinds import check_kind
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
+        check_kind(optimizer)
         split_groups(optimizer)
         return optimizer
 
