@@ -333,11 +333,11 @@ class Runtime:
         with self.sharded(model).paused():
             yield
 
-    def describe_once(self, model: PipelineModel) -> None:
-        """Print how the stages of `model` share its work, before its first step."""
+    def describe_once(self, model: PipelineModel, inputs: Sequence[Any]) -> None:
+        """Print how the stages of `model` share its work, before its first step on `inputs`."""
         if not self._described:
             self._described = True
-            self.print(model.describe())
+            self.print(model.describe(inputs))
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients of `model` so that their global norm is at most `max_norm`.

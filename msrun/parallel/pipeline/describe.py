@@ -15,13 +15,19 @@ _FORMULAS = {
 }
 
 
-def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) -> str:
+def describe(
+    plan: Plan,
+    microbatches: int,
+    orders: Sequence[Sequence[Action]],
+    kept: Sequence[int] | None = None,
+) -> str:
     """Return what each stage holds, how long it waits and how much it keeps.
 
     Args:
         plan: The model in chunks.
         microbatches: Parts of a batch.
         orders: What each stage does in one step.
+        kept: Bytes that each chunk keeps of a micro-batch until its backward; None if unknown.
     """
     chunks = plan.chunks
     formula = _FORMULAS.get(chunks.schedule)
@@ -37,6 +43,7 @@ def describe(plan: Plan, microbatches: int, orders: Sequence[Sequence[Action]]) 
         lines.append(
             f"  stage {stage}: {_modules(plan, stage)}; {_size(sum(held.values()))} of parameters; "
             f"at most {peak_live(order)} micro-batch(es) live"
+            + (f", up to {_size(peak_live(order, kept))} of activations" if kept else "")
         )
     return "\n".join(lines)
 

@@ -167,10 +167,22 @@ class PipelineModel(nn.Module):
         """Return the parameters here that an earlier stage holds too: for norms, they are its."""
         return self._tied.borrowed()
 
-    def describe(self) -> str:
-        """Return the stages, how long they wait and what they keep, as text."""
+    def describe(self, inputs: Sequence[Any] | None = None) -> str:
+        """Return the stages, how long they wait and what they keep, as text.
+
+        All ranks of the axis take part.
+
+        Args:
+            inputs: As of `train_step`, for the bytes of activations; None leaves them out.
+        """
         nothing: Borders = ((),) * (self._plan.chunks.count - 1)
-        return describe(self._plan, self._microbatches, self._make_schedule(nothing).orders())
+        orders = self._make_schedule(nothing).orders()
+        kept = None
+        if inputs is not None:
+            division, borders = self._prepare(inputs, is_free=False)
+            piece = division.padded(inputs, 0)
+            kept = self._shapes.kept(piece, borders, training=self.training)
+        return describe(self._plan, self._microbatches, orders, kept)
 
     def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
         """Return how a batch is divided, and what its micro-batches make chunks send.
