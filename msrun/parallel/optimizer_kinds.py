@@ -28,13 +28,15 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{name} computes the loss several times a step, and rt.step does once",
             hint="choose another, or give it to a plain loop as it is, where parameters are whole",
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    divided = sum(map(is_sharded, params))
-    if not divided:
-        return
     for kind, reason in _NEEDS_WHOLE.items():
         if isinstance(optimizer, getattr(torch.optim, kind, ())):
-            raise UsageError(
-                f"{name} {reason}, and {divided} of its {len(params)} parameters are divided",
-                hint="choose another such as AdamW, or give it only parameters that stay whole",
-            )
+            _check_whole(optimizer, f"{name} {reason}")
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, reason: str) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if divided := sum(map(is_sharded, params)):
+        raise UsageError(
+            f"{reason}, and {divided} of its {len(params)} parameters are divided",
+            hint="choose another such as AdamW, or give it only parameters that stay whole",
+        )

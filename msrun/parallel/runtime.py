@@ -241,9 +241,14 @@ class Runtime:
 
         Returns:
             The loss averaged over all samples of the job, the same on every rank.
+
+        Raises:
+            UsageError: The batch or the kind of the optimizer does not allow it.
         """
+        from msrun.parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
 
+        check_kind(optimizer)
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()

@@ -30,6 +30,7 @@ REFUSED = {
     "Rprop": "writes elements by a mask",
     "SparseAdam": "takes sparse gradients",
 }
+ONCE = "LBFGS computes the loss several times a step, and rt.step does once"
 
 
 def made(config, kind, options):
@@ -96,9 +97,24 @@ def test_it_may_have_what_stays_whole(kind):
 
 
 def test_what_needs_the_loss_again_is_refused():
-    sentence = "LBFGS computes the loss several times a step, and rt.step does once"
+    assert run_warm(refused, 1, {}, "LBFGS") == [ONCE]
 
-    assert run_warm(refused, 1, {}, "LBFGS") == [sentence]
+
+def refused_in_a_step(config, kind):
+    """Give `rt.step` an optimizer that `rt.optimizer` never saw; return why it does not begin."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    update = getattr(torch.optim, kind)(network.parameters())
+    with pytest.raises(UsageError) as caught:
+        runtime.step(network, update, functional.cross_entropy, *batches("mlp")[0])
+    return caught.value.message
+
+
+def test_a_step_refuses_them_too():
+    assert run_warm(refused_in_a_step, 1, {}, "LBFGS") == [ONCE]
+    assert run_warm(refused_in_a_step, 2, zero(1), "Rprop") == 2 * [
+        "Rprop writes elements by a mask, and 6 of its 6 parameters are divided"
+    ]
 
 
 def test_every_optimizer_of_torch_is_known():
