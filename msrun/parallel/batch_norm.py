@@ -13,6 +13,7 @@ from torch.nn import functional
 from msrun.errors import UsageError
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.local import whole
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
@@ -50,8 +51,9 @@ def _forward(module: BatchNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """Normalize `x`, (batch, channels, ...), as `nn.BatchNorm` does.
 
     Two sums over the group: one of values and counts, one of squared distances from the mean,
-    which loses no precision where the mean is large.
+    which loses no precision where the mean is large.  Channels that a plan divided are gathered.
     """
+    x = whole(x)
     uses_batch = module.training or not module.track_running_stats
     if not uses_batch:
         return functional.batch_norm(

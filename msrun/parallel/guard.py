@@ -53,12 +53,13 @@ class Guard(TorchFunctionMode):
 
     Attributes:
         draw: Draws the mask of a dropout.
+        has_loss: Whether the loss is guarded too, which then takes divided tensors.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.draw = _draw
-        self._has_loss_parallel = False
+        self.has_loss = False
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
         self._told: set[str] = set()
@@ -78,12 +79,12 @@ class Guard(TorchFunctionMode):
     @contextlib.contextmanager
     def active_with_loss(self) -> Iterator[None]:
         """Guard model, loss and backward; logits may stay divided by class."""
-        self._has_loss_parallel = True
+        self.has_loss = True
         try:
             with loss_parallel(), self.active():
                 yield
         finally:
-            self._has_loss_parallel = False
+            self.has_loss = False
 
     def __torch_function__(
         self,
@@ -181,7 +182,7 @@ class Guard(TorchFunctionMode):
             placement.is_replicate() or placement.is_shard(1) for placement in logits.placements
         )
         function = functional.cross_entropy
-        if is_plain and is_by_class and self._has_loss_parallel:
+        if is_plain and is_by_class and self.has_loss:
             return function(logits, target, **options)
         return self._run_whole(function, function.__name__, (logits, target), options)
 

@@ -195,6 +195,7 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
             f"{_SHARDED_AXES_MAX}",
             hint="make one axis of two, which may stand in one dim, or take zero 0",
         )
+    _check_mixed_precision(config, degree)
     if degree == 1 and layout.world_size > 1:
         for key in ("dtype", "offload"):
             if getattr(config.optimizer, key):
@@ -202,6 +203,22 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
                     f"{ROOT}.optimizer.{key}: needs several data-parallel ranks, "
                     f"and {DATA_AXIS} is 1"
                 )
+
+
+def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
+    """Refuse parameters of two types: those that are left whole are not cast."""
+    dtype = config.optimizer.dtype
+    whole = {
+        "optimizer.threshold": config.optimizer.threshold,
+        "reduce.exclude": ", ".join(config.reduce.exclude),
+    }
+    for key, value in whole.items():
+        if dtype and value and degree > 1:
+            raise UsageError(
+                f"{ROOT}.{key}: {value} leaves parameters whole and in their own type, "
+                f"and {ROOT}.optimizer.dtype computes in {dtype}",
+                hint="leave out one of the two",
+            )
 
 
 def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:

@@ -9,7 +9,6 @@ import random
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from msrun import beat, environ
 from msrun.environ import RankIdentity
 from msrun.errors import UsageError
-from msrun.identity import find_master, read_identity
+from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.config_file import read_config
+from msrun.parallel.group import join
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
-from msrun.supervise import network
 
 # What only later calls need they import themselves: a rank that nobody forked waits for each.
 if TYPE_CHECKING:
@@ -197,12 +196,15 @@ class Runtime:
         that torch can update each at once; their options stay equal.
 
         Raises:
-            UsageError: It holds parameters that `shard` replaced: make it after `shard`.
+            UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or it
+                is of a kind that cannot work here.
         """
         from msrun.parallel.gradients import split_groups
+        from msrun.parallel.optimizer_kinds import check_kind
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
+        check_kind(optimizer)
         split_groups(optimizer)
         return optimizer
 
@@ -240,9 +242,14 @@ class Runtime:
 
         Returns:
             The loss averaged over all samples of the job, the same on every rank.
+
+        Raises:
+            UsageError: The batch or the kind of the optimizer does not allow it.
         """
+        from msrun.parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
 
+        check_kind(optimizer)
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
@@ -332,11 +339,11 @@ class Runtime:
         with self.sharded(model).paused():
             yield
 
-    def describe_once(self, model: PipelineModel) -> None:
-        """Print how the stages of `model` share its work, before its first step."""
+    def describe_once(self, model: PipelineModel, inputs: Sequence[Any]) -> None:
+        """Print how the stages of `model` share its work, before its first step on `inputs`."""
         if not self._described:
             self._described = True
-            self.print(model.describe())
+            self.print(model.describe(inputs))
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients of `model` so that their global norm is at most `max_norm`.
@@ -441,7 +448,7 @@ def init(
         resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
     own = devices.pick_device(device, identity)
     if not is_adopted:
-        _join(identity, env, backend or devices.backend_for(own), timeout)
+        join(identity, env, backend or devices.backend_for(own), timeout)
     try:
         _current = Runtime(identity, settings, own, owns_group=not is_adopted)
     except BaseException:
@@ -450,29 +457,6 @@ def init(
         raise
     atexit.register(_close_at_exit, weakref.ref(_current))
     return _current
-
-
-def _join(
-    identity: RankIdentity, env: Mapping[str, str], backend: str, timeout: float | None
-) -> None:
-    """Make the default process group."""
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    rank, world_size = identity.rank, identity.world_size
-    if world_size == 1:
-        # Nobody else is to be met, whatever MASTER_ADDR a shell has left.
-        store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
-        dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
-        return
-    host, port = find_master(env, identity)
-    if identity.source in ("msrun", "torchrun"):
-        dist.init_process_group(backend, timeout=limit)
-        return
-    if identity.local_world_size < world_size and not network.is_named():
-        environ.choose_interface(network.interface_to(host))  # Gloo would take loopback.
-    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    dist.init_process_group(
-        backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
-    )
 
 
 def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:

@@ -260,6 +260,8 @@ def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guar
     if config.recompute:
         recomputed = [name for name in choice.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(_all_of, inside))
+        if config.pipeline:
+            model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard
 
 

@@ -112,7 +112,7 @@ def _train_pipeline(
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
     pipeline: PipelineModel = model  # type: ignore[assignment]  # `shard` made it
     sharded = runtime.sharded(model)
-    runtime.describe_once(pipeline)
+    runtime.describe_once(pipeline, batch[:-1])
     with sharded.paused(), sharded.computing():
         loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, runtime.batch_weight)
     sharded.reduce()

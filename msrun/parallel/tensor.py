@@ -152,19 +152,22 @@ def _place(x: Tensor, dims: Dims | None, mesh: DeviceMesh, where: str) -> DTenso
 
 
 def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward; what all ranks have whole leaves it as a plain tensor."""
+    """Run a model's forward; whole, plain tensors leave it, unless a guarded loss takes them."""
     with guard.active():
         output = forward(*args, **kwargs)
-    return _plain(output)
+    return _plain(output, may_be_divided=guard.has_loss)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, may_be_divided: bool) -> Any:
+    inner = partial(_plain, may_be_divided=may_be_divided)
     match value:
         case DTensor() if all(placement.is_replicate() for placement in value.placements):
             return value.to_local()
+        case DTensor() if not may_be_divided:
+            return value.full_tensor()
         case tuple() | list():
-            return type(value)(map(_plain, value))
+            return type(value)(map(inner, value))
         case dict():
-            return {key: _plain(item) for key, item in value.items()}
+            return {key: inner(item) for key, item in value.items()}
         case _:
             return value

@@ -6,6 +6,7 @@ import pytest
 from checkpoint_calls import refusal
 from checkpoint_layouts import prepare
 from ranks import build, run_warm
+from test_grid import V, pp
 
 import msrun
 from msrun.parallel import strategy_file
@@ -64,6 +65,40 @@ def test_stages(tmp_path):
         *stages,
         ("fc2.weight", 2),
         ("fc2.bias", 2),
+    ]
+
+
+def _write_of_a_pipeline(folder):
+    """Save a model of a pipeline, which has its file written."""
+    plan = [{"match": "layers.*.up", "style": "colwise"}]
+    config = pp(V, "zbv") | {"mesh": {"pp": 2, "dp": 1, "tp": 2}, "plan": plan}
+    config |= {"checkpoint": {"dir": f"{folder}/ckpt", "strategy": f"{folder}/s.json"}}
+    runtime = msrun.init(config)
+    network = runtime.shard(build("transformer"))
+    runtime.save(network, step=1)
+
+
+def test_the_file_of_a_pipeline(tmp_path):
+    run_warm(_write_of_a_pipeline, 4, str(tmp_path))
+
+    found = json.loads((tmp_path / "s.json").read_text())
+    named = build("transformer").named_parameters(remove_duplicate=False)
+    shapes = {name: list(param.shape) for name, param in named}
+    assert {name: value["shape"] for name, value in found.items()} == shapes
+    stages = {name: value["stage"] for name, value in found.items()}
+    # The way goes down and up again: the second block lies where the first one does.
+    assert (stages["embed.weight"], stages["norm.weight"]) == (0, 0)
+    assert (stages["layers.0.up.weight"], stages["layers.1.q.weight"]) == (1, 1)
+    divided = {name: value["dims"] for name, value in found.items() if any(value["dims"])}
+    assert divided == {
+        f"layers.{layer}.up.{param}": ["tp", None][: 2 if param == "weight" else 1]
+        for layer in (0, 1)
+        for param in ("weight", "bias")
+    }
+    rules = strategy_file.read_strategy(tmp_path / "s.json", TP, shapes)
+    assert rules == [
+        Rule(match=f"layers.{layer}.up", params={"weight": ["tp", None], "bias": ["tp"]})
+        for layer in (0, 1)
     ]
 
 

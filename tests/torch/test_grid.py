@@ -3,7 +3,10 @@
 import pytest
 from ranks import Curves, assert_equal_curves, oracle, run_warm, train_built_on_meta
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:msrun. conv2d is computed whole on every rank"),
+]
 
 DP = {"mesh": {"dp": -1}}
 MLP = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
@@ -24,6 +27,10 @@ DP_TP = {"mesh": {"dp": -1, "tp": 2}, "plan": ALL}
 RECOMPUTE = {"recompute": {"modules": ["layers.*"]}}
 COMM_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["comm"]}}
 MATMUL_SAVED = {"recompute": {"modules": ["layers.*"], "save": ["matmul"]}}
+# The output stays divided by channel as far as the batch norm behind it.
+CONV = [{"match": "conv1", "params": {"weight": ["tp", None, None, None], "bias": ["tp"]},
+         "out": [None, "tp", "..."]}]  # fmt: skip
+CONV_STAGES = {"conv1": 0, "norm1": 0, "conv2": 1, "norm2": 1, "head": 1}
 BOTH = ("sgd", "adamw")
 STAGES = {"embed": 0, "position": 0, "layers.0": 0, "layers.1": 1, "norm": 1, "head": 1}
 TURNS = {"embed": [0, 0], "position": [0, 0], "layers.0": [1, 0], "layers.1": [0, 1]} | {
@@ -111,6 +118,12 @@ def others():
          DP_TP | zero(1) | RECOMPUTE | {"accumulate": 2}),
     ):  # fmt: skip
         yield name, ranks, config, "transformer", "adamw"
+    for ranks, name, config in (
+        (2, "tp conv", TP | {"plan": CONV}),
+        (4, "dp x tp conv", DP_TP | {"plan": CONV}),
+        (4, "pp x dp conv", pp(CONV_STAGES, "gpipe", microbatches=1)),
+    ):
+        yield name, ranks, config, "conv", "sgd"
     for ranks, name, config, model in (
         (4, "clipped dp", DP, "mlp"),
         (4, "clipped zero3", zero(3), "mlp"),

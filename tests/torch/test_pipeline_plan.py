@@ -384,37 +384,6 @@ def test_inference_yields_the_whole_output_everywhere():
     assert run_warm(_inference, 2) == [answer] * 2
 
 
-def _described(model, where, schedule, sample):
-    return split(model, pipeline(where, schedule, 8), sample=sample).describe()
-
-
-def test_a_person_is_told_what_is_where():
-    layers = {f"layers.{index}": index // 4 for index in range(8)}
-    text = (
-        "pipeline 1f1b: S = 2 stages, M = 8 micro-batches, ranks wait 11% of the time = "
-        "(S - 1) / (M + S - 1)\n"
-        "  stage 0: layers.0, layers.1, layers.2, layers.3; 4.2 KiB of parameters; "
-        "at most 2 micro-batch(es) live\n"
-        "  stage 1: layers.4, layers.5, layers.6, layers.7; 4.2 KiB of parameters; "
-        "at most 1 micro-batch(es) live"
-    )
-
-    assert run_warm(_described, 2, "deep", layers, "1f1b", None) == [text] * 2
-
-
-def test_a_person_is_told_how_auto_decided():
-    x = torch.zeros(2, 16)
-
-    assert run_warm(_described, 2, "deep", "auto", "zbv", (x,))[0] == (
-        "pipeline zbv: S = 2 stages of V = 2 segments, M = 8 micro-batches, "
-        "ranks wait 2% of the time; cut by flops\n"
-        "  stage 0: layers.0, layers.1 | layers.6, layers.7; 4.2 KiB of parameters; "
-        "at most 4 micro-batch(es) live\n"
-        "  stage 1: layers.2, layers.3 | layers.4, layers.5; 4.2 KiB of parameters; "
-        "at most 4 micro-batch(es) live"
-    )
-
-
 def _released():
     """Return what the model that was given is left with."""
     network = build("deep")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import MODELS, OPTIMIZERS, assert_equal_curves, batches, build, oracle, run_warm
 from support import script
+from test_grid import V, pp
 
 import msrun
 
@@ -27,6 +28,8 @@ LAYOUTS = {
     "tp": (2, {"mesh": {"tp": 2}, "plan": LAYERS}),
     "dp x tp, zero1": (4, {"mesh": {"dp": 2, "tp": 2}, "plan": LAYERS, "optimizer": {"zero": 1}}),
     "zero2 in copies": (4, {"optimizer": {"zero": 2, "shard_size": 2}}),
+    "pp": (2, pp()),
+    "pp x dp zbv, zero3": (4, pp(V, "zbv") | {"optimizer": {"zero": 3}}),
 }
 SAVED_AFTER = 2
 # A batch that 1, 2, 3 and 4 ranks divide.

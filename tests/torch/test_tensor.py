@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ranks import (
+    MODELS,
     OPTIMIZERS,
     Counted,
     assert_equal_curves,
@@ -186,6 +187,39 @@ def test_sequence_parallel():
     assert_equal_curves([losses for losses, _ in found], alone)
     for _, calls in found:
         assert calls["reduce_scatter_tensor"]
+
+
+def by_hand(model, plan):
+    """Return losses and accuracies of a loop without `rt.step`."""
+    runtime = msrun.init({"mesh": {"tp": 2}, "plan": plan})
+    network = runtime.shard(build(model))
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    losses, right = [], []
+    for x, y in batches(model):
+        update.zero_grad()
+        output = network(x)
+        loss = MODELS[model][1](output, y)
+        loss.backward()
+        runtime.clip_grad_norm_(network, 0.1)
+        update.step()
+        losses.append(loss.item())
+        right.append((output.argmax(-1) == y).float().mean().item())
+    return losses, right
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("transformer", VOCABULARY),
+        ("transformer", LAYERS + VOCABULARY),
+        ("mlp", [{"match": "fc3", "style": "colwise"}]),
+    ],
+)
+def test_a_loop_by_hand_gets_whole_outputs(model, plan):
+    found = run_warm(by_hand, 2, model, plan)
+
+    assert_equal_curves([losses for losses, _ in found], oracle(model, "sgd", 0.1))
+    assert found[0][1] == found[1][1]
 
 
 def refused(config):

@@ -1,5 +1,7 @@
 """The private names of torch still mean what we use them for."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,10 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from msrun.parallel.torch_compat import (
+    after_backward,
     dispatching,
     functional_collective,
+    is_active,
     join_axes,
     parts_before,
     reduce_sharded,
@@ -24,6 +29,55 @@ from msrun.parallel.torch_compat import (
 )
 
 pytestmark = pytest.mark.torch
+
+
+def test_after_backward_comes_behind_every_gradient_on_the_same_thread():
+    first, last = (torch.ones((), requires_grad=True) for _ in range(2))
+    seen = []
+
+    def note():
+        seen.append((first.grad is not None, last.grad is not None, threading.get_ident()))
+
+    # The gradient of `last` is there first, long before that of `first`.
+    last.register_post_accumulate_grad_hook(lambda _: after_backward(note))
+    (first.exp().exp() + last).backward()
+
+    assert seen == [(True, True, threading.get_ident())]
+
+
+def test_after_backward_counts_for_one_backward():
+    x = torch.ones((), requires_grad=True)
+    seen = []
+    hook = x.register_post_accumulate_grad_hook(lambda _: after_backward(lambda: seen.append(1)))
+    (2 * x).backward()
+    hook.remove()
+    (2 * x).backward()
+
+    assert seen == [1]
+    with pytest.raises(RuntimeError):
+        after_backward(seen.clear)
+
+
+def test_a_mode_is_active_inside_it_and_not_in_a_backward():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    mode, other = Mode(), Mode()
+    x = torch.ones((), requires_grad=True)
+    seen = []
+    x.register_post_accumulate_grad_hook(lambda _: seen.append(is_active(mode)))
+
+    assert not is_active(mode)
+    with mode:
+        assert (is_active(mode), is_active(other)) == (True, False)
+        with other:
+            assert (is_active(mode), is_active(other)) == (True, True)
+            y = 2 * x
+        threading.Thread(target=lambda: seen.append(is_active(mode))).start()
+    y.backward()
+    assert not is_active(mode)
+    assert seen == [False, False]
 
 
 def _strided():

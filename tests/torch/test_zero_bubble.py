@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed.pipelining.stage as torch_stage
 from ranks import assert_equal_curves, oracle, run_ranks, train
-from test_grid import LAYERS, RECOMPUTE, TURNS, V, pp, zero
+from test_grid import COMM_SAVED, LAYERS, MATMUL_SAVED, RECOMPUTE, TURNS, V, pp, zero
 
 pytestmark = pytest.mark.torch
 
@@ -41,6 +41,10 @@ def apart(config, monkeypatch):
         # These reduce, or divide again, in the middle of a step.
         (4, pp(V, "zbv") | zero(2), False),
         (4, pp(V, "zbv") | zero(3), False),
+        # What a recomputation keeps can be asked for once.
+        (2, pp(V, "zbv") | MATMUL_SAVED, False),
+        (2, pp(V, "dualpipev") | MATMUL_SAVED, False),
+        (4, pp(TURNS, "interleaved_zb") | PP_TP | COMM_SAVED, False),
     ],
 )
 def test_divided_weights(ranks, config, is_apart, monkeypatch):

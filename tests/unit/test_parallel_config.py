@@ -325,6 +325,22 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             8,
             "parallel.plan: style colwise of '*.up' needs an axis (choose x, y)",
         ),
+        (
+            {"optimizer": {"zero": 2, "dtype": "bfloat16", "threshold": "1KiB"}},
+            2,
+            (
+                "parallel.optimizer.threshold: 1024 leaves parameters whole and in their own type, "
+                "and parallel.optimizer.dtype computes in bfloat16"
+            ),
+        ),
+        (
+            {"optimizer": {"zero": 3, "dtype": "float16"}, "reduce": {"exclude": ["*.bias", "a"]}},
+            2,
+            (
+                "parallel.reduce.exclude: *.bias, a leaves parameters whole and in their own type, "
+                "and parallel.optimizer.dtype computes in float16"
+            ),
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_sentence(tree, world_size, sentence):

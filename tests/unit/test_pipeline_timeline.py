@@ -26,6 +26,14 @@ def test_one_forward_one_backward_keeps_fewer():
     assert [peak_live(order) for order in _orders(4, 8, is_gpipe=True)] == [8, 8, 8, 8]
 
 
+def test_chunks_of_different_sizes():
+    order = [Action(kind, chunk, 0) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))]
+
+    assert peak_live(order, [10, 3]) == 13
+    assert peak_live([*order[:2], *reversed(order[2:]), order[0]], [10, 3]) == 13
+    assert peak_live([order[1], order[2], order[0]], [10, 3]) == 10
+
+
 def test_what_a_stage_does():
     order = plain_order(1, 3, warm=2)
 

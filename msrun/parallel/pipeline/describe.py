@@ -16,7 +16,11 @@ _FORMULAS = {
 
 
 def describe(
-    plan: Cut, sizes: Sequence[int], microbatches: int, orders: Sequence[Sequence[Action]]
+    plan: Cut,
+    sizes: Sequence[int],
+    microbatches: int,
+    orders: Sequence[Sequence[Action]],
+    kept: Sequence[int] | None = None,
 ) -> str:
     """Return what each stage holds, how long it waits and how much it keeps.
 
@@ -25,6 +29,7 @@ def describe(
         sizes: Bytes of the parameters of each stage.
         microbatches: Parts of a batch.
         orders: What each stage does in one step.
+        kept: Bytes that each chunk keeps of a micro-batch until its backward; None if unknown.
     """
     chunks = plan.chunks
     formula = _FORMULAS.get(chunks.schedule)
@@ -39,6 +44,7 @@ def describe(
         lines.append(
             f"  stage {stage}: {plan.shown(stage)}; {_size(sizes[stage])} of parameters; "
             f"at most {peak_live(order)} micro-batch(es) live"
+            + (f", up to {_size(peak_live(order, kept))} of activations" if kept else "")
         )
     return "\n".join(lines)
 

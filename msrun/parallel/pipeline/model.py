@@ -74,9 +74,11 @@ class PipelineModel(nn.Module):
 
     Attributes:
         reduces_once: What is fully sharded in it stays as it is until the end of a step.
+        keeps_results: Recomputed modules in it keep some of their results.
     """
 
     reduces_once = False
+    keeps_results = False
 
     def __init__(self, model: nn.Module, cut: Cut, microbatches: int, line: Line) -> None:
         super().__init__()
@@ -182,11 +184,22 @@ class PipelineModel(nn.Module):
         """Return the parameters here that an earlier stage holds too: for norms, they are its."""
         return self._tied.borrowed()
 
-    def describe(self) -> str:
-        """Return the stages, how long they wait and what they keep, as text."""
+    def describe(self, inputs: Sequence[Any] | None = None) -> str:
+        """Return the stages, how long they wait and what they keep, as text.
+
+        All ranks of the axis take part.
+
+        Args:
+            inputs: As of `train_step`, for the bytes of activations; None leaves them out.
+        """
         nothing: Borders = ((),) * (self._cut.chunks.count - 1)
         orders = self._make_schedule(nothing).orders()
-        return describe(self._cut, self._sizes, self._microbatches, orders)
+        kept = None if inputs is None else self._kept(inputs)
+        return describe(self._cut, self._sizes, self._microbatches, orders, kept)
+
+    def _kept(self, inputs: Sequence[Any]) -> Sequence[int] | None:  # noqa: ARG002 - of others
+        """Return what each chunk keeps of a micro-batch until its backward, None if unknown."""
+        return None
 
     def _schedule(self, borders: Borders) -> Schedule:
         """Return the schedule for these shapes; the one that was not used for longest goes."""
@@ -219,6 +232,12 @@ class SplitModel(PipelineModel):
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Return what the modules of a chunk make of `inputs`."""
         return self._programs[chunk](self, *inputs)
+
+    def _kept(self, inputs: Sequence[Any]) -> Sequence[int] | None:
+        """Return the bytes that a copy without values keeps."""
+        division, borders = self._prepare(inputs, is_free=False)
+        piece = division.padded(inputs, 0)
+        return self._shapes.kept(piece, borders, training=self.training)
 
     def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
         """Return how a batch is divided, and what chunks send: as a copy without values does."""

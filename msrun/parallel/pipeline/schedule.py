@@ -184,12 +184,14 @@ class Schedule:
 def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] | None:
     """Return what computes gradients of weights apart from inputs'; None leaves it to torch.
 
-    torch's way begins at inputs with a gradient, and calls no hook of a parameter.  What is fully
-    sharded and reduced or sharded again in each backward depends on those hooks; then both
-    gradients are computed at once, and nothing is left for later.
+    torch's way begins at inputs with a gradient, calls no hook of a parameter, and runs backward
+    twice.  What is fully sharded and reduced or sharded again in each backward depends on those
+    hooks, and results that a recomputation keeps are handed out once; then both gradients are
+    computed at once, and nothing is left for later.
     """
     is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
     can_wait = not is_hooked or getattr(model, "reduces_once", False)
+    can_wait = can_wait and not getattr(model, "keeps_results", False)
     if can_wait and any(border.requires_grad for border in received):
         return None
     return lambda: lambda: None

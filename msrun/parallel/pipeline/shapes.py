@@ -12,7 +12,7 @@ from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.microbatch import map_leaves
 from msrun.parallel.pipeline.plan import Plan
-from msrun.parallel.pipeline.skeleton import Skeleton
+from msrun.parallel.pipeline.skeleton import META, Skeleton
 from msrun.parallel.pipeline.trace import shown
 
 
@@ -49,6 +49,27 @@ class Shapes:
         if key not in self._found:
             self._found[key] = self._borders(inputs, training=training)
         return self._found[key]
+
+    def kept(self, inputs: Sequence[Any], borders: Borders, *, training: bool) -> list[int] | None:
+        """Return the bytes that each chunk keeps of one micro-batch until its backward.
+
+        As the model is before modules recompute or are divided.  None where it needs values.
+
+        Args:
+            inputs: Of the micro-batch.
+            borders: What chunks send for it.
+            training: Mode of the modules.
+        """
+        if self._skeleton is None:
+            return None
+        found = []
+        try:
+            for program, received in zip(self._plan.programs, [(), *borders], strict=True):
+                values = [*inputs, *(border.empty(META) for border in received)]
+                found.append(self._skeleton.kept(program.graph, values, training=training))
+        except Exception:  # noqa: BLE001 - the model's own code may raise anything
+            return None
+        return found
 
     def _borders(self, inputs: Sequence[Any], *, training: bool) -> Borders:
         if self._skeleton is None:

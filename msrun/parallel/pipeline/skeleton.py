@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,6 +58,28 @@ class Skeleton:
         walk = _CountingWalk(self._copy, self._graph, ())
         walk.run(*map_leaves(_without_values, list(inputs)))
         return walk.flops
+
+    def kept(self, graph: fx.Graph, inputs: Sequence[Any], *, training: bool) -> int:
+        """Return the bytes that a run of `graph`, a chunk's, leaves for its backward.
+
+        Parameters and buffers do not count.
+
+        Raises:
+            Exception: As of `values`.
+        """
+        self._copy.train(training)
+        found: dict[int, torch.UntypedStorage] = {}  # which keeps them, so that no number returns
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            found[id(storage)] = storage
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            _Walk(self._copy, graph, ()).run(*map_leaves(_without_values, list(inputs)))
+        for tensor in (*self._copy.parameters(), *self._copy.buffers()):
+            found.pop(id(tensor.untyped_storage()), None)
+        return sum(storage.nbytes() for storage in found.values())
 
 
 class _Walk(fx.Interpreter):

@@ -91,10 +91,14 @@ def _start(action: Action, ends: dict[Action, int], chunks: int) -> int | None:
     return ends.get(Action("I", chunk + 1, part)) if after is None else after
 
 
-def peak_live(order: Sequence[Action]) -> int:
-    """Return how many micro-batches of all its chunks a rank keeps at once, at most."""
+def peak_live(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
+    """Return how many micro-batches of all its chunks a rank keeps at once, at most.
+
+    With `sizes`, what each chunk keeps of one, their sum.
+    """
     live = peak = 0
     for action in order:
-        live += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
+        size = 1 if sizes is None else sizes[action.chunk]
+        live += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind] * size
         peak = max(peak, live)
     return peak

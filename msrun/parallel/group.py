@@ -1,0 +1,46 @@
+"""How the ranks of a job meet: torch's default process group, whoever started them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from msrun import environ
+from msrun.environ import RankIdentity
+from msrun.identity import find_master
+from msrun.supervise import network
+
+
+def join(
+    identity: RankIdentity, env: Mapping[str, str], backend: str, timeout: float | None
+) -> None:
+    """Make the default process group.
+
+    Args:
+        identity: Who this rank is.
+        env: The environment, which says where ranks meet.
+        backend: Of the group.
+        timeout: Seconds that a collective may take; None is torch's default.
+
+    Raises:
+        UsageError: Nobody says where ranks meet.
+    """
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    rank, world_size = identity.rank, identity.world_size
+    if world_size == 1:
+        # Nobody else is to be met, whatever MASTER_ADDR a shell has left.
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
+        dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
+        return
+    host, port = find_master(env, identity)
+    if identity.source in ("msrun", "torchrun"):
+        dist.init_process_group(backend, timeout=limit)
+        return
+    if identity.local_world_size < world_size and not network.is_named():
+        environ.choose_interface(network.interface_to(host))  # Gloo would take loopback.
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    dist.init_process_group(
+        backend, init_method=address, timeout=limit, rank=rank, world_size=world_size
+    )

@@ -1,0 +1,123 @@
+"""Every optimizer of torch learns on parts what it learns in one process, or is refused by name."""
+
+import pytest
+import torch
+from ranks import assert_equal_curves, batches, build, run_warm
+from test_grid import MLP, zero
+from torch.nn import functional
+
+import msrun
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.torch
+
+DIVIDED = {"zero1": zero(1), "tp": {"mesh": {"tp": 2}, "plan": MLP}}
+RIGHT = {
+    "ASGD": {},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "SGD": {"lr": 0.1, "momentum": 0.5, "nesterov": True},
+}
+REFUSED = {
+    "Adafactor": "takes norms of whole rows and columns",
+    "Muon": "multiplies whole matrices, in a short type whose rounding depends on their parts",
+    "Rprop": "writes elements by a mask",
+    "SparseAdam": "takes sparse gradients",
+}
+ONCE = "LBFGS computes the loss several times a step, and rt.step does once"
+
+
+def made(config, kind, options):
+    """Return the runtime, a model, and its optimizer of matrices, which is all that Muon takes."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    params = [p for p in network.parameters() if p.dim() > 1 or kind != "Muon"]
+    return runtime, network, runtime.optimizer(getattr(torch.optim, kind)(params, **options))
+
+
+def learned(config, kind, options):
+    runtime, network, update = made(config, kind, options)
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    return [
+        runtime.step(
+            network, update, functional.cross_entropy, *(t.chunk(count)[share] for t in batch)
+        ).item()
+        for batch in batches("mlp")
+    ]
+
+
+def refused(config, kind):
+    try:
+        made(config, kind, {})
+    except UsageError as error:
+        return error.message
+    return None
+
+
+def needs_torch(kind):
+    if not hasattr(torch.optim, kind):
+        pytest.skip(f"this torch has no {kind}")
+
+
+@pytest.mark.parametrize("config", DIVIDED)
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_learns_what_it_learns_in_one_process(kind, config):
+    expected = run_warm(learned, 1, {}, kind, RIGHT[kind])[0]
+
+    assert_equal_curves(run_warm(learned, 2, DIVIDED[config], kind, RIGHT[kind]), expected)
+    assert len(set(expected)) == len(expected)
+
+
+@pytest.mark.parametrize(("config", "divided"), [("zero1", 1.0), ("tp", 2 / 3)])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_needs_whole_parameters_is_refused(kind, config, divided):
+    needs_torch(kind)
+    count = 3 if kind == "Muon" else 6
+    parts = f"{round(divided * count)} of its {count} parameters are divided"
+
+    assert run_warm(refused, 2, DIVIDED[config], kind) == 2 * [
+        f"{kind} {REFUSED[kind]}, and {parts}"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Rprop"])
+def test_it_may_have_what_stays_whole(kind):
+    needs_torch(kind)
+    expected = run_warm(learned, 1, {}, kind, {})[0]
+
+    tolerance = 1e-4 if kind == "Muon" else 1e-6  # a mean over ranks rounds, and it in bfloat16
+
+    assert_equal_curves(run_warm(learned, 2, {}, kind, {}), expected, tolerance)
+
+
+def test_what_needs_the_loss_again_is_refused():
+    assert run_warm(refused, 1, {}, "LBFGS") == [ONCE]
+
+
+def refused_in_a_step(config, kind):
+    """Give `rt.step` an optimizer that `rt.optimizer` never saw; return why it does not begin."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    update = getattr(torch.optim, kind)(network.parameters())
+    with pytest.raises(UsageError) as caught:
+        runtime.step(network, update, functional.cross_entropy, *batches("mlp")[0])
+    return caught.value.message
+
+
+def test_a_step_refuses_them_too():
+    assert run_warm(refused_in_a_step, 1, {}, "LBFGS") == [ONCE]
+    assert run_warm(refused_in_a_step, 2, zero(1), "Rprop") == 2 * [
+        "Rprop writes elements by a mask, and 6 of its 6 parameters are divided"
+    ]
+
+
+def test_every_optimizer_of_torch_is_known():
+    found = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+
+    assert found - {"Optimizer"} <= {*RIGHT, *REFUSED, "LBFGS"}
