@@ -5,7 +5,7 @@ from ranks import Curves, assert_equal_curves, oracle, run_warm, train_built_on_
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:msrun. conv2d is computed whole on every rank"),
+    pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank"),
 ]
 
 DP = {"mesh": {"dp": -1}}
