@@ -310,7 +310,7 @@ def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _
     module = zero.apply(runtime, model, units, whole)
     watch = _late("msrun.parallel.zero_order").UnitOrder
     level = runtime.config.optimizer.zero
-    order = watch(module, runtime.group(DATA_AXIS), runtime.device, level)
+    order = watch(module, runtime.group(DATA_AXIS), runtime.device, level=level)
     divided = _Divided(module, whole, order)
     if runtime.config.pipeline:
         model.reduces_once = runtime.config.optimizer.zero == 1  # type: ignore[assignment]

@@ -21,8 +21,13 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
 
 _BITS = 32
+_KEPT = 100_000
 _RANKS_SHOWN = 8
 _NAMES_SHOWN = 4
+
+# What was done, and to what.
+Event = tuple[str, ...]
+_END: Event = ("did nothing more",)
 
 
 class UnitOrder:
@@ -35,16 +40,25 @@ class UnitOrder:
         group: Data-parallel ranks.
         device: Of this rank.
         level: `zero` of the configuration.
+        kept: How much is remembered by name; evaluation may go on for ever.
     """
 
     def __init__(
-        self, divided: FSDPModule, group: dist.ProcessGroup, device: torch.device, level: int
+        self,
+        divided: FSDPModule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        level: int,
+        kept: int = _KEPT,
     ) -> None:
         self._group = group
         self._device = device
         self._level = level
+        self._kept = kept
         self._name = type(divided).__name__
-        self._events: list[str] = []
+        self._events: list[Event] = []
+        self._digest = 0
         self._is_planned = False
         torch_compat.watch_units(divided, self._on_gather, self._on_reduce)
 
@@ -65,44 +79,44 @@ class UnitOrder:
         Raises:
             UsageError: They differ; gradients are wrong.
         """
-        events, self._events = self._events, []
-        digest = zlib.crc32("\n".join(events).encode())
+        events, digest = self._events, self._digest
+        self._events, self._digest = [], 0
         bits = [float(digest >> bit & 1) for bit in range(_BITS)]
         dtype = torch.promote_types(value.dtype, torch.float32)
         own = torch.tensor(bits, dtype=dtype, device=value.device)
         flat = torch.cat([value.reshape(1).to(dtype), own])
         dist.all_reduce(flat, group=self._group)
         if any(0 < count < self._group.size() for count in flat[1:].tolist()):
-            self._refuse(events)
+            is_full = len(events) == self._kept
+            last = f"did other things after {self._kept} alike ({digest:08x})"
+            self._refuse([*events, (last,)] if is_full else events)
         return flat[0].to(value.dtype).view_as(value)
 
     def _on_gather(self, name: str) -> None:
-        self._events.append(f"gathered {name or self._name}")
+        self._add("gathered", name or self._name)
 
     def _on_reduce(self, names: Sequence[str]) -> None:
         if names:
-            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            shown = f"{', '.join(names[:_NAMES_SHOWN])}{more}"
-            self._events.append(f"reduced gradients of {shown}")
+            self._add("reduced gradients of", *names)
         if not self._is_planned:
             torch_compat.after_backward(self._compare)
+
+    def _add(self, *event: str) -> None:
+        self._digest = zlib.crc32("\n".join((*event, "\n")).encode(), self._digest)
+        if len(self._events) < self._kept:
+            self._events.append(event)
 
     def _compare(self) -> None:
         if self._events:  # the first call of a backward pass has seen them all
             self.sum_and_compare(torch.zeros((), device=self._device))
 
-    def _refuse(self, own: list[str]) -> None:
+    def _refuse(self, own: list[Event]) -> None:
         """Name the first difference, on all ranks alike."""
-        found: list[list[str]] = [[] for _ in range(self._group.size())]
+        found: list[list[Event]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(found, own, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        for events in itertools.zip_longest(*found, fillvalue="did nothing more"):
-            if len(set(events)) > 1:
-                of_event: dict[str, list[int]] = {}
-                for rank, event in zip(ranks, events, strict=True):
-                    of_event.setdefault(event, []).append(rank)
-                break
-        told = "; ".join(f"{_named(ranks)} {event}" for event, ranks in of_event.items())
+        steps = itertools.zip_longest(*found, fillvalue=_END)
+        told = _told(ranks, next(events for events in steps if len(set(events)) > 1))
         raise UsageError(
             f"{ROOT}.optimizer.zero: level {self._level} needs all ranks to use the same modules "
             f"in one order, and {told}; no weight was changed",
@@ -110,6 +124,20 @@ class UnitOrder:
         )
 
 
-def _named(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{more}"
+def _told(ranks: Sequence[int], events: Sequence[Event]) -> str:
+    """Say who did what, of the names only those that not all have."""
+    common = set.intersection(*(set(names) for _, *names in events))
+    who: dict[Event, list[str]] = {}
+    for rank, event in zip(ranks, events, strict=True):
+        who.setdefault(event, []).append(str(rank))
+    parts = []
+    for (done, *names), found in who.items():
+        others = [name for name in names if name not in common] or ["nothing else"]
+        what = f"{done} {_some(others, _NAMES_SHOWN)}" if names else done
+        parts.append(f"rank{'s' * (len(found) > 1)} {_some(found, _RANKS_SHOWN)} {what}")
+    return "; ".join(parts)
+
+
+def _some(values: Sequence[str], count: int) -> str:
+    more = f" and {len(values) - count} more" if len(values) > count else ""
+    return f"{', '.join(values[:count])}{more}"

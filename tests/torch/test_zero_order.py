@@ -1,13 +1,17 @@
 """Optimizer parallel where ranks use other modules: refused before a weight is wrong."""
 
+import re
+
 import pytest
 import torch
 from ranks import run_warm
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import msrun
 from msrun.parallel.local import whole
+from msrun.parallel.zero_order import UnitOrder
 
 pytestmark = pytest.mark.torch
 
@@ -105,6 +109,72 @@ def test_gradients_of_other_parameters_of_one_module_are_refused(level, go):
             "rank 1 reduced gradients of branches.layers.right.weight, branches.layers.right.bias",
         )
         assert last == steps[0]
+
+
+class Chosen(nn.Module):
+    """Many layers, of which the sum of some is taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 2) for _ in range(9)])
+
+    def forward(self, x, chosen):
+        return sum(self.layers[index](x) for index in chosen)
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = Chosen()
+
+    def forward(self, x, chosen):
+        return self.body(self.stem(x), chosen)
+
+
+def wide():
+    """Return why it is refused that the last rank uses another one of many layers."""
+    runtime = msrun.init({"optimizer": {"zero": 3, "modules": ["stem", "body"]}})
+    network = runtime.shard(Wide())
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    chosen = [*range(7), 7 if runtime.rank == 2 else 8]
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        step(runtime, network, update, chosen)
+    return caught.value.message
+
+
+def test_of_many_parameters_those_are_named_that_differ():
+    assert run_warm(wide, 3) == 3 * [
+        refused(
+            3,
+            "ranks 0, 1 reduced gradients of body.layers.8.weight, body.layers.8.bias; "
+            "rank 2 reduced gradients of body.layers.7.weight, body.layers.7.bias",
+        )
+    ]
+
+
+def long_after():
+    """Return why two ranks that remember one gather by name are refused for the second."""
+    runtime = msrun.init({})
+    torch.manual_seed(0)
+    network = Forked()
+    for module in (network.stem, *network.branches.layers.values(), network):
+        fully_shard(module)
+    order = UnitOrder(network, runtime.group("dp"), runtime.device, level=3, kept=1)
+    with torch.no_grad():
+        network(torch.ones(2, 4), LEFT if runtime.rank else RIGHT)
+    with pytest.raises(msrun.errors.UsageError) as caught:
+        order.sum_and_compare(torch.tensor(1.0))
+    assert order.sum_and_compare(torch.tensor([2.0])).tolist() == [4.0]
+    return caught.value.message
+
+
+def test_what_is_too_long_ago_is_refused_without_its_name():
+    first, second = run_warm(long_after, 2)
+
+    assert first == second
+    other = r"did other things after 1 alike \([0-9a-f]{8}\)"
+    assert re.fullmatch(rf".* and rank 0 {other}; rank 1 {other}; no weight was changed", first)
 
 
 @pytest.mark.parametrize("level", [2, 3])
