@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from msrun.cluster import codec
-from msrun.cluster.messages import Drained, Envelope, Stop
+from msrun.cluster.messages import Envelope, LogPart, Stop
 from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context, wait_readable
 from msrun.transport.sockets import (
@@ -28,8 +28,8 @@ PATIENCE = 10.0
 SILENCE = 0.05
 
 
-def envelope(node="a", stuck=()):
-    body = Drained(stuck=list(stuck))
+def envelope(node="a", data=b""):
+    body = LogPart(inquiry=1, data=data)
     return Envelope(job_id="j", node_id=node, incarnation=1, generation=0, body=body)
 
 
@@ -218,8 +218,8 @@ def test_an_oversized_frame_is_not_received(start, connect):
 
 def test_the_largest_frame_is_received(start, connect):
     server = start()
-    overhead = len(codec.encode(envelope(stuck=["x" * 60_000]))) - 60_000
-    largest = envelope(stuck=["x" * (codec.FRAME_BYTES_MAX - overhead)])
+    overhead = len(codec.encode(envelope(data=b"x" * 60_000))) - 60_000
+    largest = envelope(data=b"x" * (codec.FRAME_BYTES_MAX - overhead))
     connect(server).send(largest)
 
     assert len(codec.encode(largest)) == codec.FRAME_BYTES_MAX
@@ -299,7 +299,7 @@ def test_a_key_holder_cannot_take_the_place_of_another(start, connect):
     node, thief = connect(server), connect(server)
     node.send(envelope())
     received = server.receive()
-    thief.send(envelope(stuck=["a lie"]))
+    thief.send(envelope(data=b"a lie"))
     received += server.receive(SILENCE)
     server.end.send(STOP)
 
@@ -398,7 +398,7 @@ def test_a_recorded_conversation_says_nothing_the_second_time(start, connect):
 
 def test_a_recorded_frame_in_the_same_connection_ends_it(start, connect):
     server = start()
-    message = envelope(stuck=["x" * 300])
+    message = envelope(data=b"x" * 300)
     recorded, near, far = record(server, connect, [message])
     start_of_box = recorded.rindex(b"\x07MESSAGE")
     frame = recorded[start_of_box - 9 :]  # a flag and 8 bytes of length before it
