@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from msrun.cluster import report, scheduler_events
+from msrun.cluster import report, scheduler_events, wal
 from msrun.cluster import stacks as pictures
 from msrun.cluster.control_messages import (
     AnyReply,
@@ -128,9 +128,17 @@ class Control:
         """Remember what the job's machine told its nodes about failures."""
         for action in actions:
             if isinstance(action, Send) and isinstance(action.body, Restarting):
-                cause = f"generation {action.generation - 1}: {action.body.reason}"
-                if cause not in self._causes:
-                    self._causes.append(cause)
+                self._note_cause(action.generation, action.body.reason)
+
+    def recall(self, records: Iterable[wal.Record]) -> None:
+        """Remember what an earlier scheduler wrote about failures."""
+        for generation, reason in wal.causes(records):
+            self._note_cause(generation, reason)
+
+    def _note_cause(self, generation: int, reason: str) -> None:
+        cause = f"generation {generation - 1}: {reason}"
+        if cause not in self._causes:
+            self._causes.append(cause)
 
     # Those who ask.
 

@@ -49,6 +49,7 @@ class JobState:
     _grow_at: float | None = None
     _seen: int = -1
     _may_miss_spares: bool = False
+    _cause: str = ""
     untold: set[str] = field(default_factory=set)
     """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
 

@@ -353,6 +353,7 @@ class SchedulerState(JobState):
             self.policy.failures,
             self.policy.losses,
             self.policy.blamed,
+            self._cause,
         )
         spares = [self._send(n, self._stand_by(n)) for n in ready if n not in order]
         return [Write(record), *map(self._start, order), *spares]
@@ -403,6 +404,7 @@ class SchedulerState(JobState):
         if root and (blamed := self._blame(root, now)):
             reason += f"; {blamed}"
             written = self._exclude(self._current.node_of(root.rank), blamed)
+        self._cause = reason
         self.phase = Phase.FORMING
         is_behind = self._seen > self.generation
         self.generation = max(self.generation, self._seen) + 1

@@ -51,6 +51,7 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
         restarts: Restarts after failures of workers so far.
         losses: Restarts after losses of nodes so far.
         blamed: Failures so far that began on a node.
+        cause: Why there is one after another; empty for the first.
     """
 
     generation: int
@@ -60,6 +61,7 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
     restarts: int = 0
     losses: int = 0
     blamed: dict[str, int] = {}
+    cause: str = ""
 
 
 class Excluded(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +124,12 @@ def last_generation(records: Iterable[Record]) -> GenerationStarted | None:
     """Return the last generation that was announced; None before the first."""
     started = [record for record in records if isinstance(record, GenerationStarted)]
     return started[-1] if started else None
+
+
+def causes(records: Iterable[Record]) -> list[tuple[int, str]]:
+    """Return each generation that followed another, with the reason."""
+    started = (record for record in records if isinstance(record, GenerationStarted))
+    return [(record.generation, record.cause) for record in started if record.cause]
 
 
 def excluded(records: Iterable[Record]) -> dict[str, str]:

@@ -137,6 +137,7 @@ class Scheduler:
             log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
         now = self._loop.now()
         self._pulse = Pulse(lease=times, look_at=now)
+        self._control.recall(records)
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
             self._admission.expect(member.node_id, member.incarnation)

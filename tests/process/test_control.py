@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from support import environment, script, shell, until
+from support import environment, kill, script, shell, until
 
 from msrun.cluster import codec, control_messages
 from msrun.cluster.control_messages import GetRanks, GetStatus, Question, SignalJob
@@ -103,6 +103,9 @@ def test_what_ended_earlier_generations_is_told(msrun, verb):
     (cause,) = found["causes"]
     assert cause.startswith("generation 0: rank 0 (node ")
     assert "exited with code 5" in cause
+    kill(job.find("msrun scheduler"))
+    job.until_said("it is started again")
+    assert json.loads(verb("status", "--json")[1])["causes"] == [cause]
     verb("stop")
     assert job.wait() == 143
 
