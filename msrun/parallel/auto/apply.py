@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -225,7 +226,8 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
                 batch=batch,
                 mode=_MODES[config.search or "exact"],
                 limit=None if config.memory is None else float(config.memory),
-            )
+            ),
+            time.perf_counter,
         )
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
     again = ", recomputation" if best.recompute else ""

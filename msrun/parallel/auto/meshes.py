@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,6 +21,8 @@ from msrun.parallel.auto.search import Mode, Names, search
 from msrun.parallel.auto.topology import Topology
 from msrun.parallel.config import PIPELINE_AXIS
 
+# Of the search for stages, which is long for many ranks: the likely layouts come first.
+_STAGES_SECONDS = 30.0
 # Ranks up to which meshes of three axes are looked at: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
@@ -77,13 +79,17 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
 
-def choose(wanted: Wanted) -> Chosen:
+def choose(wanted: Wanted, clock: Callable[[], float]) -> Chosen:
     """Return the fastest mesh and plan.
+
+    Args:
+        wanted: What it is for.
+        clock: Seconds that have passed; the search for stages ends after 30 of them.
 
     Raises:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
-    found = [*_plain(wanted), *_with_stages(wanted)]
+    found = [*_plain(wanted), *_with_stages(wanted, clock)]
     fitting = [one for one in found if isinstance(one, Chosen)]
     if not fitting:
         raise OutOfMemoryError(min(one for one in found if isinstance(one, float)))
@@ -128,7 +134,7 @@ def _plain(wanted: Wanted) -> Iterator[Chosen | float]:
             break
 
 
-def _with_stages(wanted: Wanted) -> Iterator[Chosen | float]:
+def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[Chosen | float]:
     """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
     small, large, sizes = wanted.programs.ends
     blocks = find_blocks(small)
@@ -145,8 +151,11 @@ def _with_stages(wanted: Wanted) -> Iterator[Chosen | float]:
         limit=math.inf if wanted.limit is None else wanted.limit,
         is_training=True,
     )
+    start = clock()
     try:
-        *_, progress = explore(job)
+        for progress in explore(job):
+            if progress.best and clock() - start > _STAGES_SECONDS:
+                break
     except TooWideError:  # such blocks can be searched for two axes at a time only
         return
     best = progress.best

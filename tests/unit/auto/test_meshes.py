@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import programs
@@ -42,7 +43,7 @@ def everything(limit, number=1):
 
 
 def chosen(**wanted):
-    return choose(Wanted(topology=TINY, **wanted))
+    return choose(Wanted(topology=TINY, **wanted), lambda: 0.0)
 
 
 def best(limit):
@@ -116,3 +117,11 @@ def test_a_mesh_of_stages_divides_the_samples_of_a_micro_batch():
         found = chosen(programs=FOUR, world=8, batch=8, limit=limit)
         assert 8 % (found.microbatches * found.mesh["dp"]) == 0
         assert limit is None or found.memory <= limit
+
+
+def test_the_search_for_stages_ends_with_its_time_and_what_it_has():
+    clock = itertools.count(step=60).__next__
+    hurried = choose(Wanted(topology=TINY, programs=FOUR, world=4, batch=8), clock)
+
+    assert clock() == 120  # it looked at the clock when it began and when it had one
+    assert hurried.seconds >= chosen(programs=FOUR, world=4, batch=8).seconds
