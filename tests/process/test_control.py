@@ -215,8 +215,8 @@ def test_equal_stacks_are_shown_together(msrun, verb, tmp_path):
 
     places = [(g["ranks"], [frame["function"] for frame in g["frames"]]) for g in found]
     assert places == [
-        ([0, 2], ["inside", "waiting", "<module>"]),
-        ([1], ["elsewhere", "<module>"]),
+        ({"count": 2, "runs": [[0, 0], [2, 2]]}, ["inside", "waiting", "<module>"]),
+        ({"count": 1, "runs": [[1, 1]]}, ["elsewhere", "<module>"]),
     ]
     assert "(0,2) in inside at places.py:4\n" in verb("stacks")[1]
     assert [job.log(rank) for rank in range(3)] == ["up\n"] * 3
@@ -234,7 +234,7 @@ def test_what_shows_no_stack_is_told_why(msrun, verb):
 
     found = json.loads(verb("stacks", "--json")[1])["groups"]
 
-    assert {g["ranks"][0]: g["problem"] for g in found} == {
+    assert {g["ranks"]["runs"][0][0]: g["problem"] for g in found} == {
         0: "it has not begun, or is no Python program",
         1: "it is stopped, by SIGSTOP or a debugger",
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import run_warm
 
-from msrun.parallel.config import read_config
+from msrun.parallel.config_file import read_config
 from msrun.parallel.layout import resolve
 
 pytestmark = pytest.mark.torch
