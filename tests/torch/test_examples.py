@@ -66,8 +66,12 @@ def test_every_configuration_belongs_to_a_script():
     assert {*DIGITS, *LM} == set(CONFIGS)
 
 
+# An epoch takes seconds: CI trains under the richest.
+ROWS = [pytest.param(n, marks=[pytest.mark.slow] * (n != "digits_dp_tp")) for n in DIGITS]
+
+
 @pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank")
-@pytest.mark.parametrize("name", DIGITS)
+@pytest.mark.parametrize("name", ROWS)
 def test_digits_are_learned_as_in_one_process(name, alone):
     loss, accuracy = report(run_warm(train_digits, 4, CONFIGS[name])[0])
 
