@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from msrun import environ
+from msrun.cluster.scheduler_lives import Lives
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
@@ -28,7 +29,6 @@ from msrun.roles.node_resources import (
 )
 from msrun.roles.scheduler import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
-from msrun.roles.scheduler_watch import Lives
 from msrun.supervise import logs, process
 from msrun.topology import Machine
 from msrun.transport.loop import Loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from msrun.cluster.agent_events import SchedulerLost
+from msrun.cluster.scheduler_lives import Lives
 from msrun.errors import ExitCode
 from msrun.roles.console import Console
 from msrun.roles.node_resources import NodeResources
@@ -12,35 +13,12 @@ from msrun.transport.loop import Loop
 from msrun.transport.probe import Prober
 from msrun.transport.sockets import Line
 
-# A scheduler that ends this often in a minute, soon each time, will not do better the next.
-_SHORT_LIVES_MAX = 5
-_MINUTE = 60.0
-_SOON_SECONDS = 3.0
 # A connection may end for another reason than its key: a scheduler that is started again,
 # a tunnel whose other end is not there yet.
 _REJECTED_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.5
 # Whoever starts before the scheduler's node does is told what it waits for.
 _WAITING_SECONDS = 3.0
-
-
-class Lives:
-    """Tells whether a scheduler that has ended is worth another one."""
-
-    def __init__(self) -> None:
-        self._began_at = 0.0
-        self._short: list[float] = []
-
-    def began(self, now: float) -> None:
-        """Take note of a new one."""
-        self._began_at = now
-
-    def may_begin_again(self, now: float) -> bool:
-        """Return whether the last one, which has ended, did not just fail like those before."""
-        self._short = [at for at in self._short if now - at < _MINUTE]
-        if now - self._began_at < _SOON_SECONDS:
-            self._short.append(now)
-        return len(self._short) <= _SHORT_LIVES_MAX
 
 
 class SchedulerWatch:

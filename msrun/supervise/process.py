@@ -57,9 +57,9 @@ def open_standard_streams() -> None:
 
 
 def raise_priority() -> None:
-    """Let this process run before ordinary ones, where the user may have that: as root.
+    """Give this process more of a busy CPU, where the user may have that: as root.
 
-    Busy workers then delay neither what it does nor its end.  What it forks is ordinary.  A
+    Busy workers then hardly delay what it does, or its end.  What it forks is ordinary.  A
     real-time priority would be too much: to reap a process whose /proc entry somebody reads, the
     kernel spins until that reader has gone on, and so would keep it from the CPU for a second.
     A thread that has no name of its own yet is still being set up, which for libzmq's
