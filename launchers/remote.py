@@ -46,13 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except UsageError as error:
-        return _complain(error)
+        print(_complaint(error), file=sys.stderr, flush=True)  # noqa: T201 - there is no console yet
+        return error.exit_code
 
 
-def _complain(error: UsageError) -> int:
-    node, text = socket.gethostname(), error.render().removeprefix("error: ")
-    print(f"error: node {node}: {text}", file=sys.stderr, flush=True)  # noqa: T201 - there is no console yet
-    return error.exit_code
+def _complaint(error: UsageError) -> str:
+    return f"error: node {socket.gethostname()}: {error.render().removeprefix('error: ')}"
 
 
 def _run(words: Sequence[str]) -> int:
@@ -65,9 +64,9 @@ def _run(words: Sequence[str]) -> int:
     try:
         node_rank, order = _prepare(words, order)
     except UsageError as error:
-        code = _complain(error)
-        _report(Report(node=-1, code=code, is_last=True))
-        return code
+        reason = _complaint(error)
+        _report(Report(node=-1, code=error.exit_code, is_last=True, reason=reason))
+        return error.exit_code
     has_scheduler = order.nnodes == 1 or _is_here(order.master_addr)
     own = order.own_env[node_rank] if order.own_env else {}
     env = {**environ.without_options(), **order.env, **own}

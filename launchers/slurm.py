@@ -7,6 +7,7 @@ no request to Slurm's controller; srun hands it to the agents in their environme
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shlex
 import signal
@@ -30,7 +31,7 @@ from msrun.fleet import (
 )
 from msrun.roles.batch import follow
 from msrun.roles.fleet import run_fleet
-from msrun.units import shown
+from msrun.units import parse_duration, shown
 
 SCRIPT = "job.sbatch"
 _SECONDS = 60.0
@@ -38,6 +39,9 @@ _FIELD = re.compile(r"(?:^|\s)(JobState|ExitCode)=(\S+)")
 _COMMENT = re.compile(r"^\s*Comment=(.*)$", re.MULTILINE)
 # In the comment of a job whose agents have told that it ended well.
 _ENDED_WELL = "msrun:ended-well"
+_LIMIT = re.compile(
+    r"(?:[0-9]{1,9}-)?[0-9]{1,9}(?::[0-9]{1,2}){0,2}|unlimited|infinite|", re.IGNORECASE
+)
 _EXIT_CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
 # State of a job that has ended -> our code, where Slurm has none of the program's.
 _CODES = {
@@ -58,7 +62,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         partition: Partition.
-        time: Limit as Slurm writes it, such as `1:00:00`.
+        time: Limit as Slurm writes it, such as `1:00:00`, or a duration such as `1h30m`.
         account: Who pays.
         gpus_per_node: GPUs of each node, as Slurm writes them.
         cpus_per_node: CPUs of each node, which are all that its workers get.
@@ -147,6 +151,25 @@ class SlurmLauncher:
         return follow(lambda: parse_end(read_state(number)), lambda: cancel(number))
 
 
+def render_limit(text: str) -> str:
+    """Return a time limit as Slurm writes it; what it would understand stays as it is.
+
+    Raises:
+        UsageError: It is neither a limit of Slurm nor a duration.
+    """
+    if _LIMIT.fullmatch(text):
+        return text
+    try:
+        seconds = parse_duration(text)
+    except UsageError as error:
+        hint = "of Slurm's forms, minutes, H:MM:SS and D-HH:MM:SS are read as well"
+        raise UsageError(f"--time {error.message}", hint=hint) from None
+    if math.isinf(seconds):
+        return "UNLIMITED"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
     """Return the batch script, in which nothing of the user's is for the shell to expand."""
     asked = {
@@ -155,7 +178,7 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
         "ntasks-per-node": "1",
         "partition": options.partition,
         "account": options.account,
-        "time": options.time,
+        "time": render_limit(options.time),
         "gpus-per-node": options.gpus_per_node,
         "cpus-per-task": str(options.cpus_per_node or ""),
         "signal": "" if options.signal_seconds is None else f"TERM@{options.signal_seconds}",

@@ -87,11 +87,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         node: Its node_rank; -1 when it found none.
         code: Exit code of the agent; None says that it is about to start.
         is_last: The job is over with this code: the scheduler was there, or the order is refused.
+        reason: Why it is refused, as lines for a person. On the standard error they could come
+            after the report, with which the launcher ends all.
     """
 
     node: int
     code: int | None = None
     is_last: bool = False
+    reason: str = ""
 
 
 class StartCommand(msgspec.Struct, frozen=True, kw_only=True):

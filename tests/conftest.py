@@ -20,6 +20,7 @@ MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
     "tests/cluster/test_control.py",
+    "tests/cluster/test_faults.py",
     "tests/cluster/test_fleet.py",
     "tests/cluster/test_forming.py",
     "tests/cluster/test_lab.py",
@@ -46,6 +47,7 @@ THOROUGH = (
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
     "tests/torch/test_auto.py",
+    "tests/torch/test_auto_lowering.py",
     "tests/torch/test_auto_memory.py",
     "tests/torch/test_auto_mesh.py",
     "tests/torch/test_auto_rules.py",
@@ -66,6 +68,7 @@ THOROUGH = (
     "tests/torch/test_fork_children.py",
     "tests/torch/test_fork_endings.py",
     "tests/torch/test_fork_like_python.py",
+    "tests/torch/test_gradient_bytes.py",
     "tests/torch/test_grid.py",
     "tests/torch/test_guard.py",
     "tests/torch/test_launched.py",
@@ -76,6 +79,9 @@ THOROUGH = (
     "tests/torch/test_plan_file.py",
     "tests/torch/test_preload.py",
     "tests/torch/test_resume.py",
+    "tests/torch/test_sharded.py",
+    "tests/torch/test_stand_in_npu.py",
+    "tests/torch/test_tables.py",
     "tests/torch/test_tensor.py",
     "tests/torch/test_trace.py",
     "tests/torch/test_zero.py",
@@ -108,6 +114,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if str(item.path.relative_to(config.rootpath)) in THOROUGH:
             item.add_marker("thorough")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_jobs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the jobs of this process from those of tests beside it, which list or stop them."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(autouse=True)

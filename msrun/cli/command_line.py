@@ -100,7 +100,7 @@ def _key(option: Option[object]) -> str:
 def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Option[object], str]]:
     """Return `args` with a value for each option, and the spelling of each option."""
     known = {spelling: option for option in table for spelling in option.spellings}
-    negative = {option.negative: option for option in table if option.negative}
+    negative = {spelling: option for option in table for spelling in option.negatives}
     words: list[str] = []
     spellings: dict[Option[object], str] = {}
     rest = deque(args)
@@ -162,7 +162,7 @@ class _Verb(click.Command):
     def __init__(self, name: str, summary: str, table: Table) -> None:
         options: list[click.Parameter] = [
             click.Option(
-                [_key(option), *option.spellings, *filter(None, [option.negative])],
+                [_key(option), *option.spellings, *option.negatives],
                 type=click.UNPROCESSED,
                 multiple=True,
             )
@@ -219,7 +219,7 @@ def _help_row(option: Option[object]) -> tuple[str, str]:
     """Return both columns of an option's help."""
     short = [spelling for spelling in option.aliases if not spelling.startswith("--")]
     long = [spelling for spelling in option.aliases if spelling.startswith("--")]
-    both = f"{option.flag}/{option.negative}" if option.negative else option.flag
+    both = "/".join([option.flag, *option.negatives])
     names = ", ".join([*short, both]) + (f" {option.metavar}" if option.metavar else "")
     also = f"  Also {', '.join(long)}." if long else ""
     default = f"  [default: {option.default_text}]" if option.default_text else ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from msrun import __version__, environ, launch
+from msrun import __version__, environ
 from msrun.cli import fleet_options, options
 from msrun.cli.job_draft import merge_env
 from msrun.cli.output import answer, say_notes
@@ -53,11 +53,6 @@ _OF_RANKS: frozenset[Option[object]] = frozenset(
     }
 )
 _REFUSED = (options.NODE_RANK, options.STANDALONE, options.RDZV_ENDPOINT, options.LOCAL_ADDR)
-
-
-def is_fleet(settings: Settings) -> bool:
-    """Tell whether the job's backend starts its agents."""
-    return settings.value(options.LAUNCHER) in launch.FLEETS
 
 
 def run_fleet(request: Request, world: World) -> int:

@@ -64,7 +64,7 @@ OWN: tuple[Option[str], ...] = (
     _own("mpirun", "PATH", "For mpirun, the program; Open MPI, MPICH or Intel MPI."),
     _own("mpirun-args", "WORDS", "For mpirun, further words for it."),
     _own("partition", "NAME", "For slurm, the partition."),
-    _own("time", "LIMIT", "For slurm, the time limit, such as 1:00:00."),
+    _own("time", "LIMIT", "For slurm, the time limit, such as 1h30m or 1:30:00."),
     _own("account", "NAME", "For slurm, who pays."),
     _own("gpus-per-node", "N", "For slurm, GPUs of each node."),
     _own("cpus-per-node", "N", "For slurm, CPUs of each node, which all its workers share."),

@@ -58,7 +58,7 @@ class Option(Generic[T_co]):
         default_text: How help shows the default; empty shows none.
         metavar: Noun for the value.
         aliases: Further spellings as they are typed, dashes included.
-        negative: Spelling that means false, dashes included.
+        negatives: Spellings that mean false, dashes included.
         arity: Whether a value follows.
         is_value: With `OPTIONAL`, whether a following word is the value.
         repeated: Each use adds to the ones before, and so does each source.
@@ -76,7 +76,7 @@ class Option(Generic[T_co]):
     default_text: str = ""
     metavar: str = ""
     aliases: tuple[str, ...] = ()
-    negative: str = ""
+    negatives: tuple[str, ...] = ()
     arity: Arity = Arity.ONE
     is_value: Callable[[str], bool] = lambda _: False
     repeated: bool = False

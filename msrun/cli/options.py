@@ -23,6 +23,7 @@ NNODES = Option(
     parse=parsers.nodes,
     default=(1, 1),
     default_text="1",
+    aliases=("-N", "--nodes"),
     torchrun="nnodes",
 )
 NODE_RANK = Option(
@@ -42,6 +43,7 @@ WORKER_NUM = Option(
     help="Workers in the whole job, on however many nodes unless --nnodes says.",
     parse=parsers.whole(1),
     default_text="what the nodes bring",
+    aliases=("-n",),
 )
 MASTER_ADDR = Option(
     name="master-addr",
@@ -272,7 +274,7 @@ JOIN = Option(
     parse=parsers.boolean,
     default=True,
     default_text="join",
-    negative="--no-join",
+    negatives=("--no-join", "--detach"),
     arity=Arity.OPTIONAL,
     is_value=parsers.is_boolean,
 )

@@ -27,11 +27,12 @@ RANKS_MAX = 1 << 20
 def plan(args: Sequence[str], world: World) -> int:
     """Print the plan of the job that `args` describe."""
     line = read_command_line("msrun plan", SUMMARY, PLAN_TABLE, args)
-    from msrun.cli.fleet import is_fleet, plan_fleet  # Help needs none of it.
-    from msrun.cli.prepare import read_request
+    from msrun.cli.prepare import read_request  # Help needs none of it.
 
     request = read_request(line, PLAN_TABLE, world)
-    if is_fleet(request.settings):
+    if request.is_fleet:
+        from msrun.cli.fleet import plan_fleet
+
         plan_fleet(request, world)
         return 0
     is_mesh = not request.has_program and request.settings.get(PARALLEL)

@@ -21,10 +21,9 @@ from msrun.cli.parsers import SIGNALS, guess
 from msrun.cli.peer_options import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.program import find_program
 from msrun.cli.settings import FileTexts, Settings
-from msrun.cli.table import with_table
 from msrun.cli.world import World
 from msrun.errors import UsageError
-from msrun.launch import Launcher, LaunchPlan
+from msrun.launch import FLEETS, Launcher, LaunchPlan
 from msrun.units import shown
 
 _GUESS_CUTOFF = 0.85
@@ -50,6 +49,11 @@ class Request:
     def has_program(self) -> bool:
         """Whether any program is named."""
         return bool(self.words or self.file.script or self.file.module)
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether the job's backend starts its agents."""
+        return self.settings.value(options.LAUNCHER) in FLEETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,10 @@ def prepare(request: Request, world: World) -> Prepared:
     """
     settings = request.settings
     _check_fleet(settings)
-    settings = with_table(settings, world)
+    if given := settings.get(RANK_TABLE_FILE):
+        from msrun.cli.table import with_table  # Few jobs have one, and all would load the reader.
+
+        settings = with_table(settings, given, world)
     chosen = find_program(request.words, request.file, settings)
     launcher = world.load_launcher(settings.value(options.LAUNCHER))
     machine = world.read_machine(merge_env(settings).value)

@@ -18,11 +18,12 @@ SUMMARY = "Start SCRIPT on every worker and wait for the job to end."
 def run(args: Sequence[str], world: World) -> int:
     """Start the job that `args` describe and return its exit code."""
     line = read_command_line("msrun [run]", SUMMARY, TABLE, args)
-    from msrun.cli.fleet import is_fleet, run_fleet  # Help needs none of it.
-    from msrun.cli.prepare import prepare, read_request
+    from msrun.cli.prepare import prepare, read_request  # Help needs none of it.
 
     request = read_request(line, TABLE, world)
-    if is_fleet(request.settings):
+    if request.is_fleet:
+        from msrun.cli.fleet import run_fleet
+
         return run_fleet(request, world)
     prepared = prepare(request, world)
     say_notes(prepared.notes)

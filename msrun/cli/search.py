@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ def search(args: Sequence[str], world: World) -> int:
         return _diff(words[1:], world)
     given = _parse(_command(), words)
     _check_files(given)
-    plan = _search(given)
+    with _rare_collection():
+        plan = _search(given)
     if given["output"]:
         from msrun.parallel.auto.plan import write_plan
 
@@ -53,7 +55,7 @@ def search(args: Sequence[str], world: World) -> int:
     if given["json"]:
         import msgspec
 
-        answer(json.dumps(msgspec.to_builtins(plan), indent=2))
+        answer(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
         return 0
     sections = _explained(plan, given["explain"]) if given["explain"] else _sections(plan)
     show(sections, is_terminal=world.is_terminal())
@@ -145,6 +147,18 @@ def _draw(plan: SavedPlan, path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
+@contextmanager
+def _rare_collection() -> Iterator[None]:
+    """Look for garbage seldom, and not at the end: almost all that is made stays till then."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.freeze()
+
+
 def _search(given: Mapping[str, Any]) -> SavedPlan:
     from msrun.parallel.auto.topology_file import find_topology
     from msrun.transport.loop import Loop
@@ -205,6 +219,7 @@ def _sections(plan: SavedPlan) -> list[Section]:
         ("mesh", f"pp {plan.stages} x {mesh}" if plan.stages > 1 else mesh),
         ("batch", f"{plan.batch} in {plan.microbatches} micro-batches"),
         ("recompute", "yes" if plan.recompute else "no"),
+        ("runs on", plan.runs_on),
         ("step", f"{plan.seconds:.4g} s predicted"),
         ("memory", f"{plan.memory / _GIB:.3g} GiB a rank"),
         ("gap", f"{gap} to the best plan on this mesh"),
@@ -232,7 +247,7 @@ def _explained(plan: SavedPlan, pattern: str) -> list[Section]:
     from msrun.parallel.auto.plan import explain
 
     rows = tuple(explain(plan, pattern))
-    columns = ("name", "divided", "inputs", "outputs")
+    columns = ("name", "divided", "style", "inputs", "outputs")
     return [Section(heading=f"{pattern} over {' x '.join(plan.mesh)}", columns=columns, rows=rows)]
 
 

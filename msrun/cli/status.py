@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from msrun.cli.world import World
     from msrun.cluster.control_messages import NodeRow, RankRow, Status
     from msrun.roles.control_client import ControlClient
+    from msrun.roles.control_file import Card
 
 STATUS = "Show where JOB stands: its phase, nodes, ranks, restarts and their causes."
 LS = "List your jobs on this machine."
@@ -61,8 +62,19 @@ def _watch(given: dict[str, Any], world: World) -> int:
             try:
                 found = _read(client)
             except UnreachableError:
-                say("msrun: the job does not answer any more: it has ended, or its scheduler has")
+                say(_ending(client.card))
                 return 0
+
+
+def _ending(card: Card) -> str:
+    """Return what became of a job that does not answer any more."""
+    from msrun.roles import ending
+
+    verdict = ending.read(card.log_dir, card.job_id) if card.log_dir else None
+    if verdict is None:
+        return "msrun: the job does not answer any more: it has ended, or its scheduler has"
+    result = verdict.reason or "all ranks succeeded"
+    return f"msrun: job {card.job_id} has ended with exit code {verdict.code}: {result}"
 
 
 def _show(

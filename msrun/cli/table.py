@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msrun.cli import options
-from msrun.cli.fleet_options import RANK_TABLE_FILE
 from msrun.cli.job_draft import merge_env
 from msrun.cli.settings import Given, Settings
 from msrun.errors import UsageError
@@ -25,16 +24,13 @@ _VISIBLE = {
 }
 
 
-def with_table(settings: Settings, world: World) -> Settings:
-    """Return `settings` with what a rank table says of the job and of this node, if one is given.
+def with_table(settings: Settings, given: Given[str], world: World) -> Settings:
+    """Return `settings` with what the rank table `given` says of the job and of this node.
 
     Raises:
         UsageError: The table is not sound, has no entry for this node or a device that is not
             there, or another option contradicts it.
     """
-    given = settings.get(RANK_TABLE_FILE)
-    if given is None:
-        return settings
     table = read_table(given.value)
     machine = world.read_machine(merge_env(settings).value)
     try:

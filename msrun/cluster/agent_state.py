@@ -176,20 +176,23 @@ class AgentState:
         self._pending = None
         is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
         exits = self._ends(now)
+        # What follows has to be known before anything is decided: it is drained after that.
+        has_more = len(exits) > EXITS_MAX or bool(self._interrupts and self.generation >= 0)
         register = msgspec.structs.replace(
             self.register,
-            running=self.generation if is_living else -1,
+            running=self.generation if is_living or has_more else -1,
             seen=self.generation,
             exits=exits[:EXITS_MAX],
             stuck=self._stuck,
             warm=self._ready,
         )
         actions: list[Action] = [Join(register)]
-        actions += [self._send(WorkerExited(exit=end)) for end in exits[EXITS_MAX:]]
+        actions += [self._send(WorkerExited(exit=end, at=now)) for end in exits[EXITS_MAX:]]
         if self._failure:
             actions.append(self._send(self._failure))
-        if self._interrupts:
-            actions.append(self._send(Interrupted(signum=self._interrupts[0])))
+        actions += [self._send(Interrupted(signum=signum)) for signum in self._interrupts]
+        if has_more and not is_living:
+            actions.append(self._send(Drained(stuck=self._stuck)))
         return actions
 
     def _ends(self, now: float) -> list[RankExit]:
@@ -281,7 +284,7 @@ class AgentState:
         if not self._is_cut:  # else it is the node that was lost, and not its workers that failed
             end = verdicts.fit(self._without_our_signal(event.exit))
             self._exits.append((end, now))
-            actions = [self._send(WorkerExited(exit=end))]
+            actions = [self._send(WorkerExited(exit=end, at=now))]
         if not self.live:
             if self.phase is Phase.STOPPING:
                 actions += self._sweep(now)
@@ -382,18 +385,26 @@ class AgentState:
     def _signalled(self, signum: int, now: float) -> list[Action]:
         if signum in FORWARDED:
             return [SignalWorkers(tuple(sorted(self.live)), signum)] if self.live else []
+        if self._interrupts:
+            return self._hurry(now)
         self._interrupts.append(signum)
         if not self._was_reached and not self.register.serves:
             return self._conclude(
                 verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
             )
-        if len(self._interrupts) > 1:
-            if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
-                return self._sweep(now)
-            return []
         if self.phase in (Phase.JOINING, Phase.RUNNING):
             self._due = now + self._patience()
         return [self._send(Interrupted(signum=signum))]
+
+    def _hurry(self, now: float) -> list[Action]:
+        """Give no more time to what ignores the user's first signal, on no node."""
+        actions: list[Action] = []
+        if signal.SIGKILL not in self._interrupts:
+            self._interrupts.append(signal.SIGKILL)
+            actions.append(self._send(Interrupted(signum=signal.SIGKILL)))
+        if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
+            actions += self._sweep(now)
+        return actions
 
     def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
         """Stop without a scheduler and exit with `verdict`."""

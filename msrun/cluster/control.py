@@ -15,6 +15,7 @@ import msgspec
 
 from msrun.cluster import report, scheduler_events, wal
 from msrun.cluster import stacks as pictures
+from msrun.cluster.bounds import RankSet
 from msrun.cluster.control_messages import (
     AnyReply,
     AnyRequest,
@@ -44,6 +45,7 @@ from msrun.cluster.messages import (
     SignalRanks,
     Stack,
     Stalled,
+    Waiting,
 )
 from msrun.cluster.peers import Peers
 from msrun.cluster.scheduler_events import Phase, Received, Send
@@ -52,6 +54,8 @@ from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.errors import signal_name
 
 ANSWER_SECONDS = 5.0
+# Ranks that still run so long after another has finished may wait for it, and for ever.
+ALONE_SECONDS = 3.0
 _CAUSES_MAX = 8
 _INQUIRIES_MAX = 64
 _REPORT_CHARS_MAX = 12_000
@@ -118,6 +122,7 @@ class Control:
     _logs: dict[int, _LogInquiry] = field(default_factory=dict)
     _stacks: _StackInquiry | None = None
     _number: int = 0
+    _told_of: int = -1
 
     @staticmethod
     def is_for(event: scheduler_events.Event) -> bool:
@@ -378,7 +383,27 @@ class Control:
         dues = [asked.due for asked in self._logs.values()]
         if self._stacks:
             dues.append(self._stacks.due)
+        if (alone_at := self._alone_at()) is not None:
+            dues.append(alone_at)
         return min(dues, default=None)
+
+    def _alone_at(self) -> float | None:
+        """Return when to tell who still runs; None where none has finished, or it was told."""
+        if self.state.phase is not Phase.RUNNING or self._told_of == self.state.generation:
+            return None
+        # Of thousands; a failure would have stopped the others.
+        first = next(iter(self.state.current.exits.values()), None)
+        return first[1] + ALONE_SECONDS if first else None
+
+    def _tell_who_runs(self) -> list[Action]:
+        """Tell all nodes once which ranks still run, and that the others have finished."""
+        self._told_of = self.state.generation
+        done = RankSet.of(self.state.current.exits)
+        living = self.state.living()
+        still = self.state.describe_ranks({rank for ranks in living.values() for rank in ranks})
+        have = "have" if len(done) > 1 else "has"
+        reason = f"rank {done} {have} finished; still running: {still}"
+        return [self._send(node_id, Waiting(reason=reason)) for node_id in living]
 
     def woke(self, *, now: float) -> None:
         """Wait anew for the answers that may have come while nobody listened."""
@@ -396,6 +421,8 @@ class Control:
             actions.append(Reply(asked.route, Denied(reason=reason)))
         if self._stacks and self._stacks.due <= now:
             actions += self._finish_stacks(self._stacks, now)
+        if (alone_at := self._alone_at()) is not None and alone_at <= now:
+            actions += self._tell_who_runs()
         return actions
 
     def _send(self, node_id: str, body: FromScheduler) -> Send:

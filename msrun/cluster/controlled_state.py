@@ -55,11 +55,7 @@ class ControlledState(SchedulerState):
         signum = signal.SIGKILL if at_once else signal.SIGTERM
         was_stopping = self.phase is Phase.STOPPING
         actions = self._end(verdict, signum)
-        if not (was_stopping and at_once):
-            return actions
-        self._stopped_with = (self._stopped_with[0], signum)
-        members = [n for n in sorted(self._current.undrained) if n in self._roster.nodes]
-        return [*actions, *(self._send(node_id, self._stop_message()) for node_id in members)]
+        return [*actions, *self._hurry()] if was_stopping and at_once else actions
 
     def find_node(self, name: str) -> str | list[str]:
         """Return the node that `name` means, or the choices where it means none or several."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +59,7 @@ class Generation:
     stuck: dict[str, list[str]] = field(default_factory=dict)
     because: Because | None = None
     change: str = ""
+    _shifts: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, members: Sequence[Member], store: tuple[str, int]) -> Generation:
@@ -107,6 +107,14 @@ class Generation:
         # A node that dies takes its peers' workers down with it, and is noticed after them.
         return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
 
+    def said_at(self, node_id: str, at: float, now: float) -> float:
+        """Return our time for a node's own `at`, of which it has told us `now`.
+
+        What it says may be under way for long, and each time for another while.  With one
+        shift for all of it, what failed first on a node stays first.
+        """
+        return at + self._shifts.setdefault(node_id, now - at)
+
     def node_of(self, rank: int) -> str:
         """Return the node of a rank."""
         return next(node_id for node_id in self.members if rank in self.ranks(node_id))
@@ -142,13 +150,13 @@ class Generation:
 
     def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
         """Return `verdict` with the ends of all workers beside that of `root`."""
-        before = self.exits[root.rank][1] if root else math.inf
-        ends = [(e, at) for e, at in self.exits.values() if root is None or e.rank != root.rank]
+        ends = [end for end, _ in self.exits.values() if root is None or end.rank != root.rank]
         return msgspec.structs.replace(
             verdict,
             root=root,
-            collateral=verdicts.group_exits(end for end, _ in ends if not end.succeeded),
-            finished=RankSet.of(e.rank for e, at in ends if e.succeeded and at < before),
+            collateral=verdicts.group_exits(end for end in ends if not end.succeeded),
+            # Whoever misses one that has left may fail before its end is noticed.
+            finished=RankSet.of(e.rank for e in ends if e.succeeded and not e.stopped),
         )
 
 

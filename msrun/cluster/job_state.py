@@ -49,6 +49,7 @@ class JobState:
     _grow_at: float | None = None
     _seen: int = -1
     _may_miss_spares: bool = False
+    _has_lost_log: bool = False
     _cause: str = ""
     untold: set[str] = field(default_factory=set)
     """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
@@ -66,6 +67,22 @@ class JobState:
     def _all_known_at(self) -> float:
         """Time by which whoever ran for another scheduler has registered here or is dead."""
         return self.started_at + self.formation.lease
+
+    @property
+    def _all_stopped_at(self) -> float | None:
+        """Time from which no worker lives that was not started here; None while some are known."""
+        known_at = self._all_known_at if self._has_lost_log else self.started_at
+        return None if self._roster.stale else known_at
+
+    def _has_all_stopped(self, now: float) -> bool:
+        at = self._all_stopped_at
+        return at is not None and now >= at
+
+    def _forming_deadline(self) -> float | None:
+        """Return when a job that forms goes on, or ends because it must."""
+        if self._obstacle:
+            return self._all_stopped_at
+        return self._forming.deadline(is_full=self._roster.is_full())
 
     def may_leave(self, *, now: float) -> bool:
         """Whether no node that may live has yet to hear how the job ended.

@@ -15,7 +15,7 @@ from msrun.cluster.bounds import PROCESS_BYTES_MAX, PROCESSES_MAX, RANGES_MAX
 from msrun.cluster.stacks import Frame
 from msrun.cluster.verdict import Name, RankExit, Seconds, Verdict
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 TERM_MAX = (1 << 31) - 1
 
@@ -48,6 +48,8 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         world_size: Workers that all nodes have together; None leaves it to them.
         lease: Seconds after which a silent node is lost; 0 on one node, which has no other.
         release: Version of msrun.
+        python: Version of Python that workers run, as far as programs must know it: `3.11`.
+        torch: Version of torch that they import; empty where there is none, or no Python to.
     """
 
     nnodes_min: int = 1
@@ -55,6 +57,8 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     world_size: int | None = None
     lease: float = 0.0
     release: Name = ""
+    python: Name = ""
+    torch: Name = ""
 
     @property
     def is_elastic(self) -> bool:
@@ -106,9 +110,15 @@ class Warmed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the node's workers ended."""
+    """One of the node's workers ended.
+
+    Args:
+        exit: How.
+        at: The node's own time, to tell what came first of what it says of its workers.
+    """
 
     exit: RankExit
+    at: Seconds
 
 
 class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +132,11 @@ class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Interrupted(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The node's launcher got a signal that asks to stop the job."""
+    """The node's launcher got a signal that asks to stop the job.
+
+    Args:
+        signum: The first; SIGKILL for any further one, after which no worker gets more time.
+    """
 
     signum: Signum
 
@@ -216,10 +230,10 @@ class Refused(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Waiting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The node has registered and what it waits for.
+    """The node has registered and what it waits for, or of whom its job may wait in vain.
 
     Args:
-        reason: Who is missing, as one sentence.
+        reason: Who is missing, or has finished and who has not, as one sentence.
         spare: Nobody is missing: the node stands by for one that is lost.
     """
 

@@ -118,9 +118,14 @@ class Roster:
         who = f"node {body.host}"
         if node_id in self.excluded:
             return self.excluded[node_id]
-        if mine.release != theirs.release:
-            both = f"runs msrun {theirs.release}, the scheduler {mine.release}"
-            return f"{who} {both}: install the same on all nodes"
+        for program, here, there in (
+            ("msrun", mine.release, theirs.release),
+            ("Python", mine.python, theirs.python),
+            ("torch", mine.torch, theirs.torch),
+        ):
+            if here != there:
+                both = f"has {_version(program, there)}, the scheduler {_version(program, here)}"
+                return f"{who} {both}: install the same on all nodes"
         if mine != theirs:
             both = f"was started for {render(theirs)}, the scheduler for {render(mine)}"
             return f"{who} {both}: give all nodes the same options"
@@ -245,6 +250,10 @@ class Roster:
         if self.formation.world_size is None or slots:
             return self.formation.nnodes_min
         return max(self.formation.nnodes_min, self.formation.world_size // each)
+
+
+def _version(program: str, version: str) -> str:
+    return f"{program} {version}" if version else f"no {program}"
 
 
 def render(formation: Formation) -> str:

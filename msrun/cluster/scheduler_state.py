@@ -81,6 +81,7 @@ class SchedulerState(JobState):
         if last and not self.verdict:
             self.policy.restore(last, now=now)
         if not is_whole:
+            self._has_lost_log = True
             self._has_seen(last.generation if last else -1, now)
             self._forming.again(self._all_known_at, now=now)
             return []
@@ -120,7 +121,7 @@ class SchedulerState(JobState):
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
         if self.phase is Phase.FORMING:
-            return self._forming.deadline(is_full=self._roster.is_full())
+            return self._forming_deadline()
         return self._grow_at if self.phase is Phase.RUNNING else None
 
     # Nodes that come.
@@ -203,15 +204,16 @@ class SchedulerState(JobState):
         match event.body:
             case Warmed():
                 return self._warmed(event.node_id, node, now)
-            case WorkerExited(exit=end):
-                return self._count_exit(event.node_id, end, now) if is_of_now else []
+            case WorkerExited(exit=end, at=at) if is_of_now:
+                said_at = self._current.said_at(event.node_id, at, now)
+                return self._count_exit(event.node_id, end, said_at)
             case Drained(stuck=stuck):
                 return self._drained(event.node_id, stuck, now, is_of_now=is_of_now)
             case Interrupted(signum=signum):
                 return self._interrupted(event.node_id, node, signum, now)
             case NodeFailed() as failure:
                 return self._node_failed(event.node_id, node, failure, now)
-            case _:  # a key holder may send what only a scheduler says
+            case _:  # of another generation, or what only a scheduler says
                 return []
 
     def _warmed(self, node_id: str, node: Node, now: float) -> list[Action]:
@@ -257,6 +259,8 @@ class SchedulerState(JobState):
         return self._is_drained(node_id, now)
 
     def _interrupted(self, node_id: str, node: Node, signum: int, now: float) -> list[Action]:
+        if signum == signal.SIGKILL:  # asked for a second time, and not for a node that leaves
+            return self._hurry() if self._obstacle else []
         if signum != signal.SIGINT and self._roster.can_do_without(node_id):
             self._roster.let_go(node_id, signum)
             host = node.registration.host
@@ -328,6 +332,8 @@ class SchedulerState(JobState):
         """Start a generation if there are nodes enough and the time for it has come."""
         if self.phase is not Phase.FORMING:
             return []
+        if self._obstacle:
+            return self._decide(self._obstacle) if self._has_all_stopped(now) else []
         is_enough, is_full = self._roster.is_enough(), self._roster.is_full()
         is_due = self._forming.is_due(is_enough=is_enough, is_full=is_full, now=now)
         return self._start_generation() if is_due else []
@@ -366,8 +372,18 @@ class SchedulerState(JobState):
         self._grow_at = None
         self._current.because = because
         self._stopped_with = (reason, signum)
+        return self._tell_to_stop()
+
+    def _tell_to_stop(self) -> list[Action]:
         members = [n for n in sorted(self._current.undrained) if n in self._roster.nodes]
         return [self._send(node_id, self._stop_message()) for node_id in members]
+
+    def _hurry(self) -> list[Action]:
+        """Give the workers that were asked to stop no more time."""
+        if self.phase is not Phase.STOPPING:
+            return []
+        self._stopped_with = (self._stopped_with[0], signal.SIGKILL)
+        return self._tell_to_stop()
 
     def _is_drained(self, node_id: str, now: float) -> list[Action]:
         self._current.undrained.discard(node_id)
@@ -434,7 +450,7 @@ class SchedulerState(JobState):
 
     def _end(self, verdict: Verdict, signum: int = signal.SIGTERM) -> list[Action]:
         """End the job with `verdict`, unless a worker's failure came first and ends it itself."""
-        if self.phase is Phase.FORMING:
+        if self.phase is Phase.FORMING and not (self._has_lost_log or self._roster.stale):
             return self._decide(verdict)
         self._obstacle = self._obstacle or verdict
         if self.phase is Phase.RUNNING:

@@ -138,7 +138,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         hint: What to do next; empty when there is nothing to say.
         root: The first failure of the last generation; None without one.
         collateral: Ends that followed from it, grouped; small groups beyond many are one.
-        finished: Ranks that had exited with code 0 before the failure.
+        finished: Ranks that had exited with code 0 before they were asked to stop.
         stuck: Processes that could not be killed; of many the first, and how many more.
         insecure: The job ran without authentication.
     """
@@ -200,7 +200,7 @@ def render(verdict: Verdict) -> str:
     if root := verdict.root:
         lines += _render_root(root)
     if verdict.finished:
-        lines.append(f"  {_ranks(verdict.finished)} had finished with code 0 before")
+        lines.append(f"  {_ranks(verdict.finished)} had finished with code 0")
     lines += [f"  could not be killed: {process}" for process in verdict.stuck]
     if verdict.hint:
         lines.append(f"  hint: {verdict.hint}")

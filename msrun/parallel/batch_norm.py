@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,9 +14,10 @@ from torch.nn import functional
 from msrun.errors import UsageError
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import whole
+from msrun.parallel.local import is_sharded, whole
 
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+# Torch's own synchronized one knows accelerators alone, and all ranks of the job.
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
@@ -37,8 +39,9 @@ def check(config: ParallelConfig, model: nn.Module) -> None:
 
 def synchronize(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Have the batch norms of `model` use the statistics of all samples of `group`."""
+    told: set[str] = set()
     for _, module in _batch_norms(model):
-        module.forward = partial(_forward, module, group)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, group, told)  # type: ignore[method-assign]
 
 
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
@@ -47,12 +50,16 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
             yield name or type(module).__name__, module
 
 
-def _forward(module: BatchNorm, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+def _forward(module: BatchNorm, group: dist.ProcessGroup, told: set[str], x: Tensor) -> Tensor:
     """Normalize `x`, (batch, channels, ...), as `nn.BatchNorm` does.
 
     Two sums over the group: one of values and counts, one of squared distances from the mean,
-    which loses no precision where the mean is large.  Channels that a plan divided are gathered.
+    which loses no precision where the mean is large.  Channels that a plan divided are gathered,
+    which is said once.
     """
+    if is_sharded(x) and any(p.is_shard() for p in x.placements) and not told:
+        told.add("batch_norm")
+        warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
     x = whole(x)
     uses_batch = module.training or not module.track_running_stats
     if not uses_batch:

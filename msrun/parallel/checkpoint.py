@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime
 
 RANDOM = "random."
+# Of models that a plan of mode auto runs: all ranks have the same.
+DRAWS = "draws"
 # Ranks of a job that ends well come to its end together, but for a last evaluation on one.
 AT_EXIT = timedelta(minutes=5)
 
@@ -336,7 +338,10 @@ class Checkpoints:
 
     def _moment(self, step: int, loader: Stateful | None) -> Moment:
         state = None if loader is None else plain(loader.state_dict(), "state of the loader")
-        return Moment(step=step, loader=state, random=generators.capture(self._runtime.device))
+        random = generators.capture(self._runtime.device)
+        for number, (first, *_) in enumerate(self._runtime.draws):
+            random[f"{DRAWS}{number}"] = first.state
+        return Moment(step=step, loader=state, random=random)
 
     def _collect(self, names: Names, optimizers: Sequence[Optimizer], moment: Moment) -> State:
         state = collect(names, optimizers)
@@ -421,7 +426,12 @@ class Checkpoints:
             }
 
         saved = MeshLayout(manifest.mesh)
-        generators.go_on(states, saved, (runtime.layout, runtime.rank), runtime.device)
+        here = (runtime.layout, runtime.rank)
+        generators.go_on(states, saved, here, runtime.device, runtime.stream)
+        common = states(0)
+        for number, model in enumerate(runtime.draws):
+            for draws in model:
+                draws.state = common.get(f"{DRAWS}{number}", draws.state)
 
     def _target(self, path: str | Path | None, step: int) -> Path:
         """Return the directory to write, the same on every rank."""

@@ -1,8 +1,8 @@
 """States of random generators as tensors, and back.
 
 In a job of the layout of the saved one they go on exactly, rank by rank.  In another layout the
-ranks of data-parallel coordinate 0 go on with the stream of rank 0; the others do too where all
-coordinates had one stream, and get streams of their own otherwise.
+ranks of stream 0 go on with that of rank 0; the others do too where all ranks had one, and get
+streams of their own otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.layout import MeshLayout
 
 TORCH = "torch"
@@ -43,6 +42,7 @@ def go_on(
     saved: MeshLayout,
     here: tuple[MeshLayout, int],
     device: torch.device,
+    stream: int,
 ) -> None:
     """Put the generators where those of a saved job were.
 
@@ -51,21 +51,22 @@ def go_on(
         saved: Layout of that job.
         here: Layout of this job, and this rank.
         device: Of this rank.
+        stream: Number of its stream.
     """
     layout, rank = here
     if list(saved.axes.items()) == list(layout.axes.items()):
         restore(states_of(rank), device)
         return
-    index = layout.coordinate(rank).get(DATA_AXIS, 0)
     first = states_of(0)
-    second = states_of(saved.group(DATA_AXIS, 0)[1]) if saved.size(DATA_AXIS) > 1 else {}
+    other = next((rank for rank in range(saved.world_size) if saved.stream(rank)), None)
+    second = {} if other is None else states_of(other)
     common = {
         kind: state
         for kind, state in first.items()
-        if index == 0 or (kind in second and torch.equal(state, second[kind]))
+        if stream == 0 or (kind in second and torch.equal(state, second[kind]))
     }
     restore(common, device)
-    derive({kind: first[kind] for kind in first if kind not in common}, index, device)
+    derive({kind: first[kind] for kind in first if kind not in common}, stream, device)
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:

@@ -77,6 +77,8 @@ def _square(param: Parameter) -> Tensor:
     gradient = local_gradient(param)
     if gradient is None:
         return torch.zeros((), device=param.device)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).float()
     return norm.square()

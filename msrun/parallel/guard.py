@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ _ASKING = """
     retain_grad size storage_offset stride to_local tolist __format__ __get__ __hash__ __len__
     __repr__ __set__
 """
+# What torch does for a function on parts that need one another; sums it has to make anyway.
+_MOVING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
+# Calls of other parts, or over other dims, of which a program may have any number.
+_CALLS_MAX = 1000
 VERIFIED = frozenset(_VERIFIED.split())
 ASKING = frozenset(_ASKING.split())
 
@@ -63,6 +68,7 @@ class Guard(TorchFunctionMode):
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
         self._told: set[str] = set()
+        self._calls: set[tuple[Any, ...]] = set()
         self._special: dict[Function, Function] = {
             functional.scaled_dot_product_attention: self._attend,
             functional.dropout: self._dropout,
@@ -107,7 +113,7 @@ class Guard(TorchFunctionMode):
             return self._special[func](*args, **kwargs)
         if name not in VERIFIED:
             return self._run_whole(func, name, args, kwargs)
-        return func(*args, **kwargs)
+        return self._run_parts(func, name, args, kwargs)
 
     def _lift(self, value: Any) -> Any:
         """Return `value` with plain tensors, which all ranks have, on the mesh."""
@@ -119,15 +125,45 @@ class Guard(TorchFunctionMode):
             return type(value)(map(self._lift, value))
         return value
 
+    def _run_parts(
+        self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run `func`, and at the first such call look whether torch gathers parts for it."""
+        values = (*args, *kwargs.values())
+        numbers = (value for value in values if isinstance(value, int))
+        call = (name, *(part.placements for part in _divided(values)), *numbers)
+        if call in self._calls or len(self._calls) == _CALLS_MAX:
+            return func(*args, **kwargs)
+        self._calls.add(call)
+        with torch_compat.dispatching(partial(self._look, name)):
+            return func(*args, **kwargs)
+
+    def _look(
+        self, name: str, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # torch divides it first
+        if (
+            operator.namespace == "_c10d_functional"
+            and operator.__name__.partition(".")[0] in _MOVING
+        ):
+            self._tell(name, f"torch gathers what is divided for {name}")
+        return operator(*args, **kwargs)
+
+    def _tell(self, name: str, text: str) -> None:
+        """Warn of the function `name`, once."""
+        if name not in self._told:
+            self._told.add(name)
+            warnings.warn(f"msrun: {text}", stacklevel=5)
+
     def _run_whole(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         found = [*_divided(args), *_divided(tuple(kwargs.values()))]
         placed = {placement for tensor in found for placement in tensor.placements}
         is_divided = any(not p.is_replicate() and not p.is_partial() for p in placed)
-        if is_divided and name not in self._told:
-            self._told.add(name)
-            warnings.warn(f"msrun: {name} is computed whole on every rank", stacklevel=4)
+        if is_divided:
+            self._tell(name, f"{name} is computed whole on every rank")
         kwargs = {key: self._gather(value) for key, value in kwargs.items()}
         return func(*map(self._gather, args), **kwargs)
 

@@ -47,6 +47,11 @@ class MeshLayout(msgspec.Struct, frozen=True):
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.axes}
 
+    def stream(self, rank: int) -> int:
+        """Return a number that ranks with the same samples and the same layers share, from 0."""
+        place = self.coordinate(rank)
+        return place.get(DATA_AXIS, 0) + self.size(DATA_AXIS) * place.get(PIPELINE_AXIS, 0)
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in `axis` alone, itself included."""
         stride = self._stride(axis)
@@ -114,7 +119,7 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
         raise UsageError(f"{ROOT}.mesh: only one axis can be -1, not {' and '.join(rests)}")
     given = math.prod(size for size in mesh.values() if size != REST)
     sizes = [f"{name} {size}" for name, size in mesh.items() if size != REST]
-    written = f"{' x '.join(sizes)} = {given}" if len(sizes) > 1 else "".join(sizes)
+    written = f"{' x '.join(sizes)} = {given}" if len(sizes) > 1 else "".join(sizes) or "no axis"
     if rests and world_size % given:
         raise UsageError(f"{ROOT}.mesh: {written} does not divide world_size {world_size}")
     if not rests and given != world_size:
@@ -174,11 +179,6 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
         )
     if config.mode == "auto" and pipeline.stages != "auto":
         raise UsageError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
-    if config.mode == "auto" and pipeline.schedule not in ("gpipe", "1f1b"):
-        raise UsageError(
-            f"{ROOT}.pipeline.schedule: mode auto runs no {pipeline.schedule} "
-            "(choose gpipe or 1f1b)"
-        )
 
 
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
@@ -222,8 +222,15 @@ def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
 
 
 def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
+    if config.dropout != "exact":
+        return
+    if config.pipeline and layout.size(PIPELINE_AXIS) > 1:
+        raise UsageError(
+            f"{ROOT}.dropout: exact with a pipeline, whose stages draw each for itself "
+            "(choose local)"
+        )
     microbatches = config.pipeline.microbatches if config.pipeline else config.accumulate
-    if config.dropout == "exact" and layout.size(DATA_AXIS) > 1 and microbatches > 1:
+    if layout.size(DATA_AXIS) > 1 and microbatches > 1:
         raise UsageError(
             f"{ROOT}.dropout: exact with {microbatches} micro-batches, which hold other samples "
             "than those of one process (choose local)"

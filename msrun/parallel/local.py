@@ -7,10 +7,12 @@ has imported it: without it there are no sharded tensors.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 from torch.nn import Parameter
+
+from msrun.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,6 +32,19 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return all of `tensor`, on every rank; gradients flow through."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def number(loss: Any) -> Tensor:
+    """Return all of a loss.
+
+    Raises:
+        UsageError: It is not one number that gradients can come from.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
+    if loss.numel() != 1:
+        raise UsageError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
+    return whole(loss)
 
 
 def local_gradient(param: Parameter) -> Tensor | None:

@@ -10,60 +10,90 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.local import local_gradient, local_part, set_local_gradient
+from msrun.parallel.tables import RowBucket
+
+Named = Sequence[tuple[str, Parameter]]
 
 
 class Bucket:
-    """Parameters whose gradients travel together; `flat` holds them one after the other."""
+    """Parameters whose gradients travel together, one after the other in one piece of memory.
 
-    def __init__(self, params: Sequence[Parameter], dtype: torch.dtype | None) -> None:
-        self.params = tuple(params)
-        first = local_part(params[0])
-        self._shapes = [local_part(p).shape for p in params]
-        sizes = [shape.numel() for shape in self._shapes]
-        self.flat = torch.empty(
-            sum(sizes) + len(params), dtype=dtype or first.dtype, device=first.device
-        )
-        self._parts = self.flat[: sum(sizes)].split(sizes)
-        self._used = self.flat[sum(sizes) :]
-        self._work: dist.Work | None = None
-        self.pending = len(params)
+    It has that memory while they travel; afterwards it is that of the gradients themselves.  On
+    a host the next ones travel in it again, as new memory costs a page fault each 4 KiB; other
+    devices' allocators keep it by themselves.
+    """
+
+    def __init__(self, named: Named, dtype: torch.dtype | None) -> None:
+        self.names, self.params = zip(*named, strict=True)
+        self._dtype = dtype or local_part(self.params[0]).dtype
+        self._shapes = [local_part(p).shape for p in self.params]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self._sent: tuple[Tensor, dist.Work] | None = None
+        self._room: Tensor | None = None
+        self._is_full = False
+        self.pending = len(self.params)
 
     def launch(self, group: dist.ProcessGroup, scale: float) -> None:
-        """Start the sum over `group` of the gradients times `scale`."""
+        """Start the sum over `group` of the gradients times `scale`, and let go of these."""
+        elements = sum(self._sizes)
+        flat = self._take_room(elements + len(self.params))
         used = []
-        for param, part in zip(self.params, self._parts, strict=True):
+        parts = flat[:elements].split(self._sizes)
+        for name, param, part in zip(self.names, self.params, parts, strict=True):
             gradient = local_gradient(param)
             used.append(float(gradient is not None))
             if gradient is None:
                 part.zero_()
+            elif gradient.is_sparse:
+                raise UsageError(
+                    f"{name} has a sparse gradient, which no nn.Embedding(sparse=True) announced",
+                    hint="pass sparse=False, or use such a module",
+                )
             else:
                 torch.mul(gradient.reshape(-1), scale, out=part)
-        self._used.copy_(torch.tensor(used))
-        self._work = dist.all_reduce(self.flat, group=group, async_op=True)
+                param.grad = None
+        flat[elements:].copy_(torch.tensor(used))
+        self._is_full = all(used)
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        self._sent = flat, work
 
     def finish(self) -> None:
         """Wait for the sum and make it the gradients."""
-        if self._work is None:
+        if self._sent is None:
             raise RuntimeError("the bucket was not launched")
-        self._work.wait()
-        self._work = None
+        flat, work = self._sent
+        work.wait()
+        self._sent = None
         self.pending = len(self.params)
-        missing = any(param.grad is None for param in self.params)
-        used = self._used.tolist() if missing else [1.0] * len(self.params)
-        for param, part, shape, count in zip(
-            self.params, self._parts, self._shapes, used, strict=True
-        ):
+        *parts, marks = flat.split([*self._sizes, len(self.params)])
+        used = [1.0] * len(parts) if self._is_full else marks.tolist()
+        for param, part, shape, count in zip(self.params, parts, self._shapes, used, strict=True):
             if count:
                 set_local_gradient(param, part.view(shape))
+        if flat.device.type == "cpu" and flat.dtype == self.params[0].dtype:
+            self._room = flat
+
+    def _take_room(self, elements: int) -> Tensor:
+        """Return memory for a sum: that of the last one, once nobody has gradients in it."""
+        room = self._room
+        self.forget_room()
+        if room is not None and torch_compat.tensors_in(room.untyped_storage()) == 1:
+            return room
+        return torch.empty(elements, dtype=self._dtype, device=local_part(self.params[0]).device)
+
+    def forget_room(self) -> None:
+        """Let go of the memory of the last sum, which lives as long as its gradients then."""
+        self._room = None
 
 
 class GradientReducer:
@@ -73,18 +103,25 @@ class GradientReducer:
         buckets: All parameters, in the order in which buckets are to be reduced.
         group: Ranks to sum over.
         scale: Factor of each gradient before the sum: 1 / ranks makes it a mean.
+        check: Refuses a model of which these are no longer all parameters.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: dist.ProcessGroup, *, scale: float
+        self,
+        buckets: Sequence[Bucket | RowBucket],
+        group: dist.ProcessGroup,
+        *,
+        scale: float,
+        check: Callable[[], None],
     ) -> None:
         self._buckets = tuple(buckets)
         self._group = group
         self._scale = scale
+        self._check = check
         self._is_on = True
         self._is_running = False
         self._next = 0
-        self._bucket_of: Mapping[Parameter, Bucket] = {
+        self._bucket_of: Mapping[Parameter, Bucket | RowBucket] = {
             param: bucket for bucket in buckets for param in bucket.params
         }
         for param in self._bucket_of:
@@ -94,6 +131,8 @@ class GradientReducer:
     def paused(self) -> Iterator[None]:
         """Let gradients add up locally; the next backward outside reduces them all."""
         before, self._is_on = self._is_on, False
+        for bucket in self._buckets:
+            bucket.forget_room()  # what adds up meanwhile has its own
         try:
             yield
         finally:
@@ -116,6 +155,7 @@ class GradientReducer:
 
     def reduce(self) -> None:
         """Reduce what has not been sent yet; by itself this is done at the end of a backward."""
+        self._check()
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -128,13 +168,15 @@ def fill_buckets(
     params: Sequence[tuple[str, Parameter]],
     fuse: int | str | list[int],
     dtype: torch.dtype | None,
-) -> list[Bucket]:
+    tables: Collection[Tensor] = (),
+) -> list[Bucket | RowBucket]:
     """Return `params`, given in the order of the model, as buckets, last parameters first.
 
     Args:
         params: Name and parameter, each parameter once.
         fuse: As of `config.Reduce.fuse`.
         dtype: Type on the wire; None keeps the gradients'.
+        tables: Those whose gradients are rows, each a bucket of its own.
     """
     match fuse:
         case list():
@@ -144,11 +186,12 @@ def fill_buckets(
             runs = _by_module(params)
         case _:
             runs = _by_size(params, fuse)
-    buckets = [part for run in reversed(runs) for part in _of_one_kind(run)]
-    return [Bucket(bucket, dtype) for bucket in buckets]
-
-
-Named = Sequence[tuple[str, Parameter]]
+    buckets: list[Bucket | RowBucket] = []
+    for run in reversed(runs):
+        buckets += [RowBucket(param, dtype) for _, param in run if param in tables]
+        others = [(name, param) for name, param in run if param not in tables]
+        buckets += [Bucket(part, dtype) for part in _of_one_kind(others)]
+    return buckets
 
 
 def _by_module(params: Named) -> list[Named]:
@@ -172,10 +215,10 @@ def _by_size(params: Named, bytes_max: int) -> list[Named]:
     return list(reversed(runs))
 
 
-def _of_one_kind(run: Named) -> list[list[Parameter]]:
+def _of_one_kind(run: Named) -> list[Named]:
     """Split `run` by type and device, which one buffer cannot mix."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-    for _, param in run:
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
+    for name, param in run:
         local = local_part(param)
-        kinds.setdefault((local.dtype, local.device), []).append(param)
+        kinds.setdefault((local.dtype, local.device), []).append((name, param))
     return list(kinds.values())

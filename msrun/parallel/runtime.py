@@ -33,11 +33,12 @@ from msrun.parallel.layout import MeshLayout, resolve, root_axes
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from msrun.parallel.auto.draws import Draws
     from msrun.parallel.checkpoint import Checkpoints
     from msrun.parallel.data import MeshLoader
     from msrun.parallel.deferred import DeferredInit
     from msrun.parallel.pipeline.model import PipelineModel
-    from msrun.parallel.shard import ShardedModel
+    from msrun.parallel.sharded import ShardedModel
     from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
@@ -84,6 +85,8 @@ class Runtime:
         )
         # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
         self.batch_weight = 1.0
+        # Of each model that a plan of mode auto runs, for checkpoints.
+        self.draws: list[tuple[Draws, ...]] = []
         self._described = False
         self._deferred: DeferredInit | None = None
         use_axes(self.group)
@@ -125,6 +128,12 @@ class Runtime:
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
         return self.layout.coordinate(self.rank)
+
+    @property
+    def stream(self) -> int:
+        """Number of this rank's random stream; 0 goes on with that of rank 0, as one process."""
+        is_common = self.config.dropout == "exact" or self.config.mode == "auto"
+        return 0 if is_common else self.layout.stream(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -185,6 +194,8 @@ class Runtime:
         """
         from msrun.parallel.shard import shard_model
 
+        if model in self._models:
+            raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
         result, sharded = shard_model(self, model, sample)
         self._models[result] = sharded
         return result
@@ -423,7 +434,7 @@ def init(
     device: str | torch.device | None = None,
     timeout: float | None = None,
 ) -> Runtime:
-    """Return this process's runtime; the first call joins the job.
+    """Return this process's runtime; the first call joins the job, and waits for all ranks to.
 
     Args:
         config: Parallel configuration: path of a YAML file or a mapping; None takes the file
@@ -451,7 +462,11 @@ def init(
         join(identity, env, backend or devices.backend_for(own), timeout)
     try:
         _current = Runtime(identity, settings, own, owns_group=not is_adopted)
+        if not is_adopted and own.type == "cpu":
+            # Gloo connects at once: a rank that left while peers still connect would fail them.
+            _current.barrier()
     except BaseException:
+        _current = None
         if not is_adopted:
             dist.destroy_process_group()
         raise

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel import batch_norm, recompute
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Reduce, Rule
+from msrun.parallel import batch_norm, recompute, tables
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, Rule
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.reducer import GradientReducer, fill_buckets
+from msrun.parallel.sharded import Contents, Context, Reduction, ShardedModel
 from msrun.parallel.tensor_plan import ModulePlan, plan_modules
 
 if TYPE_CHECKING:
@@ -33,90 +34,8 @@ if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime
     from msrun.parallel.zero_order import UnitOrder
 
-Context = Callable[[], contextlib.AbstractContextManager[Any]]
-
 _BROADCAST_BYTES = 25 * 2**20
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-class Reduction(msgspec.Struct, frozen=True):
-    """One way in which gradients are summed over data-parallel ranks.
-
-    Args:
-        paused: Context in which they add up on this rank instead.
-        reduce: Sums what was left so.
-    """
-
-    paused: Context
-    reduce: Callable[[], None]
-
-
-class ShardedModel:
-    """A model after `shard`, with what its steps need.
-
-    Args:
-        model: The model.
-        originals: Its parameters before; those that were replaced are no longer its own.
-        reductions: What sums gradients over data-parallel ranks.
-        computing: Context in which loss and gradients come out right.
-        microbatches: Into how many a step divides a local batch; a pipeline does so itself.
-        is_pipeline: Whether it is a stage of one.
-        excluded: Names of parameters that each data-parallel rank has for itself.
-        order: Compares what ranks gather; None where nothing is gathered.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        originals: Sequence[weakref.ref[Parameter]],
-        reductions: Sequence[Reduction],
-        computing: Context,
-        *,
-        microbatches: int = 1,
-        is_pipeline: bool = False,
-        excluded: Collection[str] = (),
-        order: UnitOrder | None = None,
-    ) -> None:
-        self._model = weakref.ref(model)
-        self.order = order
-        self._excluded = excluded
-        self._originals = originals
-        self._reductions = reductions
-        self.computing = computing
-        self.microbatches = microbatches
-        self.is_pipeline = is_pipeline
-
-    def parameters(self) -> list[Parameter]:
-        """Return this rank's parameters, each once."""
-        model = self._model()
-        return [] if model is None else list(model.parameters())
-
-    def excluded(self) -> list[Parameter]:
-        """Return those that each data-parallel rank has for itself."""
-        model = self._model()
-        named = [] if model is None else model.named_parameters()
-        return [param for name, param in named if name in self._excluded]
-
-    def paused(self) -> contextlib.ExitStack:
-        """Let gradients add up on this rank, inside the context that is returned."""
-        with contextlib.ExitStack() as stack:
-            for reduction in self._reductions:
-                stack.enter_context(reduction.paused())
-            return stack.pop_all()
-
-    def reduce(self) -> None:
-        """Reduce the gradients that backward passes left while paused."""
-        for reduction in self._reductions:
-            reduction.reduce()
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that holds parameters which `shard` replaced."""
-        replaced = {id(reference()) for reference in self._originals}
-        replaced -= {id(param) for param in self.parameters()}
-        for group in optimizer.param_groups:
-            if any(id(param) in replaced for param in group["params"]):
-                message = f"{type(optimizer).__name__} holds parameters from before rt.shard"
-                raise UsageError(message, hint="make the optimizer after rt.shard(model)")
 
 
 class _Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,11 +62,22 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
         shapes = _late("msrun.parallel.tensor").describe_modules(model)
         source = config.plan if isinstance(config.plan, str) else None
         plans = plan_modules(_rules(runtime, model), runtime.layout, shapes, source)
+    excluded = matching(config.reduce.exclude, params, "reduce.exclude")
+    if config.mode != "auto":
+        tables.check(config, runtime.layout, model, plans)
+        if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
+            tables.check_whole(model, _whole(runtime, model, excluded))
     return _Choice(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
-        excluded=matching(config.reduce.exclude, params, "reduce.exclude"),
+        excluded=excluded,
     )
+
+
+def _whole(runtime: Runtime, model: nn.Module, excluded: Collection[str]) -> set[Parameter]:
+    """Return the parameters of `model` that optimizer parallel leaves whole."""
+    small: set[Parameter] = _late("msrun.parallel.zero").small_parameters(runtime.config, model)
+    return small | {param for name, param in model.named_parameters() if name in excluded}
 
 
 def _rules(runtime: Runtime, model: nn.Module) -> list[Rule]:
@@ -186,38 +116,75 @@ def shard_model(
         _equalize(model, choice.excluded)
     if config.mode == "auto":
         applied = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
-        model, nothing, references = applied.model, contextlib.nullcontext, originals.references()
-        return model, ShardedModel(model, references, [], nothing, **applied.options)
+        model, references = applied.model, originals.references()
+        if applied.config is None:
+            nothing = contextlib.nullcontext
+            return model, ShardedModel(model, references, [], nothing, **applied.options)
+        with _under(runtime, applied.config):
+            sharded = _make_parallel(runtime, model, _choose(runtime, model), originals)
+        applied.finish()
+        return model, sharded
     if config.pipeline:
         split = _late("msrun.parallel.pipeline.model").split_model
         axis = runtime.group(PIPELINE_AXIS)
         model = split(model, config.pipeline, axis, runtime.device, sample)
         weights = late.find(model) if late else None
-    guard = _change_modules(runtime, model, choice)
-    group = runtime.group(DATA_AXIS) if runtime.layout.size(DATA_AXIS) > 1 else None
-    divided = None
-    if group is not None and config.optimizer.zero:
-        divided = _divide_parameters(runtime, model, choice)
-    if late and weights is not None:
-        is_offloaded = divided is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
-        late.fill(model, weights, runtime.device, on_host)
-    if guard:
-        _late("msrun.parallel.tensor").watch(model)
-    reductions = [] if group is None else _reduce(runtime, model, group, choice, divided)
+    sharded = _make_parallel(runtime, model, choice, originals, weights)
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
-    computing = guard.active_with_loss if guard else contextlib.nullcontext
-    return model, ShardedModel(
+    return model, sharded
+
+
+@contextlib.contextmanager
+def _under(runtime: Runtime, config: ParallelConfig) -> Iterator[None]:
+    """Have the runtime do what `config` says instead of its own configuration."""
+    before, runtime.config = runtime.config, config
+    try:
+        yield
+    finally:
+        runtime.config = before
+
+
+def _make_parallel(
+    runtime: Runtime,
+    model: nn.Module,
+    choice: _Choice,
+    originals: _Originals,
+    weights: Any = None,
+) -> ShardedModel:
+    """Divide what `model` computes and holds; `weights` fill one of `init_on_meta`."""
+    config = runtime.config
+    guard = _change_modules(runtime, model, choice)
+    divided = None
+    if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
+        divided = _divide_parameters(runtime, model, choice)
+    if weights is not None:
+        is_offloaded = divided is not None and config.optimizer.offload
+        on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
+        _late("msrun.parallel.deferred_fill").fill(model, weights, runtime.device, on_host)
+    if guard:
+        _late("msrun.parallel.tensor").watch(model)
+    contents = _contents(runtime, model, divided)
+    reductions = _reduce(runtime, model, choice, divided, contents.check)
+    return ShardedModel(
         model,
         originals.references(),
         reductions,
-        computing,
+        guard.active_with_loss if guard else contextlib.nullcontext,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=choice.excluded,
+        contents=contents if runtime.world_size > 1 else None,
         order=divided.order if divided else None,
     )
+
+
+def _contents(runtime: Runtime, model: nn.Module, divided: _Divided | None) -> Contents:
+    whole = None if divided is None else divided.whole
+    named = model.named_parameters(remove_duplicate=False)
+    gathered = {name for name, param in named if whole is not None and param not in whole}
+    has_plan = bool(runtime.config.plan or runtime.config.pipeline)
+    return Contents(model, gathered, can_thaw=not has_plan)
 
 
 class _Originals:
@@ -304,8 +271,7 @@ class _Divided(msgspec.Struct, frozen=True):
 
 def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _Divided:
     zero = _late("msrun.parallel.zero")
-    excluded = {param for name, param in model.named_parameters() if name in choice.excluded}
-    whole = zero.small_parameters(runtime.config, model) | excluded
+    whole = _whole(runtime, model, choice.excluded)
     units = zero.units(runtime.config, model, choice.plans)
     module = zero.apply(runtime, model, units, whole)
     watch = _late("msrun.parallel.zero_order").UnitOrder
@@ -320,12 +286,14 @@ def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _
 def _reduce(
     runtime: Runtime,
     model: nn.Module,
-    group: dist.ProcessGroup,
     choice: _Choice,
     divided: _Divided | None,
+    check: Callable[[], None],
 ) -> list[Reduction]:
     """See to the sum of gradients over data-parallel ranks."""
-    config = runtime.config
+    if runtime.layout.size(DATA_AXIS) == 1:
+        return []
+    config, group = runtime.config, runtime.group(DATA_AXIS)
     params = [
         (name, param)
         for name, param in model.named_parameters()
@@ -342,7 +310,10 @@ def _reduce(
         )
         params = [(name, param) for name, param in params if param in divided.whole]
     if params:
-        reducer = _reducer(config.reduce, params, group)
+        dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
+        buckets = fill_buckets(params, config.reduce.fuse, dtype, tables.sparse(model))
+        scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
+        reducer = GradientReducer(buckets, group, scale=scale, check=check)
         reductions.append(Reduction(reducer.paused, reducer.reduce))
     return reductions
 
@@ -350,14 +321,6 @@ def _reduce(
 def _late(name: str) -> Any:
     """Return a module that imports `torch.distributed.tensor`, which takes a second."""
     return importlib.import_module(name)
-
-
-def _reducer(
-    settings: Reduce, params: Sequence[tuple[str, Parameter]], group: dist.ProcessGroup
-) -> GradientReducer:
-    dtype = None if settings.dtype is None else getattr(torch, settings.dtype)
-    scale = 1.0 if settings.op == "sum" else 1.0 / group.size()
-    return GradientReducer(fill_buckets(params, settings.fuse, dtype), group, scale=scale)
 
 
 @torch.no_grad()
@@ -388,9 +351,9 @@ def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _divide_random_streams(runtime: Runtime) -> None:
-    """Let ranks that see the same samples draw the same numbers, and others other ones.
+    """Let ranks that see the same samples in the same layers draw the same numbers, others others.
 
-    Data-parallel rank 0 goes on with the stream of rank 0, as one process would.
+    The first goes on with the stream of rank 0, as one process would.
     """
     own = [torch.get_rng_state(), torch.tensor([torch.initial_seed()], dtype=torch.uint64)]
     states = own if runtime.device.type == "cpu" else [*own, _device_state(runtime)]
@@ -398,9 +361,8 @@ def _divide_random_streams(runtime: Runtime) -> None:
         there = state.view(torch.uint8).to(runtime.device)
         dist.broadcast(there, src=0)
         state.view(torch.uint8).copy_(there)
-    index = runtime.coordinate.get(DATA_AXIS, 0)
-    if index and not _is_dropout_exact(runtime):
-        torch.manual_seed((int(states[1].item()) + index * _GOLDEN) % 2**63)
+    if runtime.stream:
+        torch.manual_seed((int(states[1].item()) + runtime.stream * _GOLDEN) % 2**63)
     else:
         torch.set_rng_state(states[0])
         if runtime.device.type != "cpu":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT
 from msrun.parallel.gradients import clip_gradients
-from msrun.parallel.local import whole
+from msrun.parallel.local import number
 
 if TYPE_CHECKING:
     from msrun.parallel.pipeline.model import PipelineModel
@@ -36,10 +36,12 @@ def run_step(
         raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
     if max_norm is not None:
         check_clip(runtime)
+    sharded = runtime.sharded(model)
+    sharded.check(optimizer)
     batch = [_to(value, runtime.device) for value in batch]
     optimizer.zero_grad()
-    train = _train_pipeline if runtime.sharded(model).is_pipeline else _train
-    order = runtime.sharded(model).order
+    train = _train_pipeline if sharded.is_pipeline else _train
+    order = sharded.order
     with order.compared_later() if order else contextlib.nullcontext():
         loss = train(runtime, model, loss_fn, batch)
     loss = _mean(runtime, order, loss)  # refuses gradients that must not change a weight
@@ -93,6 +95,8 @@ def _train(
     """Run forward and backward of all micro-batches; return their mean loss."""
     sharded = runtime.sharded(model)
     samples = batch_size(batch)
+    if samples == 0:
+        raise UsageError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=runtime.device)
     for index, part in enumerate(parts):
@@ -100,7 +104,7 @@ def _train(
         with contextlib.nullcontext() if is_last else sharded.paused():
             share = batch_size(part) / samples
             with sharded.computing():
-                loss = whole(loss_fn(model(*part[:-1]), part[-1]))
+                loss = number(loss_fn(model(*part[:-1]), part[-1]))
                 (loss * (share * runtime.batch_weight)).backward()
         total = total + loss.detach() * share
     return total

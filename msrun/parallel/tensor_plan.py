@@ -85,7 +85,7 @@ def plan_modules(
 def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleShape) -> ModulePlan:
     if rule.style:
         axis = style_axis(rule, layout)
-        return _styled(key, rule.style, axis, f"{name} ({module.kind})", module)
+        return _styled(key, rule.style, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.strategy or rule.layout:
         return _in_mindspores_words(key, rule, layout, module)
     for param in rule.params:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.variable import Variable
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ def reduce_sharded(model: FSDPModule) -> None:
 
 
 def watch_units(
-    model: FSDPModule, gathered: Callable[[str], None], reduced: Callable[[list[str]], None]
+    model: FSDPModule,
+    gathered: Callable[[str], None],
+    reduced: Callable[[list[str]], None],
+    sparse: Callable[[str], None],
 ) -> None:
     """Have the modules of `fully_shard` in `model` tell in which order they communicate.
 
@@ -115,6 +118,7 @@ def watch_units(
         gathered: Gets the name of a module whose parameters are being gathered.
         reduced: Gets the names of those parameters of a module that have a gradient, when
             these are to be reduced; with none they are not.
+        sparse: Gets the name of a parameter with a sparse gradient, before torch fails at it.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -122,11 +126,14 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                _watch_unit(group, partial(gathered, name), reduced)
+                _watch_unit(group, partial(gathered, name), reduced, sparse)
 
 
 def _watch_unit(
-    group: Any, gathered: Callable[[], None], reduced: Callable[[list[str]], None]
+    group: Any,
+    gathered: Callable[[], None],
+    reduced: Callable[[list[str]], None],
+    sparse: Callable[[str], None],
 ) -> None:
     unshard, post_backward = group.unshard, group.post_backward
 
@@ -137,6 +144,9 @@ def _watch_unit(
             gathered()
 
     def watched_post_backward(*unused: Any) -> None:
+        for param in group.fsdp_params:
+            if _has_gradient(param) and _gradient(param).is_sparse:
+                sparse(param._param_fqn)  # noqa: SLF001
         if group.reduce_grads:
             found = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
             reduced(found)
@@ -146,9 +156,12 @@ def _watch_unit(
 
 
 def _has_gradient(param: Any) -> bool:
-    return hasattr(param, "_unsharded_param") and (
-        param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
-    )
+    return hasattr(param, "_unsharded_param") and _gradient(param) is not None
+
+
+def _gradient(param: Any) -> Any:
+    added = param.unsharded_accumulated_grad
+    return param.unsharded_param.grad if added is None else added
 
 
 def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -193,6 +206,12 @@ def takes_device(operator: Any) -> bool:
 def write_count(tensor: Tensor) -> int:
     """Return how often `tensor` was written in place, which its views count with it."""
     return int(tensor._version)  # noqa: SLF001 - there is no public form
+
+
+def tensors_in(memory: UntypedStorage) -> int:
+    """Return how many tensors lie in `memory`, views and those only torch knows counted."""
+    users = torch._C._storage_Use_Count(memory._cdata)  # noqa: SLF001 - there is no public form
+    return int(users) - 1  # `memory` itself is one
 
 
 def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:

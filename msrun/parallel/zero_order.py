@@ -60,7 +60,7 @@ class UnitOrder:
         self._events: list[Event] = []
         self._digest = 0
         self._is_planned = False
-        torch_compat.watch_units(divided, self._on_gather, self._on_reduce)
+        torch_compat.watch_units(divided, self._on_gather, self._on_reduce, _on_sparse)
 
     @contextlib.contextmanager
     def compared_later(self) -> Iterator[None]:
@@ -122,6 +122,13 @@ class UnitOrder:
             f"in one order, and {told}; no weight was changed",
             hint="choose zero 0, or have every rank call them all, times 0 where it has no use",
         )
+
+
+def _on_sparse(name: str) -> None:
+    raise UsageError(
+        f"{ROOT}.optimizer.zero: {name} has a sparse gradient, which is for tables that stay whole",
+        hint="pass sparse=False, or use nn.Embedding(sparse=True) with a threshold above its size",
+    )
 
 
 def _told(ranks: Sequence[int], events: Sequence[Event]) -> str:

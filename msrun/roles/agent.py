@@ -179,7 +179,7 @@ class Agent:
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
         self._scheduler.start()
-        process.raise_priority()
+        process.raise_priority(before_all=True)
         self._perform(self._state.begin())
 
     # What happens.
@@ -354,7 +354,7 @@ class Agent:
             self._node.socket.send(frame)
 
     def _start_workers(self, action: StartWorkers) -> None:
-        process.raise_priority()
+        process.raise_priority(before_all=True)
         self._running = 0
         self._workers = {
             worker.plan.rank: worker
@@ -416,7 +416,8 @@ def open_journal(log_dir: str, name: str) -> int:
         return logs.claim(str(Path(log_dir, name)))
     except BlockingIOError:
         msg = f"--log-dir {log_dir} is in use by a job that still runs"
-        raise UsageError(msg, hint="choose another directory, or leave --log-dir out") from None
+        hint = "choose another directory; a further node of one job here needs a --node-rank"
+        raise UsageError(msg, hint=hint) from None
     except OSError as error:
         msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
         raise UsageError(msg) from None

@@ -44,7 +44,7 @@ class ControlClient:
     """
 
     def __init__(self, card: Card, patience: float = PATIENCE) -> None:
-        self._card = card
+        self.card = card
         self._patience = patience
         self._context = new_context()
         address = endpoint(card.host, card.port)
@@ -59,8 +59,8 @@ class ControlClient:
             UnreachableError: It does not answer.
             VersionError: It is of another version.
         """
-        question = Question(question=self._card.job_id, request=request)
-        where = f"{self._card.host} port {self._card.port}"
+        question = Question(question=self.card.job_id, request=request)
+        where = f"{self.card.host} port {self.card.port}"
         frame = self._socket.ask(control_messages.encode(question), self._patience)
         if frame is None:
             msg = f"the job at {where} did not answer within {self._patience:g}s"

@@ -11,6 +11,7 @@ from msrun.cluster.verdict import Verdict, render, render_seconds
 from msrun.roles.console import Console
 
 VERDICT_FILE = "verdict.json"
+_BYTES_MAX = 1 << 20
 
 
 def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, took: float) -> None:
@@ -33,6 +34,16 @@ def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, to
     for process in verdict.stuck:
         console.say(f"warning: could not be killed: {process}")
     console.say(f"msrun: {workers}/{workers} workers finished after {render_seconds(took)}")
+
+
+def read(log_dir: str, job_id: str) -> Verdict | None:
+    """Return the result that a launcher of that job has written; None when it has not, yet."""
+    try:
+        with Path(log_dir, VERDICT_FILE).open("rb") as file:
+            found = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.job_id == job_id else None
 
 
 def _write(verdict: Verdict, path: Path) -> None:

@@ -121,6 +121,7 @@ class _Output:
         target: Where its lines go; None keeps the last of them.
         command: Whose it is.
         ended: Called with each report of an agent's end.
+        errors: The other one, which tells what a report says to a person.
     """
 
     def __init__(
@@ -129,12 +130,14 @@ class _Output:
         target: int | None,
         command: _Command,
         ended: Callable[[Report], None],
+        errors: _Output | None = None,
     ) -> None:
         self.source = stream.fileno()
         self.kept = b""
         self._target = target
         self._command = command
         self._ended = ended
+        self._errors = errors or self
         self._rest = b""
         os.set_blocking(self.source, False)
 
@@ -154,15 +157,20 @@ class _Output:
     def _take(self, line: bytes) -> None:
         report = parse_report(line)
         if report is None:
-            if self._target is None:
-                self.kept = (self.kept + line)[-_KEPT_BYTES:]
-                return
-            with contextlib.suppress(OSError):  # Whoever read it has enough.
-                os.write(self._target, line)
+            self._tell(line)
         elif report.code is None:
             self._command.nodes.add(report.node)
         else:
+            if report.reason:
+                self._errors._tell(f"{report.reason}\n".encode())  # noqa: SLF001 - of this class
             self._ended(report)
+
+    def _tell(self, line: bytes) -> None:
+        if self._target is None:
+            self.kept = (self.kept + line)[-_KEPT_BYTES:]
+            return
+        with contextlib.suppress(OSError):  # Whoever read it has enough.
+            os.write(self._target, line)
 
 
 class _Run:
@@ -196,16 +204,15 @@ class _Run:
             self._follow(command, is_first=number == 0)
 
     def _follow(self, command: _Command, *, is_first: bool) -> None:
-        def follow(stream: IO[bytes] | None, target: int) -> _Output:
-            output = _Output(_given(stream), target if is_first else None, command, self._on_report)
+        def follow(stream: IO[bytes] | None, target: int, errors: _Output | None = None) -> _Output:
+            own = target if is_first else None
+            output = _Output(_given(stream), own, command, self._on_report, errors)
             self._loop.watch(output.source, lambda: self._on_output(output))
             return output
 
-        outputs = (
-            follow(command.process.stdout, sys.stdout.fileno()),
-            follow(command.process.stderr, sys.stderr.fileno()),
-        )
-        self._running[command] = outputs
+        errors = follow(command.process.stderr, sys.stderr.fileno())
+        output = follow(command.process.stdout, sys.stdout.fileno(), errors)
+        self._running[command] = (output, errors)
         self._loop.watch(command.end, lambda: self._on_end(command))
 
     def _on_output(self, output: _Output) -> None:

@@ -27,7 +27,7 @@ from msrun.roles.node_resources import (
     job_secret,
     listen_or_refuse,
 )
-from msrun.roles.scheduler import SchedulerConfig
+from msrun.roles.scheduler_config import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.supervise import logs, process
 from msrun.topology import Machine

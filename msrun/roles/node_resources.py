@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 from msrun import __version__, environ
@@ -17,7 +18,7 @@ from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.roles import control_file, run_dir
 from msrun.roles.control_file import Card
 from msrun.roles.ending import VERDICT_FILE
-from msrun.roles.scheduler import SchedulerConfig
+from msrun.roles.scheduler_config import SchedulerConfig
 from msrun.roles.scheduler_process import SchedulerProcess
 from msrun.roles.worker_end import RunningWorker
 from msrun.supervise import affinity, containment, node_plan
@@ -78,6 +79,7 @@ class NodeResources:
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
+        self._context = new_context()
         self._schedulers = self._term = 0
         job = plan.job
         self.formation = formation(job)
@@ -172,7 +174,7 @@ class NodeResources:
         self._opened.add("tree")
         self.start_scheduler()
         host, port = self.scheduler_address
-        self.socket = AgentSocket(new_context(), endpoint(host, int(port)), self._secret)
+        self.socket = AgentSocket(self._context, endpoint(host, int(port)), self._secret)
         self._hand_over_control()
 
     def _hand_over_control(self) -> None:
@@ -309,6 +311,8 @@ class NodeResources:
             self._tell_verdict_again(self.scheduler)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
             stuck = self.tree.end(TREE_SECONDS)
+        # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
+        self._context.destroy(linger=0)
         if self._scheduler_socket:
             self._scheduler_socket.close()
         self._store_socket.close()
@@ -337,13 +341,26 @@ def node_name(job: JobSpec) -> str:
 
 def formation(job: JobSpec) -> Formation:
     """Return what all nodes of `job` have to agree on."""
+    has_python = not job.is_alone and job.program.kind is not ProgramKind.COMMAND
     return Formation(
         nnodes_min=job.nnodes_min,
         nnodes_max=job.nnodes_max,
         world_size=None if job.is_alone else job.world_size,
         lease=0.0 if job.is_alone else job.lease,
         release=__version__,
+        python=f"{sys.version_info[0]}.{sys.version_info[1]}" if has_python else "",
+        torch=_version_of("torch") if has_python else "",
     )
+
+
+def _version_of(package: str) -> str:
+    """Return the version of what a program would import, empty where it could not."""
+    from importlib import metadata  # takes long, and a job on one node needs none
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def job_secret(job: JobSpec) -> bytes | None:

@@ -21,7 +21,7 @@ from msrun.cluster.control import Control, Reply
 from msrun.cluster.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
-from msrun.cluster.messages import Envelope, Formation, Refused, Register, Start
+from msrun.cluster.messages import Envelope, Refused, Register, Start
 from msrun.cluster.peers import Peers
 from msrun.cluster.pulse import Pulse
 from msrun.cluster.restart_policy import RestartPolicy
@@ -35,16 +35,14 @@ from msrun.cluster.scheduler_events import (
     Woke,
     Write,
 )
-from msrun.cluster.table import table_of
 from msrun.errors import ExitCode, ProtocolError, UsageError, VersionError
-from msrun.job import RestartLimits
 from msrun.roles.dropped import Dropped
+from msrun.roles.scheduler_config import SchedulerConfig
 from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
 from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
-from msrun.table_file import write_table
-from msrun.transport.loop import Loop, new_context, pause
+from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
 from msrun.transport.sockets import Asked, SchedulerSocket
 
@@ -54,55 +52,12 @@ log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 5.0
 # Without a node: what was just said is still on its way, such as the answer to `msrun stop`.
 _LAST_WORDS_SECONDS = 0.25
-# To wake up for each message of so many costs more than the message; what gathers meanwhile is
-# taken at once.
-_MANY_NODES = 256
-_GATHER_SECONDS = 0.001
 # Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
 _FILES_RESERVED = 512
 # A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
 # machine's memory this process ends; its agent starts it again, and its log has everything.
 _MEMORY_BYTES = 1 << 30
 _OTHER_JOBS = "messages of other jobs"
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent tells its scheduler on standard input, the secret included.
-
-    Args:
-        job_id: The job.
-        formation: How many nodes it takes.
-        join_timeout: Seconds in which they must register; None waits for ever.
-        last_call: Seconds for which more nodes than the fewest are waited for.
-        restarts: Restart budget and pace.
-        secret: The job's secret; None without authentication.
-        wal_file: Where the state is written down.
-        log_file: Where to log.
-        lives: Schedulers of the job that were started before this one.
-        term: Which life was the last of them that had begun; the log must know it.
-        parent: Pid of the agent.
-        alone: Its parent is no agent of this job, but passes on by standard input the signals
-            that it gets; the scheduler leaves by itself when all nodes know the verdict.
-        listen_fd: Inherited listening socket.
-        began_fd: Inherited pipe that is told this life's own term once the log has it.
-        rank_table: Where to write the rank table of each generation; empty writes none.
-    """
-
-    job_id: str
-    formation: Formation
-    join_timeout: float | None
-    last_call: float
-    restarts: RestartLimits
-    secret: bytes | None
-    wal_file: str
-    log_file: str
-    parent: int
-    lives: int = 0
-    term: int = 0
-    alone: bool = False
-    listen_fd: int = -1
-    began_fd: int = -1
-    rank_table: str = ""
 
 
 class Scheduler:
@@ -201,8 +156,6 @@ class Scheduler:
     # What agents say.
 
     def _receive(self) -> None:
-        if _has_many_nodes(self._config):
-            pause(_GATHER_SECONDS)
         for envelope in self._socket.receive():
             if envelope.job_id != self._config.job_id:
                 self._refuse_stranger(envelope)
@@ -324,6 +277,9 @@ class Scheduler:
         """Write the rank table of the generation that is about to start, if one is wanted."""
         if not self._config.rank_table:
             return
+        from msrun.cluster.table import table_of  # Few jobs want one, and all would load them.
+        from msrun.table_file import write_table
+
         now = self._loop.now()
         try:
             write_table(
@@ -340,10 +296,6 @@ class Scheduler:
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
             self._socket.send(frame)
-
-
-def _has_many_nodes(config: SchedulerConfig) -> bool:
-    return config.formation.nnodes_max >= _MANY_NODES
 
 
 def _frame(reply: AnyReply) -> bytes:

@@ -15,8 +15,8 @@ import msgspec
 from msrun.cluster import wal
 from msrun.cluster.verdict import Verdict
 from msrun.errors import signal_name
-from msrun.roles.scheduler import SchedulerConfig
-from msrun.supervise import logs
+from msrun.roles.scheduler_config import SchedulerConfig
+from msrun.supervise import logs, process
 from msrun.supervise.channel import dump
 from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
@@ -79,14 +79,16 @@ class SchedulerProcess:
 
     def how_it_ended(self) -> str:
         """Return the words for its end, after `pidfd` became readable."""
-        code = self._process.wait()
+        with process.patiently():
+            code = self._process.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return f"the scheduler {how}; log: {self._log_file}"
 
     @property
     def has_died(self) -> bool:
         """Whether it has ended before it was let go."""
-        return self._process.poll() not in (None, 0)
+        with process.patiently():
+            return self._process.poll() not in (None, 0)
 
     def verdict(self) -> Verdict | None:
         """Return the verdict that it wrote down, None when there is none."""
@@ -100,7 +102,8 @@ class SchedulerProcess:
         self._lifeline.close()
         if not wait_readable(self.pidfd, timeout):
             self._process.kill()
-        self._process.wait()
+        with process.patiently():
+            self._process.wait()
         self.close()
 
     def close(self) -> None:

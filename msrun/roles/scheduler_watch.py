@@ -114,9 +114,9 @@ class SchedulerWatch:
                 self._reject()
 
     def _warn_of_silence(self) -> None:
-        """Say that the port may be another program's, once; a scheduler may be slow to start."""
+        """Say once that the port may be another program's, unless our own scheduler is slow."""
         self._rejected_at = None
-        if not self._has_warned:
+        if not self._has_warned and self._node.scheduler is None:
             self._has_warned = True
             self._console.say(
                 f"warning: what listens at {self._node.scheduler_name} does not answer as a "

@@ -56,22 +56,46 @@ def open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def raise_priority() -> None:
+def raise_priority(*, before_all: bool = False) -> None:
     """Give this process more of a busy CPU, where the user may have that: as root.
 
-    Busy workers then hardly delay what it does, or its end.  What it forks is ordinary.  A
-    real-time priority would be too much: to reap a process whose /proc entry somebody reads, the
-    kernel spins until that reader has gone on, and so would keep it from the CPU for a second.
+    Busy workers then hardly delay what it does, or its end.  What it forks is ordinary.
     A thread that has no name of its own yet is still being set up, which for libzmq's
     includes a look at their scheduling; it is left to the next call.
+
+    Args:
+        before_all: It runs as soon as it can, which is not for those who reap; see `patiently`.
     """
-    policy = os.SCHED_OTHER | os.SCHED_RESET_ON_FORK
+    policy = (os.SCHED_RR if before_all else os.SCHED_OTHER) | os.SCHED_RESET_ON_FORK
+    param = os.sched_param(int(before_all))
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             is_main = thread.name == str(os.getpid())
             if is_main or _thread_name(thread) != _thread_name(Path("/proc/self")):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICE)
-                os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+                os.sched_setscheduler(int(thread.name), policy, param)
+    if os.getsid(0) == os.getpid():
+        # Where the kernel shares CPUs out by session, workers have some of their own.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(_NICE))
+
+
+@contextlib.contextmanager
+def patiently() -> Iterator[None]:
+    """Reap children inside, where this thread runs before nobody.
+
+    To reap a process whose /proc entry somebody reads, the kernel spins until that reader has
+    gone on, and with a real-time priority would keep it from the CPU for a second.
+    """
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    if not param.sched_priority:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, param)
 
 
 def _thread_name(directory: Path) -> str:

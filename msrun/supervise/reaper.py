@@ -34,7 +34,9 @@ from msrun.supervise.orders import (
 )
 
 SWEEP_TIMEOUT = 5.0
-TRACKER_GRACE = 0.05
+# They end by themselves a few milliseconds after those they served; on a machine that has no
+# CPU for them this is how long shared memory that would stay for ever is worth the wait.
+TRACKER_GRACE = 0.5
 _PAUSE_MAX = 0.01
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 _DEAF_TO = (

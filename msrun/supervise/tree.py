@@ -72,7 +72,8 @@ class ProcessTree:
         self.reaper.finish()
         stuck: list[str] = []
         try:
-            self._process.wait(timeout)
+            with process.patiently():
+                self._process.wait(timeout)
             stuck = self._last_words()
         except subprocess.TimeoutExpired:
             stuck = [f"{self.pid} {process.state(self.pid)} msrun reaper"]

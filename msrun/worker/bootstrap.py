@@ -50,7 +50,9 @@ def become_worker(birth: Birth, order: SpawnWorker) -> Next:
             math_threads.follow_environment(was=configure.threads)
             _reseed()
             _name_main_thread()
+            _hear_signals(birth)
             return partial(run_program, configure.kind, configure.argv)
+        _hear_signals(birth)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
     except OSError as error:
         os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
@@ -80,6 +82,13 @@ def _leave_forkserver(birth: Birth) -> None:
     os.setsid()
     process.die_with_parent(birth.parent)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _hear_signals(birth: Birth) -> None:
+    """Let signals do what they did to the launcher, those included that have waited.
+
+    What they interrupted before would be told where the launcher talks, not in the rank's log.
+    """
     for signum, handler in birth.signals.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)

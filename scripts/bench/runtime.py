@@ -1,13 +1,14 @@
 """Compare training under one configuration with the same model hand-written on plain torch.
 
-    python scripts/bench/runtime.py                    # every configuration at 1, 2 and 4 ranks
+    python scripts/bench/runtime.py    # every configuration at 1, 2 and 4 ranks, `hybrid` at 8
     python scripts/bench/runtime.py --ranks 2 --only tp
     python scripts/bench/runtime.py --check            # exit 1 and name the missed bars
 
 Both models live in the same ranks and take turns, a few steps each, so that whatever else the
-machine does meets both.  Beside the time stands the CPU time of a rank, which others disturb
+machine does meets both.  Beside the time stands the CPU time of all ranks, which others disturb
 less.  The hand-written ones use `DistributedDataParallel`, `fully_shard`, `parallelize_module`
-and `torch.distributed.pipelining`.
+and `torch.distributed.pipelining`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
+all gradients over dp, as `DistributedDataParallel` takes no divided parameters.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -66,7 +68,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
+    "hybrid": {"mesh": {"pp": 2, "dp": 2, "tp": 2}, "plan": LAYER_PLAN},  # and such a pipeline
 }
+HYBRID_RANKS = 8  # whatever --ranks says of the others
 MICROBATCHES = 4
 
 
@@ -85,20 +89,25 @@ def main() -> int:
     missed = []
     import_ms = _import_ms()
     print(f"import of the runtime where no parent has it: {import_ms:.1f} ms")
+    rows = [(ranks, name) for ranks in options.ranks for name in options.only if name != "hybrid"]
+    if "hybrid" in options.only:
+        rows.append((HYBRID_RANKS, "hybrid"))
     for ranks in options.ranks:
-        for name in options.only:
-            speeds, cpu, extra = run(ranks, name, options.turns)
-            ratio, cpu_ratio = _ratio(speeds), 1 / _ratio(cpu)
-            ours, plain = map(statistics.median, speeds.values())
-            print(
-                f"{name:6} {ranks} ranks  msrun {ours:8,.0f} tokens/s  plain torch {plain:8,.0f}  "
-                f"ratio {ratio:.3f}, by CPU {cpu_ratio:.3f}  msrun.init +{extra:.1f} ms",
-                flush=True,
-            )
-            if ratio < RATIO_MIN:
-                missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
-            if name == "dp" and import_ms + extra > INIT_MS_MAX:
-                missed.append(f"msrun.init adds {import_ms + extra:.1f} ms at {ranks} ranks")
+        added = import_ms + _init_ms(ranks)
+        print(f"msrun.init at {ranks} ranks: {added:.1f} ms with that import", flush=True)
+        if added > INIT_MS_MAX:
+            missed.append(f"msrun.init adds {added:.1f} ms at {ranks} ranks")
+    for ranks, name in rows:
+        speeds, cpu = run(ranks, name, options.turns)
+        ratio, cpu_ratio = _ratio(speeds), 1 / _ratio(cpu)
+        ours, plain = map(statistics.median, speeds.values())
+        print(
+            f"{name:6} {ranks} ranks  msrun {ours:8,.0f} tokens/s  plain torch {plain:8,.0f}  "
+            f"ratio {ratio:.3f}, by CPU {cpu_ratio:.3f}",
+            flush=True,
+        )
+        if ratio < RATIO_MIN:
+            missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
     if options.check:
         for text in missed:
             print(f"missed: {text}", file=sys.stderr)
@@ -121,15 +130,25 @@ def _import_ms() -> float:
     return min(map(float, runs))
 
 
-def run(ranks: int, name: str, turns: int = TURNS) -> tuple[Turns, Turns, float]:
-    """Return of each turn tokens a second and a rank's CPU seconds; and the ms of `msrun.init`."""
+def run(ranks: int, name: str, turns: int = TURNS) -> tuple[Turns, Turns]:
+    """Return of each turn tokens a second and CPU seconds."""
+    found: tuple[Turns, Turns] = _forked(ranks, functools.partial(_train, name, turns))
+    return found
+
+
+def _init_ms(ranks: int) -> float:
+    """Return what `msrun.init` adds where there is a process group, the median of three jobs."""
+    work = functools.partial(_time_init, CONFIGS["dp"])
+    return statistics.median(float(_forked(ranks, work)) for _ in range(3))
+
+
+def _forked(ranks: int, work: Callable[[int, int], Any]) -> Any:
+    """Return what `work(rank, ranks)` returns on the first of that many ranks in one group."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(
-                target=_rank, args=((rank, ranks), name, turns, f"{folder}/store", answers)
-            )
+            context.Process(target=_rank, args=(rank, ranks, work, f"{folder}/store", answers))
             for rank in range(ranks)
         ]
         for process in processes:
@@ -137,26 +156,37 @@ def run(ranks: int, name: str, turns: int = TURNS) -> tuple[Turns, Turns, float]
         for process in processes:
             process.join()
             if process.exitcode:
-                raise SystemExit(f"a rank of {name} at {ranks} ended with {process.exitcode}")
-    found: tuple[Turns, Turns, float] = answers.get()
-    return found
+                raise SystemExit(f"one of {ranks} ranks ended with {process.exitcode}")
+    return answers.get()
 
 
-def _rank(place: tuple[int, int], name: str, turns: int, path: str, answers: Any) -> None:
-    rank, ranks = place
+def _rank(rank: int, ranks: int, work: Callable[[int, int], Any], path: str, answers: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     store = dist.FileStore(path, ranks)  # type: ignore[attr-defined]  # in torch's documentation
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     dist.barrier()
+    found = work(rank, ranks)
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+
+
+def _time_init(config: dict[str, Any], rank: int, ranks: int) -> float:
+    del rank, ranks
     start = time.perf_counter()
+    msrun.init(config)
+    return 1000 * (time.perf_counter() - start)
+
+
+def _train(name: str, turns: int, rank: int, ranks: int) -> tuple[Turns, Turns]:
+    del rank
     runtime = msrun.init(_config(name, ranks))
-    extra = 1000 * (time.perf_counter() - start)
     lm = _load_example()
     steps = {"ours": _ours(runtime, lm), "plain": _plain(name, lm)}
     copies = runtime.layout.size("dp")
-    generator = torch.Generator().manual_seed(rank if copies > 1 else 0)
+    generator = torch.Generator().manual_seed(runtime.coordinate.get("dp", 0))
     batch = torch.randint(0, 104, (LOCAL_BATCH, lm.LENGTH + 1), generator=generator)
     speeds: Turns = {"ours": [], "plain": []}
     cpu: Turns = {"ours": [], "plain": []}
@@ -173,16 +203,20 @@ def _rank(place: tuple[int, int], name: str, turns: int, path: str, answers: Any
                 tokens = STEPS_A_TURN * LOCAL_BATCH * lm.LENGTH * copies
                 speeds[who].append(tokens / seconds)
                 cpu[who].append(cpu_seconds)
-    if rank == 0:
-        answers.put((speeds, cpu, extra))
+    for found in cpu.values():
+        total = torch.tensor(found, dtype=torch.float64)
+        dist.all_reduce(total)
+        found[:] = total.tolist()
+    return speeds, cpu
 
 
 def _config(name: str, ranks: int) -> dict[str, Any]:
     config = CONFIGS[name]
-    if name != "pp":
+    if name not in ("pp", "hybrid"):
         return config
-    layers = {f"layers.{index}": index * ranks // 4 for index in range(4)}
-    stages = {"embed": 0, **layers, "norm": ranks - 1, "head": ranks - 1}
+    count = ranks if name == "pp" else config["mesh"]["pp"]
+    layers = {f"layers.{index}": index * count // 4 for index in range(4)}
+    stages = {"embed": 0, **layers, "norm": count - 1, "head": count - 1}
     return config | {"pipeline": {"stages": stages, "microbatches": MICROBATCHES}}
 
 
@@ -208,8 +242,11 @@ def _plain(name: str, lm: Any) -> Step:
     """Return the step of the same model as its users write it without us."""
     torch.manual_seed(0)
     model: nn.Module = lm.GPT(104)
-    if name == "pp":
-        return _Pipeline(model, lm.loss_of)
+    if name in ("pp", "hybrid"):
+        axes = CONFIGS[name]["mesh"] if name == "hybrid" else {"pp": dist.get_world_size()}
+        return _Pipeline(
+            model, lm, init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
+        )
     if name == "dp":
         model = DistributedDataParallel(model)
     elif name == "zero3":
@@ -217,18 +254,21 @@ def _plain(name: str, lm: Any) -> Step:
             fully_shard(layer)
         fully_shard(model)
     else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        plan: dict[str, Any] = {}
-        for index in range(lm.LAYERS):
-            for part in ("query", "key", "value", "up"):
-                plan[f"layers.{index}.{part}"] = ColwiseParallel()
-            for part in ("project", "down"):
-                plan[f"layers.{index}.{part}"] = RowwiseParallel()
-        parallelize_module(model, mesh, plan)
-        for layer in model.layers:  # type: ignore[union-attr]
-            layer.attend = functools.partial(_attend, lm, layer)
+        _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return functools.partial(_plain_step, model, optimizer, lm.loss_of)
+
+
+def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:
+    plan: dict[str, Any] = {}
+    for index in range(len(model.layers)):
+        for part in ("query", "key", "value", "up"):
+            plan[f"layers.{index}.{part}"] = ColwiseParallel()
+        for part in ("project", "down"):
+            plan[f"layers.{index}.{part}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+    for layer in model.layers:
+        layer.attend = functools.partial(_attend, lm, layer)
 
 
 class _Stage(nn.Module):
@@ -256,15 +296,35 @@ class _Stage(nn.Module):
 
 
 class _Pipeline:
-    """One step of a hand-divided model, whose embedding the first and the last stage share."""
+    """One step of a hand-divided model, whose embedding the first and the last stage share.
 
-    def __init__(self, model: nn.Module, loss_of: Any) -> None:
-        rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._module = _Stage(model, rank, self._ranks)
-        self._ends = dist.new_group(sorted({0, self._ranks - 1}))
-        stage = PipelineStage(self._module, rank, self._ranks, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
+    Where the mesh has axes dp and tp, layers are divided over tp and gradients averaged over dp.
+    """
+
+    def __init__(self, model: nn.Module, lm: Any, mesh: DeviceMesh) -> None:
+        line = mesh.get_group("pp")
+        stages, stage = line.size(), line.rank()
+        self._module = _Stage(model, stage, stages)
+        names = mesh.mesh_dim_names or ()
+        if "tp" in names:
+            _divide_layers(self._module, mesh["tp"], lm)
+        self._copies = mesh.get_group("dp") if "dp" in names else None
+        self._line, self._last = line, dist.get_global_rank(line, stages - 1)
+        self._ends = self._ends_of(mesh.mesh.movedim(names.index("pp"), 0).reshape(stages, -1))
+        device = torch.device("cpu")
+        self._schedule = Schedule1F1B(
+            PipelineStage(self._module, stage, stages, device, group=line), MICROBATCHES, lm.loss_of
+        )
         self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-3)
+
+    @staticmethod
+    def _ends_of(lines: Tensor) -> dist.ProcessGroup | None:
+        """Return the group of first and last stage of this rank, if it is one of several."""
+        found = None
+        for ranks in lines[[0, -1]].t().tolist():
+            group = dist.new_group(sorted(set(ranks)))
+            found = group if dist.get_rank() in ranks else found
+        return found if len(lines) > 1 else None
 
     def __call__(self, inputs: Tensor, target: Tensor) -> float:
         self._optimizer.zero_grad()
@@ -274,12 +334,27 @@ class _Pipeline:
         if self._module.is_last:
             wanted = {"target": target, "losses": losses}
         self._schedule.step(*given, **wanted)
-        if self._ranks > 1 and (self._module.is_first or self._module.is_last):
+        if self._ends:
             dist.all_reduce(self._module.embed.weight.grad, group=self._ends)
+        self._average()
         self._optimizer.step()
         average = torch.stack(losses).mean() if losses else torch.zeros(())
-        dist.broadcast(average, self._ranks - 1)
+        dist.broadcast(average, self._last, group=self._line)
+        if self._copies:
+            dist.all_reduce(average, group=self._copies)
+            average /= self._copies.size()
         return float(average.item())
+
+    def _average(self) -> None:
+        """Average all gradients over dp at once."""
+        if self._copies is None:
+            return
+        found = [param.grad for param in self._module.parameters() if param.grad is not None]
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in found]
+        flat = torch.cat([part.flatten() for part in parts]).div_(self._copies.size())
+        dist.all_reduce(flat, group=self._copies)
+        for part, average in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(average.view_as(part))
 
 
 def _attend(lm: Any, block: Any, x: Tensor) -> Tensor:

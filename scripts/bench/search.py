@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.build import build
@@ -37,7 +37,8 @@ from msrun.parallel.auto.repeat import find_blocks, shortened
 from msrun.parallel.auto.search import search
 from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
-from scripts.bench import highs
+from scripts.bench import highs, models
+from scripts.bench.models import GPT, Llama
 
 GIB = 2**30
 # Seconds after which a search for a mesh is left.
@@ -45,123 +46,17 @@ _PATIENCE = 60.0
 Row = tuple[str, float, float | None, str]
 
 
-class Attention(nn.Module):
-    """Attention with as many heads of keys and values as `kv_heads`, and positions by rotation."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, *, bias: bool) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
-        self.q = nn.Linear(width, width, bias=bias)
-        self.k = nn.Linear(width, kv_heads * self.size, bias=bias)
-        self.v = nn.Linear(width, kv_heads * self.size, bias=bias)
-        self.o = nn.Linear(width, width, bias=bias)
-
-    def forward(self, x: torch.Tensor, turn: Any = None) -> Any:
-        """Return what each position draws from those before it."""
-        batch, length, width = x.shape
-        q = self.q(x).view(batch, length, self.heads, self.size).transpose(1, 2)
-        k = self.k(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
-        v = self.v(x).view(batch, length, self.kv_heads, self.size).transpose(1, 2)
-        if turn is not None:
-            q, k = _turned(q, *turn), _turned(k, *turn)
-        is_grouped = self.heads != self.kv_heads
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
-        return self.o(y.transpose(1, 2).reshape(batch, length, width))
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
-
-
-class GPTBlock(nn.Module):
-    """A block of GPT."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, heads, bias=True)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return the next block's input."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """GPT with its loss."""
-
-    def __init__(self, layers: int, width: int, heads: int, length: int, words: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(words, width)
-        self.places = nn.Parameter(torch.zeros(1, length, width))
-        self.blocks = nn.ModuleList([GPTBlock(width, heads) for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-
-    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
-        x = self.tokens(tokens) + self.places
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return functional.cross_entropy(logits, target.flatten())
-
-
-class LlamaBlock(nn.Module):
-    """A block of LLaMA."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, heads, kv_heads, bias=False)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up, self.down = (
-            nn.Linear(width, hidden, bias=False),
-            nn.Linear(hidden, width, bias=False),
-        )
-
-    def forward(self, x: torch.Tensor, turn: Any) -> Any:
-        """Return the next block's input."""
-        x = x + self.attention(self.norm1(x), turn)
-        h = self.norm2(x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
-class Llama(nn.Module):
-    """LLaMA with its loss; the shape of 8B by default."""
-
-    def __init__(self, layers: int, width: int = 4096, length: int = 4096) -> None:
-        super().__init__()
-        heads, words, hidden = width // 128, width * 32 - 2816, int(3.5 * width)
-        self.tokens = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(
-            [LlamaBlock(width, heads, max(1, heads // 4), hidden) for _ in range(layers)]
-        )
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
-        self.register_buffer("angles", torch.zeros(length, 128))
-        self.angles: torch.Tensor
-
-    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
-        x, turn = self.tokens(tokens), (self.angles.cos(), self.angles.sin())
-        for block in self.blocks:
-            x = block(x, turn)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return functional.cross_entropy(logits, target.flatten())
-
-
 def traced(make: Callable[[], nn.Module], batch: int, length: int) -> Program:
     """Return the program of a model for a batch of token sequences."""
     with torch.device("meta"):
         model = make().to(torch.bfloat16)
-        sample = [torch.zeros(batch, length, dtype=torch.long) for _ in range(2)]
+        sample = models.tokens(batch, length)
     return trace(model, sample).program
 
 
 def gpt3(batch: int, layers: int = 96) -> Program:
     """Return GPT-3 175B."""
-    return traced(lambda: GPT(layers, 12288, 96, 2048, 50304), batch, 2048)
+    return traced(partial(models.gpt3, layers), batch, models.GPT3_LENGTH)
 
 
 def _setting(*sizes: int, topology: str = "a100") -> Setting:
@@ -203,6 +98,22 @@ def llama() -> Iterator[Row]:
     seconds, found = _timed(act, times=1)
     note = f"step {found.seconds:.4g} s, {found.memory / GIB:.3g} GiB, gap {found.gap:.1e}"
     yield "LLaMA 8B shape on 8 x 8, model to plan", seconds, 5.0, note
+
+
+def command() -> Iterator[Row]:
+    """Yield the time of the whole command, from the start of its process to its end."""
+    for name, target, words in (
+        ("GPT-3 175B on 512 x 8", "gpt", ("--world=4096", "--mesh=dp=512,tp=8", "--batch=1536")),
+        ("LLaMA 8B shape on 8 x 8", "llama", ("--world=64", "--mesh=dp=8,tp=8", "--batch=64")),
+    ):
+        model = f"{Path(models.__file__)}:{target}"
+        limit = "--memory=72GiB" if target == "llama" else "--memory=1TiB"
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        line = [sys.executable, "-m", "msrun", "search", model, *words, limit, "--json"]
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+        taken, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        yield f"`msrun search`, {name}", used, 5.0, f"{taken:.1f} s by the clock"
 
 
 def meshes() -> Iterator[Row]:
@@ -272,11 +183,12 @@ def gaps() -> Iterator[Row]:
         problem = build(program, _setting(*sizes))
         best = solve(problem)[0]
         others = {
-            "greedy, operator by operator": problem.seconds(greedy(problem)),
-            "data parallel": preferred(problem, lambda axes: ["b"] * axes),
-            "data and tensor parallel": preferred(problem, lambda axes: ["b"] * (axes - 1) + ["t"]),
+            "greedy, operator by operator": greedy(problem),
+            "data parallel": preferred(problem, "b" * len(sizes)),
+            "data and tensor parallel": preferred(problem, "b" * (len(sizes) - 1) + "t"),
         }
-        for other, seconds in others.items():
+        for other, plan in others.items():
+            seconds = problem.seconds(plan)
             title = f"{name}, batch {batch}, {' x '.join(map(str, sizes))}: {other}"
             yield f"{title}, slower by", seconds / best - 1, None, ""
 
@@ -298,11 +210,15 @@ def greedy(problem: Problem) -> list[int]:
 
 # Which loop of each operator is divided among samples, and among columns, then rows.
 _SAMPLES = {"b0", "d0", "b"}
-_ROWS = ("attention.o", "down")
 
 
-def preferred(problem: Problem, wanted: Callable[[int], list[str]]) -> float:
-    """Return the least cost when the matrix products are divided as a textbook has it."""
+def preferred(problem: Problem, wanted: Sequence[str]) -> list[int]:
+    """Return the best plan of those that divide the matrix products as a textbook has it.
+
+    Args:
+        problem: Of a model whose blocks have the products of `GPTBlock`.
+        wanted: What each axis divides: `b` for samples, `t` for columns, then rows.
+    """
     allowed = {}
     for at, node in enumerate(problem.nodes):
         if node.kind != "op" or not node.name.startswith(("linear", "scaled")):
@@ -311,13 +227,14 @@ def preferred(problem: Problem, wanted: Callable[[int], list[str]]) -> float:
         number = int(node.name.partition("_")[2] or 0) if "linear" in node.name else -1
         column = "b1" if number < 0 else ("k" if number % 6 in (3, 5) else "n")
         row = []
-        for word in wanted(node.rows.shape[1]):
+        for word in wanted:
             options = [n for n in names if n in _SAMPLES] if word == "b" else [column]
             row.append(names.index(options[0]) if options and options[0] in names else 0)
         keeps = np.flatnonzero((node.rows == np.array(row)).all(axis=1))
         if len(keeps):
             allowed[at] = keeps
-    return solve(problem.restricted(allowed))[0]
+    chosen = solve(problem.restricted(allowed))[1]
+    return [int(allowed[at][one]) if at in allowed else one for at, one in enumerate(chosen)]
 
 
 def peak() -> Iterator[Row]:
@@ -329,6 +246,7 @@ def peak() -> Iterator[Row]:
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "fixed": fixed,
     "llama": llama,
+    "command": command,
     "meshes": meshes,
     "peak": peak,
     "exact": exact,

@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def main() -> int:
     """Measure, print, and return the exit code."""
     options = _parse_options()
     processes.become_subreaper()
+    # Who ends this early, as `timeout` does, gets the machine back as it was.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     # As an installation has it, and torchrun's has: a checkout may have no bytecode yet.
     for package in ("launchers", "msrun", "ranktable"):
         compileall.compile_dir(runs.ROOT / package, quiet=1)

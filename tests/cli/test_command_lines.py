@@ -68,6 +68,7 @@ def test_torchrun(msrun, words, expected):
         ("--worker_num=2 --join=False train.py", {"detach": True}),
         ("--join 0 train.py", {"detach": True}),
         ("--no-join train.py", {"detach": True}),
+        ("--detach train.py", {"detach": True}),
         ("--join train.py", {"detach": False}),
         ("--master_addr=127.0.0.1 --master_port=8118 train.py", {"master_port": 8118}),
         ("--node_rank=-1 --sim_level=-1 --sim_rank_id -1 train.py", {"node_rank": None}),

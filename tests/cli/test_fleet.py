@@ -129,6 +129,13 @@ def test_slurm_needs_no_hosts(submitted):
     ]
 
 
+def test_words_of_srun_and_mpirun(submitted):
+    plan = submitted("--launcher slurm -N 4 -n 16 --time 1h --detach train.py")
+    assert plan.files == submitted("--launcher slurm --nodes=4 -n16 --time 1:00:00 train.py").files
+    assert plan.fleet.nnodes == 4
+    assert "--worker-num=16" in plan.fleet.words
+
+
 TEXTS = {
     "hostfile": ("ssh", "hosts", "--hostfile"),
     "rank-table-file": ("ssh", "table.json", "--rank-table-file"),
@@ -239,6 +246,10 @@ def test_a_plan_for_people_and_for_programs(msrun):
         (
             "--launcher mpirun --mpirun /none/mpirun train.py",
             "--mpirun /none/mpirun is not there",
+        ),
+        (
+            "--launcher slurm --nodes 4 --time soon train.py",
+            "--time 'soon' is no duration (choose such as 90s, 10m, 1h30m, 0.5 or inf)",
         ),
         ("--partition p train.py", "--partition p needs a backend that starts other nodes"),
         (

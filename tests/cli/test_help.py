@@ -23,12 +23,12 @@ def words(text):
 # Adding a flag is a decision: change this list together with CHANGELOG and README.
 FLAGS = words(
     """
---nnodes --node-rank --worker-num --master-addr --master-port --rdzv-endpoint --local-addr
---standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf --job-id --rdzv-id
---launcher --secret-file --insecure
+--nnodes -N --nodes --node-rank --worker-num -n --master-addr --master-port --rdzv-endpoint
+--local-addr --standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf
+--job-id --rdzv-id --launcher --secret-file --insecure
 --module -m --no-python --run-path --config
 --workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
---virtual-local-rank --join --no-join
+--virtual-local-rank --join --no-join --detach
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
 --shutdown-timeout --hang-timeout --detect-idle
 --log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
@@ -62,7 +62,7 @@ bind_core bind_numa sim_level sim_rank_id rank_table_file worker_log_name tail_w
 
 
 def flags(table):
-    return [s for o in table for s in (*o.spellings, *filter(None, [o.negative]))]
+    return [s for o in table for s in (*o.spellings, *o.negatives)]
 
 
 def test_the_flags_are_frozen():
@@ -150,8 +150,22 @@ def test_help_loads_little():
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
 
+    assert _said(code) == "[]\n"
+
+
+def test_an_agent_loads_what_most_jobs_need():
+    """Each module costs every start; what another process does, or few jobs ask for, is absent."""
+    code = (
+        "import sys; import msrun.cli.prepare, msrun.roles.agent; "
+        "rare = {'msrun.roles.scheduler', 'msrun.cluster.peers', 'msrun.cli.fleet', 'ranktable'}; "
+        "print(sorted(rare & set(sys.modules)), file=sys.stderr)"
+    )
+
+    assert _said(code) == "[]\n"
+
+
+def _said(code):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
-
-    assert done.stderr == "[]\n"
+    return done.stderr

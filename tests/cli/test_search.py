@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from msrun.cli.main import main
 from msrun.cli.picture import picture
-from msrun.parallel.auto.plan import read_plan
+from msrun.parallel.auto.plan import Operator, read_plan, styles
 
 MODEL = """
 import torch
@@ -31,6 +32,10 @@ def make():
     return Net(), (torch.randn(64, 1024), torch.randn(64, 1024))
 
 
+def deep():
+    return Net(5), (torch.randn(64, 1024), torch.randn(64, 1024))
+
+
 def one():
     return Net(1), (torch.randn(64, 1024), torch.randn(64, 1024))
 
@@ -50,6 +55,7 @@ plan:
   mesh       dp 4
   batch      64 in 1 micro-batches
   recompute  no
+  runs on    executor
   step       0.01426 s predicted
   memory     0.0206 GiB a rank
   gap        0.00% at most to the best plan on this mesh
@@ -75,15 +81,15 @@ rejected:
 
 EXPLAINED = """\
 layers.1* over tp:
-  name               divided  inputs      outputs
-  layers.1.weight                         S(1)
-  linear_1 (linear)  k        S(1); S(1)  P
+  name               divided  style    inputs      outputs
+  layers.1.weight                                  S(1)
+  linear_1 (linear)  k        rowwise  S(1); S(1)  P
 """
 
 NO_BLOCKS = """\
 tinynet.py:one: the model has no three equal blocks, one behind the other, which a search for a \
 mesh needs
-  hint: name the mesh, such as --mesh dp=4,tp=2"""
+  hint: name a mesh without stages, such as --mesh dp=4,tp=2"""
 NO_MODE = """\
 --mode best is none (choose exact, dynamic_programming, recursive, recursive_programming)"""
 
@@ -120,6 +126,36 @@ def test_a_budget_ends_the_search_with_the_best_so_far(capsys):
 def test_what_one_module_does(capsys):
     words = ("tinynet.py:make", *CPU, "--mesh", "tp=4", "--explain", "layers.1*")
     assert search(capsys, *words) == (0, EXPLAINED, "")
+
+
+def test_stages_of_a_named_mesh(capsys):
+    words = ("tinynet.py:deep", *CPU, "--json", "--mesh")
+    plan = json.loads(search(capsys, *words, "pp=2,tp=2")[1])
+    assert (plan["stages"], plan["mesh"]) == (2, {"tp": 2})
+    assert plan["microbatches"] > 1
+    assert sum(plan["costs"].values()) == pytest.approx(plan["seconds"], rel=1e-9)
+    data = json.loads(search(capsys, *words, "pp=2,dp=2")[1])
+    assert (data["stages"], data["mesh"]) == (2, {"dp": 2})
+    assert 64 // data["microbatches"] % 2 == 0
+    whole = json.loads(search(capsys, *words, "pp=1,tp=4")[1])
+    assert (whole["stages"], whole["mesh"]) == (1, {"tp": 4})
+
+
+def test_styles_have_the_names_of_rules(capsys, here):
+    words = ("tinynet.py:make", *CPU, "--json", "--mesh", "dp=2,tp=2", "-o", "plan.json")
+    assert search(capsys, *words)[0] == 0
+    plan = read_plan(here / "plan.json")
+
+    def known(op, divided, *weight):
+        operator = Operator(module="up", op=op, divided=divided, ins=[], outs=[])
+        return styles(msgspec.structs.replace(plan, params={"up.weight": list(weight)}), operator)
+
+    assert known("linear", ["b0", "n"], "R, state cut", "S(0)") == ["zero 1", "colwise"]
+    assert known("linear", ["b0", "k"], "R", "S(1)") == ["data", "rowwise"]
+    assert known("linear", ["b0", "k"], "S(0)", "S(0)") == ["zero 3", "other"]
+    assert known("embedding", ["v", "h"], "S(0)", "S(1)") == ["embedding", "colwise"]
+    assert known("layer_norm", ["R", "d1"], "R", "R") == ["whole", "sequence"]
+    assert known("gelu", ["d0", "d1"], "R", "R") == []
 
 
 def test_plans_are_written_and_compared(capsys, here):
@@ -190,8 +226,20 @@ def test_a_file_describes_the_cluster(capsys, here):
             "--mesh 'dp' is no mesh (choose such as dp=4,tp=2)",
         ),
         (
+            ("tinynet.py:make", *CPU, "--mesh", "dp=2,pp=2"),
+            "--mesh: pp comes first, and one to 3 other axes behind it",
+        ),
+        (
             ("tinynet.py:make", *CPU, "--mesh", "pp=2,dp=2"),
-            "--mesh: pp cuts the model into stages, which are found without --mesh",
+            "--mesh pp=2 does not divide the 3 equal blocks of the model",
+        ),
+        (
+            ("tinynet.py:make", *CPU, "--mesh", "pp=2,dp=2", "--mode", "recursive"),
+            "--mode recursive: stages are found by mode exact alone",
+        ),
+        (
+            ("tinynet.py:deep", *CPU, "--mesh", "pp=2,dp=2", "--batch", "3"),
+            "--batch 3 has no 2 or more equal micro-batches that axis dp divides",
         ),
         (("tinynet.py:make", *CPU, "--mode", "recursive"), "--mode recursive needs --mesh"),
         (

@@ -86,9 +86,8 @@ class Audit:
         return sorted(whole)
 
     def _life(self, path: Path) -> Life | None:
-        lines = [line.split() for line in path.read_text().splitlines(keepends=True)]
-        if lines and len(lines[-1]) != 2:  # it is being written
-            lines.pop()
+        text = path.read_text()
+        lines = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
         if not lines:
             return None
         generation, rank, host, _ = path.name.split("-")

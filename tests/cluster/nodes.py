@@ -17,7 +17,7 @@ class Node(Job):
     Args:
         host: Where it runs; its `XDG_RUNTIME_DIR` is in the lab's folder.
         arguments: Words after `msrun`.
-        options: As of a job.
+        options: As of a job; `wrapper` is a command of this machine that enters the host.
     """
 
     def __init__(self, host: Host, arguments: Sequence[object], **options: object) -> None:
@@ -26,7 +26,7 @@ class Node(Job):
         folder = host.lab.folder
         runtime = folder / f"run-{host.name}"
         runtime.mkdir(mode=0o700, exist_ok=True)
-        wrapper = host.enter(folder)
+        wrapper = [*options.pop("wrapper", ()), *host.enter(folder)]
         super().__init__(folder, arguments, runtime=runtime, wrapper=wrapper, **options)
 
     @property

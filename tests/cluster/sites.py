@@ -20,6 +20,7 @@ from hosts import Host, Lab
 from support import PATIENCE, Job, until
 
 import msrun as package
+from msrun.supervise.process import command_line
 
 HOME = Path(package.__file__).parent.parent
 NODES = ("a", "b")
@@ -97,8 +98,8 @@ class Site:
 
     def agent(self, host: Host) -> int:
         """Return the pid of the agent on a node."""
-        found = [p.pid for p in host.processes() if p.cmdline()[1:4] == ["-P", "-m", "msrun"]]
-        (pid,) = found
+        words = {process.pid: command_line(process.pid).split() for process in host.processes()}
+        (pid,) = [pid for pid, line in words.items() if line[1:4] == ["-P", "-m", "msrun"]]
         return pid
 
     def await_nothing(self) -> None:

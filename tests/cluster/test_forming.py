@@ -225,7 +225,7 @@ OLDER = "import msrun; msrun.__version__ = '0.0'"
             ("--node-rank", 1),
             "--node-rank 1 of node b is that of node a already",
         ),
-        ((), ("older",), "node b runs msrun 0.0, the scheduler "),
+        ((), ("older",), "node b has msrun 0.0, the scheduler msrun "),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_with_the_reason(lab, form, first, second, sentence):
@@ -241,6 +241,21 @@ def test_a_node_that_does_not_fit_is_refused_with_the_reason(lab, form, first, s
 
     assert other.wait(5) == 2
     assert sentence in other.block()
+    one.process.terminate()
+    assert one.wait() == 143
+
+
+def test_a_node_with_another_torch_is_refused_where_workers_are_python(lab, form):
+    a, b, _ = lab.hosts
+    (one,) = form([a], script(lab.folder, "print('never')"))
+    until_registered(one)
+    installed = lab.folder / "other/torch-99.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Name: torch\nVersion: 99.0\n")
+    (other,) = form([b], "program.py", env={"PYTHONPATH": str(installed.parent)})
+
+    assert other.wait(5) == 2
+    assert "node b has torch 99.0, the scheduler torch 2." in other.block()
     one.process.terminate()
     assert one.wait() == 143
 

@@ -375,6 +375,18 @@ def test_a_wall_clock_can_be_wrong_and_jump_and_others_do_not(lab, clock):
         assert 0 <= time.monotonic() - monotonic < hosts.PATIENCE
 
 
+def test_a_monotonic_clock_can_have_stood_still(lab, clock):
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    program = lab.host("a").popen(python(TELL_TIME), env=clock.env, **streams)
+    for seconds in (0, 1000.5):
+        clock.stood_still(seconds)
+        print(time.time(), file=program.stdin, flush=True)
+        ahead, _, monotonic = map(float, program.stdout.readline().split())
+
+        assert 0 <= ahead < hosts.PATIENCE
+        assert 0 <= time.monotonic() - seconds - monotonic < hosts.PATIENCE
+
+
 # The end of the tests.
 
 # Stands for the tests' process.

@@ -126,7 +126,8 @@ STUBBORN = """
     trap '' TERM
     setsid sleep 1000 & sleep 1000 &
     echo up
-    until [ -e fail ] && [ $RANK = 1 ]; do sleep 0.05; done
+    [ $RANK = 1 ] || wait
+    until [ -e fail ]; do sleep 0.05; done
     exit 7
 """
 

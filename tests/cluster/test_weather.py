@@ -1,6 +1,7 @@
 """Cables that are cut, slow or come and go, and clocks that are wrong or stand still."""
 
 import signal
+import time
 
 import pytest
 from audit import LEASE, LIVING, codes, wait
@@ -148,7 +149,7 @@ def test_an_address_that_nobody_reaches_is_named(lab, living):
 # Clocks.
 
 
-@pytest.mark.parametrize("wrong", [-20, -60, 3600])
+@pytest.mark.parametrize("wrong", [pytest.param(-20, marks=pytest.mark.slow), -60, 3600])
 def test_a_node_whose_wall_clock_is_wrong_lives_on(lab, form, audit, clock, wrong):
     clock.set_wrong(wrong)
     a, *others = lab.hosts
@@ -165,16 +166,41 @@ def test_a_node_whose_wall_clock_is_wrong_lives_on(lab, form, audit, clock, wron
     assert {life.generation for life in audit.lives()} == {0, 1}
 
 
-def test_a_cluster_that_was_frozen_as_a_whole_goes_on(lab, living, audit):
-    nodes = living(lab.hosts)
-    audit.until_running(0, "a", "b", "c")
+def freeze_all(lab, seconds):
+    """Stop every process of every host for so long; return the seconds in which none ran."""
     for host in lab.hosts:
         host.freeze()
-    wait(LEASE * 1.5)
+    began = time.monotonic()
+    wait(seconds)
+    return time.monotonic() - began
+
+
+def test_a_cluster_that_was_suspended_as_a_whole_notices_nothing(lab, form, audit, clock):
+    """C-04: monotonic clocks stand still meanwhile, as they do in a machine that sleeps."""
+    nodes = form(lab.hosts, *LIVING, *audit.words, env=clock.env)
+    audit.until_running(0, "a", "b", "c")
+    clock.stood_still(freeze_all(lab, LEASE * 1.2))
+    for host in reversed(lab.hosts):
+        host.thaw()
+    wait(LEASE * 0.8)
+    audit.finish()
+
+    assert codes(nodes) == [0, 0, 0]
+    assert {life.generation for life in audit.lives()} == {0}
+    assert "silent" not in "".join(node.err for node in nodes)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_was_frozen_while_clocks_went_on_costs_one_generation(lab, living, audit):
+    """None can know that the others were frozen too, so each fences itself."""
+    nodes = living(lab.hosts)
+    audit.until_running(0, "a", "b", "c")
+    freeze_all(lab, LEASE * 1.5)
     for host in reversed(lab.hosts):
         host.thaw()
     audit.until_running(1, "a", "b", "c")
     audit.finish()
 
     assert codes(nodes) == [0, 0, 0]
-    assert nodes[0].verdict()["restarts"] <= 1
+    assert {life.generation for life in audit.lives()} == {0, 1}
+    assert nodes[0].verdict()["restarts"] == 1

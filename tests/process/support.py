@@ -139,10 +139,10 @@ class Job:
     def send(self, signum: int) -> None:
         self.process.send_signal(signum)
 
-    def until_said(self, text: str) -> None:
-        """Wait until the launcher has said `text`."""
-        until(lambda: text in self.err or self._ended(), f"for {text!r} on stderr")
-        assert text in self.err
+    def until_said(self, text: str, *, times: int = 1) -> None:
+        """Wait until the launcher has said `text`, so many times."""
+        until(lambda: self.err.count(text) >= times or self._ended(), f"for {text!r} on stderr")
+        assert self.err.count(text) >= times
 
     def until_logged(self, text: str, *ranks: int) -> None:
         """Wait until the logs of `ranks`, 0 alone by default, hold `text`."""
@@ -204,7 +204,7 @@ class Job:
 
     def leftovers(self) -> list[str]:
         """Describe what an ended job has left on the machine."""
-        processes = [f"{member.pid} {member.cmdline()}" for member in self.members()]
+        processes = [f"{pid} {process.command_line(pid)}" for pid in alive(self.runtime)]
         directories = [self.run_dir] if self.run_dir.exists() else []
         return [*processes, *map(str, directories), *map(str, self.cgroups())]
 

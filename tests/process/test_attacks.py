@@ -299,7 +299,7 @@ def test_who_has_not_registered_changes_nothing(siege):
     (log,) = siege.job.runtime.glob("msrun/*/scheduler.wal")
     before = log.read_bytes()
     for body in (
-        WorkerExited(exit=how),
+        WorkerExited(exit=how, at=1.0),
         Drained(),
         Interrupted(signum=15),
         NodeFailed(reason="because", code=3),

@@ -2,11 +2,13 @@
 
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from support import alive, kill, listening, script, shell, until
+from support import PATIENCE, alive, environment, kill, listening, script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -89,6 +91,40 @@ def test_shared_memory_is_gone_when_the_agent_was_killed(sharing, runtime):
     until(lambda: not alive(runtime), "for the end of the tree")
 
     assert not block.exists()
+
+
+def test_a_program_that_calls_itself_a_tracker_is_not_spared(msrun):
+    claims = 'sh -c "echo up; trap : TERM; sleep 600; :" multiprocessing.resource_tracker'
+    job = msrun(*shell(f"{claims} & until [ -e go ]; do sleep 0.01; done; exit 3"))
+    job.until_logged("up")
+    (job.folder / "go").touch()
+
+    assert job.wait() == 3
+    assert job.leftovers() == []
+
+
+def test_a_job_inside_a_program_leaves_it_as_it_was(tmp_path, runtime):
+    """What is left of ZeroMQ could stop the program, whenever Python collects it."""
+    code = """
+        import os
+        from msrun.cli.main import main
+
+        assert main(["--no-python", "true"]) == 0
+        print(os.listdir("/proc/self/task") == [str(os.getpid())])
+    """
+    program = script(tmp_path, code)
+
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env=environment(runtime),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,14 @@ def run_alone(workers):
 def test_a_terminal_shows_how_the_job_goes_on_and_is_left_clean(at_terminal, terminal, gate):
     program = r"printf '\033[31mred\007\n'; read go < gate; echo end"
     job = at_terminal("--workers-per-node", 1, *shell(program))
-    terminal.until(lambda screen: screen.elapsed() and screen.elapsed()[-1] >= 1, "for a second")
+    terminal.until(lambda screen: ("running", 1, 1) in screen.statuses(), "for the worker")
+    terminal.until(lambda screen: screen.elapsed()[-1] >= 1, "for a second")
     gate(1)
     screen = terminal.until_closed()
 
     assert job.wait() == 0
     assert screen.statuses()[0] == ("forming", 0, 1)
-    assert screen.statuses()[-1] == ("running", 1, 1)
+    assert screen.statuses()[-1][0] == "running"
     assert {phase for phase, _, _ in screen.statuses()} <= {"forming", "starting", "running"}
     assert screen.elapsed() == sorted(screen.elapsed())
     assert screen.has_cursor
@@ -189,10 +190,11 @@ def test_a_terminal_shows_how_the_job_goes_on_and_is_left_clean(at_terminal, ter
 
 
 def test_a_terminal_shows_a_failure_last(at_terminal, terminal, gate):
-    program = 'echo "rank $RANK"; read go < gate; [ $RANK = 1 ] && exit 3; exec sleep 600'
+    program = 'echo "rank $RANK"; [ $RANK = 0 ] && exec sleep 600; read go < gate; exit 3'
     job = at_terminal("--workers-per-node", 2, *shell(program))
     terminal.until(lambda screen: ("running", 2, 2) in screen.statuses(), "for both workers")
-    gate(2)
+    job.until_logged("rank", 0, 1)
+    gate(1)
     screen = terminal.until_closed()
 
     assert job.wait() == 3
@@ -270,13 +272,11 @@ def test_a_pipe_gets_the_lines_of_the_chosen_ranks_on_stdout(msrun, gate):
 
 
 def test_a_pipe_is_told_about_restarts_and_the_failure(msrun, gate):
-    program = 'read go < gate; [ $RANK = 1 ] || exec sleep 600; echo "failing now"; exit 3'
+    program = '[ $RANK = 1 ] || exec sleep 600; read go < gate; echo "failing now"; exit 3'
     job = msrun("--workers-per-node", 2, "--max-restarts", 1, *shell(program))
-    job.until_said("msrun: running 2/2 after")
-    gate(2)
-    job.until_said("msrun: restart 1 of 1")
-    until(lambda: job.err.count("msrun: running 2/2") == 2, "for the second generation")
-    gate(2)
+    for generation in (1, 2):
+        job.until_said("msrun: running 2/2", times=generation)
+        gate(1)
 
     assert job.wait() == 3
     how = "rank 1 (node HOST, local_rank 1, pid N) exited with code 3 after Ns"
@@ -323,7 +323,7 @@ def test_a_detached_job_goes_on_alone(msrun, gate):
     job = msrun("--join=False", *shell(WAITING))
 
     assert job.wait() == 0
-    job.until_logged("up")
+    until(lambda: job.log() == "up\n", "for the worker")
     assert job.mask(job.err) == (
         run_alone(1) + "msrun: running 1/1 after Ns\n"
         "msrun: JOB runs as pid N; log: LOGS/msrun.log\n"

@@ -1,6 +1,10 @@
 """Real jobs that are looked into, signalled, drained and stopped from outside."""
 
 import json
+import os
+import pty
+import re
+import select
 import signal
 import stat
 import subprocess
@@ -204,6 +208,75 @@ def test_logs_are_shown_and_followed(msrun, verb, runtime, tmp_path):
 
     assert (follower.returncode, out in ("", "last\n")) == (0, True)
     assert err.startswith("msrun: the job does not answer any more")
+
+
+class Watcher:
+    """`msrun status --watch`, as a person at a terminal has it."""
+
+    def __init__(self, folder, runtime, *words):
+        self._ours, theirs = pty.openpty()
+        self._text = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "msrun", "status", "--watch", *words],
+            cwd=folder,
+            env=environment(runtime) | {"TERM": "xterm"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+
+    def text(self):
+        while select.select([self._ours], [], [], 0)[0]:
+            try:
+                self._text += os.read(self._ours, 65536)
+            except OSError:  # the other end is closed
+                break
+        return self._text.decode(errors="replace")
+
+    def until_shown(self, pattern):
+        """Wait until the last screen shows `pattern`."""
+        until(lambda: re.search(pattern, self.screen()), f"for {pattern!r}")
+
+    def screen(self):
+        return STYLE.sub("", self.text().split(CLEAR)[-1])
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        print(f"======== status --watch\n{self._text.decode(errors='replace')}")
+
+
+CLEAR = "\x1b[2J"
+STYLE = re.compile(r"\x1b\[[\d;]*[mH]")
+
+
+def test_who_watches_a_job_sees_its_phases_and_how_it_ends(msrun, verb, runtime, tmp_path):
+    program = """
+        trap 'until [ -e saved ]; do sleep 0.01; done; exit 0' TERM
+        [ -e once ] || { touch once; exit 5; }
+        echo up; while :; do sleep 0.01; done
+    """
+    job = msrun("--max-restarts", 1, "--grace", "10m", *shell(program))
+    job.until_logged("up")
+    watcher = Watcher(tmp_path, runtime, job.name)
+    try:
+        watcher.until_shown(r"phase +running\s+generation +1\s")
+        watcher.until_shown(r"what ended earlier generations\s+generation 0: rank 0 \(node ")
+        verb("stop", job.name)
+        watcher.until_shown(r"phase +stopping\s+generation +1\s")
+        (tmp_path / "saved").touch()
+        assert job.wait() == 143
+        assert watcher.process.wait(30) == 0
+        # Whichever it heard last: the verdict from the scheduler, or nothing any more.
+        ends = (
+            "has ended with exit code 143: stopped by `msrun stop`",
+            r"exit code +143\s+result +stopped",
+        )
+        assert any(re.search(end, watcher.screen()) for end in ends)
+    finally:
+        watcher.close()
 
 
 def test_equal_stacks_are_shown_together(msrun, verb, tmp_path):

@@ -3,9 +3,9 @@
 import os
 import socket
 import sys
-import uuid
 from pathlib import Path
 
+import memory
 import pytest
 from support import script, shell
 
@@ -70,7 +70,7 @@ def test_the_first_failure_is_the_cause_and_later_ones_are_collateral(msrun):
         "  | line 1\n  | line 2\n  | line 3\n"
         "  | last \\x1b[31mwords\n"
         "  log: LOGS/worker_1.log\n"
-        "  rank 3 had finished with code 0 before\n"
+        "  rank 3 had finished with code 0\n"
         "collateral: rank 0 exited with code 9; rank 2 was killed by SIGTERM\n"
     )
     check_verdict(job)
@@ -203,38 +203,12 @@ def test_a_command_that_may_not_be_executed_is_refused(msrun, tmp_path):
     assert said == "error: command './program' may not be executed by this user\n"
 
 
-MEMORY_BYTES = 300 << 20
-
-
-@pytest.fixture
-def memory_cgroup():
-    """A memory cgroup of this test's own, below the one it runs in, with a small limit."""
-    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    own = {kind: path.strip("/") for _, kind, path in groups}
-    if "memory" in own:
-        parent, limit = Path("/sys/fs/cgroup/memory", own["memory"]), "memory.limit_in_bytes"
-    else:
-        parent, limit = Path("/sys/fs/cgroup", own.get("", "")), "memory.max"
-    directory = parent / f"msrun-test-{uuid.uuid4().hex[:8]}"
-    try:
-        directory.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made: {error}")
-    try:
-        (directory / limit).write_text(str(MEMORY_BYTES))
-    except OSError as error:
-        directory.rmdir()
-        pytest.skip(f"no memory cgroup can be limited: {error}")
-    yield directory
-    directory.rmdir()
-
-
-def test_a_rank_that_the_kernel_killed_for_memory_is_137_and_says_so(msrun, memory_cgroup):
+def test_a_rank_that_the_kernel_killed_for_memory_is_137_and_says_so(msrun):
     eat = "eaten = []\nwhile True: eaten.append(b'x' * (8 << 20))"
-    enter = ["sh", "-c", f'echo $$ > {memory_cgroup}/cgroup.procs; exec "$@"', "sh"]
-    job = msrun("--no-python", sys.executable, "-c", eat, wrapper=enter)
+    with memory.limited() as group:
+        job = msrun("--no-python", sys.executable, "-c", eat, wrapper=memory.entering(group))
+        assert job.wait() == 137
 
-    assert job.wait() == 137
     assert "was killed by SIGKILL (out of memory) after Ns" in job.block()
     assert job.verdict()["root"]["oom"] is True
 

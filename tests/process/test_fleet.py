@@ -10,9 +10,10 @@ import mpi
 import psutil
 import pytest
 import ssh
-from support import shell, until
+from support import script, shell, until
 
 import msrun as package
+from msrun.fleet import Report, render_report
 
 pytestmark = pytest.mark.process
 HOME = Path(package.__file__).parent.parent
@@ -133,3 +134,19 @@ def test_a_host_that_cannot_be_reached(msrun, ssh_words, tmp_path):
 
     assert job.wait() == 120
     assert "error: ssh started no agent on nowhere: exit code 255" in job.err
+
+
+def test_why_a_node_refuses_arrives_with_what_ends_the_job(msrun, tmp_path):
+    """Its standard error may come too late, as the launcher ends all at once."""
+    report = render_report(Report(node=-1, code=2, is_last=True, reason="error: node b: odd"))
+    (tmp_path / "hosts").write_text("b slots=1\n")
+    (tmp_path / "report").write_bytes(report)
+    refuses = Path(script(tmp_path, f"#!/bin/sh\ncat {tmp_path}/report\nexit 2\n", "ssh"))
+    refuses.chmod(0o755)
+
+    job = msrun(
+        "--launcher", "ssh", "--hostfile", tmp_path / "hosts", "--ssh", refuses, *shell(":")
+    )
+
+    assert job.wait() == 2
+    assert "node b: odd" in job.err

@@ -227,7 +227,7 @@ def test_a_killed_forkserver_ends_the_job(family):
 def test_a_scheduler_that_is_killed_again_and_again_ends_the_job(family):
     for count in range(1, 6):
         kill(family.find("msrun scheduler"))
-        until(lambda n=count: family.err.count("it is started again") == n, "for the next one")
+        family.until_said("it is started again", times=count)
     kill(family.find("msrun scheduler"))
 
     assert family.wait() == 70
@@ -242,7 +242,7 @@ def test_workers_do_not_notice_that_the_scheduler_was_killed(msrun):
     job.until_logged("up", 0, 1)
     kill(job.find("msrun scheduler"))
     log = job.logs / "scheduler.log"
-    until(lambda: log.read_text().count("received Register") == 2, "for the agent to register")
+    until(lambda: log.read_text().count("received Register") > 1, "for the agent to register")
     (job.folder / "go").touch()
 
     assert job.wait() == 0

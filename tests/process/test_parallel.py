@@ -43,7 +43,13 @@ def test_every_worker_finds_the_configuration(msrun, config):
 
 
 def test_a_later_generation_finds_it_too(msrun, config):
-    fail_once = f'{NAME}; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && test -s "$MSRUN_CONFIG"'
+    fail_once = f"""
+        {NAME}
+        test -s "$MSRUN_CONFIG" || exit 2
+        [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit
+        [ "$RANK" = 0 ] && exit 1
+        until [ -e never ]; do sleep 0.05; done
+    """
     words = ("--workers-per-node", 2, "--max-restarts", 1)
     job = msrun("--parallel", config, *words, *shell(fail_once))
 

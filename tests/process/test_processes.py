@@ -64,6 +64,12 @@ def test_what_must_not_wait_for_busy_workers_runs_before_them(msrun):
 
     assert {"msrun reaper", "msrun scheduler"} <= ahead
     assert os.getpriority(os.PRIO_PROCESS, job.process.pid) < 0
+    # The end of the agent is what the others wait for; who reaps must not come before all.
+    kinds = {
+        m.name(): os.sched_getscheduler(m.pid) & ~os.SCHED_RESET_ON_FORK for m in job.members()
+    }
+    assert kinds["msrun reaper"] == kinds["msrun scheduler"] == os.SCHED_OTHER
+    assert os.sched_getscheduler(job.process.pid) & os.SCHED_RR
     assert not ahead & {"msrun forksrv", "msrun store", "sh", "sleep"}
 
 

@@ -5,7 +5,9 @@ import os
 import select
 import socket
 import stat
+import sys
 from base64 import b64decode, b64encode
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -146,11 +148,20 @@ def test_a_runtime_directory_that_others_may_use_is_refused(msrun, runtime):
     assert "msrun must be a directory of this user alone, mode 0700" in job.err
 
 
-def test_the_secret_is_in_no_command_line_environment_log_or_file(msrun):
+# As `sitecustomize` it runs before all else.
+HOLD_SCHEDULER = """
+    import os, signal, sys
+    if any("roles.scheduler" in word for word in sys.orig_argv):
+        os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_the_secret_is_in_no_command_line_environment_log_or_file(msrun, tmp_path):
     """It is read where it passes, in the pipe to a scheduler that is held before it reads."""
-    job = msrun("--workers-per-node", 2, *shell(WAIT))
-    scheduler = until(lambda: newborn_scheduler(job.pid), "for the scheduler")
-    scheduler.suspend()
+    script(tmp_path, HOLD_SCHEDULER, "sitecustomize.py")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    job = msrun("--workers-per-node", 2, *shell(WAIT), env=env)
+    scheduler = until(lambda: held_scheduler(job), "for the scheduler")
     try:
         secret = peek(Path(f"/proc/{scheduler.pid}/fd/0"))
     finally:
@@ -165,13 +176,11 @@ def test_the_secret_is_in_no_command_line_environment_log_or_file(msrun):
     assert not [p for p in job.logs.iterdir() if any(form in p.read_bytes() for form in forms)]
 
 
-def newborn_scheduler(agent):
-    for child in psutil.Process(agent).children():
-        try:
-            if any("roles.scheduler" in word for word in child.cmdline()):
-                return child
-        except psutil.Error:
-            continue
+def held_scheduler(job):
+    for member in job.members():
+        with suppress(psutil.Error):
+            if member.status() == psutil.STATUS_STOPPED:
+                return member
     return None
 
 
@@ -190,7 +199,8 @@ def readable(job):
     for member in job.members():
         for name in ("cmdline", "environ"):
             path = Path(f"/proc/{member.pid}/{name}")
-            yield str(path), path.read_bytes()
+            with suppress(FileNotFoundError, ProcessLookupError):  # The worker's `sleep` is over.
+                yield str(path), path.read_bytes()
     for folder in (job.logs, job.run_dir):
         for path in folder.rglob("*"):
             if path.is_file():

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from datetime import datetime
 
 import psutil
 import pytest
@@ -12,14 +13,23 @@ pytestmark = pytest.mark.process
 IDLE = "echo up; exec sleep 600"
 DEAF = "trap '' TERM INT HUP QUIT; echo up; while :; do sleep 0.01; done"
 
+# Rank 0 fails when it may, rank 1 ends when it may, whatever it is told.
+LINGERS = """
+    [ "$RANK" = 0 ] && { until [ -e go ]; do sleep 0.01; done; exit 3; }
+    trap '' TERM INT
+    echo up
+    until [ -e saved ]; do sleep 0.01; done
+"""
+
 every_stop = pytest.mark.parametrize(("signum", "code"), STOPS.items())
 usual_stop = pytest.mark.parametrize(("signum", "code"), list(STOPS.items())[:2])
 
 
 @every_stop
 def test_stopped_while_it_forms(msrun, tmp_path, signum, code):
-    """While the forkserver imports torch, which takes it a second."""
-    job = msrun(script(tmp_path, "raise AssertionError"))
+    """While the forkserver imports what takes it for ever."""
+    script(tmp_path, "import signal; signal.pause()", "endless.py")
+    job = msrun("--preload", "endless", script(tmp_path, "raise AssertionError"))
     job.find("msrun forksrv")
     job.send(signum)
 
@@ -43,12 +53,13 @@ def test_stopped_while_it_runs(msrun, signum, code):
 @usual_stop
 def test_stopped_while_it_stops_for_a_restart(msrun, signum, code):
     """The failure is no longer the job's end, so the signal is."""
-    program = f'[ "$RANK" = 0 ] && {{ until [ -e go ]; do sleep 0.01; done; exit 3; }}; {DEAF}'
-    job = msrun("--workers-per-node", 2, "--max-restarts", 3, "--grace", "0.6s", *shell(program))
+    job = msrun("--workers-per-node", 2, "--max-restarts", 3, "--grace", "10m", *shell(LINGERS))
     job.until_logged("up", 1)
     (job.folder / "go").touch()
     until(lambda: "received WorkerExited" in scheduler_log(job), "for the end of rank 0")
     job.send(signum)
+    until(lambda: "received Interrupted" in scheduler_log(job), "for the signal")
+    (job.folder / "saved").touch()
 
     assert job.wait() == code
     assert job.block() == f"error: stopped by {signum.name}\n"
@@ -59,12 +70,19 @@ def test_stopped_while_it_stops_for_a_restart(msrun, signum, code):
 def test_stopped_while_it_waits_to_restart(msrun, signum, code):
     job = msrun("--max-restarts", 9, *shell("exit 5"))
     job.until_said("msrun: restart 2 of 9 in ")
-    began = time.monotonic()
     job.send(signum)
 
     assert job.wait() == code
-    assert time.monotonic() - began < 1.4, "it waited for the restart"
     assert job.block() == f"error: stopped by {signum.name}\n"
+    took = said_at(job, "error: stopped") - said_at(job, f"msrun: {signum.name}")
+    assert took.total_seconds() < 1.4, "it waited for the restart"
+
+
+def said_at(job, text):
+    """Return when the launcher began to say `text`, by its own clock."""
+    lines = (job.logs / "msrun.log").read_text().splitlines()
+    (at,) = [at for at, _, said in (line.partition(" ") for line in lines) if said.startswith(text)]
+    return datetime.fromisoformat(at)
 
 
 def scheduler_log(job):
@@ -72,12 +90,13 @@ def scheduler_log(job):
 
 
 def test_a_failure_that_ends_the_job_stays_its_cause_when_a_signal_follows(msrun):
-    program = f'[ "$RANK" = 0 ] && {{ until [ -e go ]; do sleep 0.01; done; exit 3; }}; {DEAF}'
-    job = msrun("--workers-per-node", 2, "--grace", "0.6s", *shell(program))
+    job = msrun("--workers-per-node", 2, "--grace", "10m", *shell(LINGERS))
     job.until_logged("up", 1)
     (job.folder / "go").touch()
     until(lambda: "received WorkerExited" in scheduler_log(job), "for the end of rank 0")
     job.send(signal.SIGTERM)
+    until(lambda: "received Interrupted" in scheduler_log(job), "for the signal")
+    (job.folder / "saved").touch()
 
     assert job.wait() == 3
     assert job.block().startswith("error: rank 0 (node HOST, local_rank 0, pid N) exited with")

@@ -180,10 +180,12 @@ class SchedulerScript(Script):
         incarnation = self.incarnations.get(node, 1)
         return scheduler_events.Unreachable(node, incarnation, why)
 
-    def exit(self, node, rank, generation=None, incarnation=None, **words):
+    def exit(self, node, rank, generation=None, incarnation=None, on_way="0", **words):
         first_rank = self.first_ranks.get(node, 0)
         end = worker_end(int(rank), first_rank=first_rank, host=node, **words)
-        return self._received(node, WorkerExited(exit=end), generation, incarnation)
+        # Clocks of nodes have nothing to do with ours.
+        body = WorkerExited(exit=end, at=self.now - float(on_way) + 1000 * ord(node))
+        return self._received(node, body, generation, incarnation)
 
     def drained(self, node, stuck=None, generation=None):
         return self._received(node, Drained(stuck=[stuck] if stuck else []), generation)
@@ -274,6 +276,7 @@ class AgentScript(Script):
         self.generation = -1
         self.started = None
         self.drained = set()
+        self.told = set()
         self.concluded = False
 
     def start(  # noqa: PLR0917 - all that a node is made of
@@ -381,8 +384,11 @@ class AgentScript(Script):
             case agent_events.StartWorkers(generation=generation):
                 assert self.started is None or self.started in self.drained
                 self.started = generation
+            case agent_events.Join():  # to a scheduler that may know nothing
+                self.told.clear()
             case agent_events.Send(body=Drained(), generation=generation):
-                assert generation not in self.drained, "drained twice"
+                assert generation not in self.told, "drained twice"
+                self.told.add(generation)
                 self.drained.add(generation)
             case agent_events.Conclude():
                 assert not self.concluded

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from auto_models import GPT, MODELS, GPTBlock
-from ranks import run_ranks
+from ranks import run_warm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -100,7 +100,7 @@ def run_plans(name, sizes):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
 def test_plans_compute_what_one_process_does(name, sizes):
-    for errors in run_ranks(run_plans, math.prod(sizes), name, sizes):
+    for errors in run_warm(run_plans, math.prod(sizes), name, sizes):
         assert len(errors) == PLANS + 1
         assert max(errors) < 1e-10, errors
 
@@ -108,7 +108,7 @@ def test_plans_compute_what_one_process_does(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_on_three_axes_compute_what_one_process_does(name):
-    for errors in run_ranks(run_plans, 8, name, (2, 2, 2)):
+    for errors in run_warm(run_plans, 8, name, (2, 2, 2)):
         assert max(errors) < 1e-10, errors
 
 
@@ -181,10 +181,10 @@ def by_class(logits, target):
 )
 def test_training_learns_what_one_process_does(config, loss_inside):
     size = math.prod(config["mesh"].values())
-    ((want, weights, _),) = run_ranks(
+    ((want, weights, _),) = run_warm(
         partial(train, loss_inside=loss_inside), 1, {"mesh": {"dp": 1}}
     )
-    for losses, found, _ in run_ranks(partial(train, loss_inside=loss_inside), size, config):
+    for losses, found, _ in run_warm(partial(train, loss_inside=loss_inside), size, config):
         assert losses == pytest.approx(want, abs=1e-6)
         for name, weight in weights.items():
             assert torch.allclose(found[name], weight, atol=2e-5), name
@@ -192,20 +192,21 @@ def test_training_learns_what_one_process_does(config, loss_inside):
 
 def test_wishes_are_kept():
     config = CONFIGS[3]
-    ((want, _, _),) = run_ranks(partial(train, loss_inside=True), 1, {"mesh": {"dp": 1}})
-    for losses, _, shapes in run_ranks(partial(train, loss_inside=True), 4, config):
+    ((want, _, _),) = run_warm(partial(train, loss_inside=True), 1, {"mesh": {"dp": 1}})
+    for losses, _, shapes in run_warm(partial(train, loss_inside=True), 4, config):
         assert losses == pytest.approx(want, abs=1e-6)
         assert shapes["blocks.0.up.weight"][0] == 32
 
 
-def half(config, folder, *, is_second):
+def half(config, folder, *, is_second, dropout=0.0):
     """Return the losses of the last two of four steps, after a checkpoint or without one."""
     rt = msrun.init(config)
     torch.manual_seed(0)
-    net = GPT()
+    net = GPT(layers=4, dropout=dropout, ignored=-100)
     torch.manual_seed(1)
     parts, index = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
     batches = [[x.chunk(parts)[index] for x in MODELS["gpt"][1]()] for _ in range(4)]
+    torch.manual_seed(2 + is_second)
     net = rt.shard(net, sample=batches[0])
     optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     if is_second:
@@ -226,10 +227,25 @@ def inside(loss, _):
 def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path):
     folder = str(tmp_path / "checkpoint")
     first = {"mode": "auto", "mesh": {"dp": 2, "tp": 2}}
-    want = run_ranks(partial(half, is_second=False), 4, first, folder)[0]
+    want = run_warm(partial(half, is_second=False), 4, first, folder)[0]
     for config in ({"mode": "auto", "mesh": {"tp": 2}}, {"mesh": {"dp": 2}}):
-        (found, _) = run_ranks(partial(half, is_second=True), 2, config, folder)
+        (found, _) = run_warm(partial(half, is_second=True), 2, config, folder)
         assert found == pytest.approx(want, abs=1e-6)
+
+
+def test_dropout_goes_on_from_a_checkpoint_of_any_plan(tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    first = {"mode": "auto", "mesh": {"tp": 2}, "accumulate": 2}
+    train = partial(half, dropout=0.5)
+    want = run_warm(partial(train, is_second=False), 2, first, folder)[0]
+    pipeline = {"stages": "auto", "microbatches": 2}
+    for ranks, config in (
+        (2, first),
+        (1, {"mode": "auto", "mesh": {"dp": 1}, "accumulate": 2}),
+        (2, {"mode": "auto", "mesh": {"pp": 2}, "pipeline": pipeline}),
+    ):
+        for found in run_warm(partial(train, is_second=True), ranks, config, folder):
+            assert found == pytest.approx(want, abs=1e-6)
 
 
 def dropped(sizes):
@@ -251,9 +267,9 @@ def dropped(sizes):
 
 
 def test_what_is_dropped_does_not_depend_on_the_plan():
-    (want,) = run_ranks(dropped, 1, (1,))
+    (want,) = run_warm(dropped, 1, (1,))
     assert len(set(want)) == 3
-    for losses in run_ranks(dropped, 4, (2, 2)):
+    for losses in run_warm(dropped, 4, (2, 2)):
         assert losses == pytest.approx(want, rel=1e-10)
 
 
@@ -295,7 +311,7 @@ def whole(x):
 
 
 def test_recomputed_blocks_keep_less_and_learn_the_same():
-    for kept, again in run_ranks(recomputed, 4, (2, 2)):
+    for kept, again in run_warm(recomputed, 4, (2, 2)):
         assert kept[0] == again[0]
         assert kept[0][0] != kept[0][1]
         for one, other in zip(kept[1], again[1], strict=True):
@@ -343,17 +359,17 @@ def refused(config, sample, model=MODELS["perceptron"][0]):
 
 def test_what_cannot_be_searched_is_one_sentence():
     x, y = MODELS["perceptron"][1]()
-    (said,) = run_ranks(refused, 1, {}, None)
+    (said,) = run_warm(refused, 1, {}, None)
     assert said == "parallel.mode: auto needs a batch to trace the model with"
-    said, other = run_ranks(refused, 2, {"mesh": {"dp": 2}, "memory": "1KiB"}, (x, y))
+    said, other = run_warm(refused, 2, {"mesh": {"dp": 2}, "memory": "1KiB"}, (x, y))
     assert said == other
     assert said.startswith("parallel.memory: no plan fits; the smallest takes")
-    (said,) = run_ranks(refused, 1, {}, (x, y), Normed)
+    (said,) = run_warm(refused, 1, {}, (x, y), Normed)
     assert said == "parallel.mode: auto cannot run batch_norm, as norm does"
     attention = "scaled_dot_product_attention with dropout"
     written = "relu_ on what is read again behind it"
     for model, what in ((Attending, attention), (Writing, written)):
-        (said,) = run_ranks(refused, 1, {}, (x, y), model)
+        (said,) = run_warm(refused, 1, {}, (x, y), model)
         assert said == f"parallel.mode: auto cannot run {what}, as the model does"
-    (said,) = run_ranks(refused, 1, {}, (x,))
+    (said,) = run_warm(refused, 1, {}, (x,))
     assert said.startswith("search: the forward of Perceptron cannot be traced")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from auto_models import MODELS, Llama
-from ranks import run_ranks
+from ranks import run_warm
 
 import msrun
 from msrun.errors import UsageError
@@ -46,8 +46,8 @@ def train(config):
     [(None, 1), ("340KiB", 1), ("150KiB", 2)],
 )
 def test_a_found_mesh_learns_what_one_process_does(memory, parts):
-    ((want, weights, _, _, whole),) = run_ranks(train, 1, {"mesh": {"dp": 1}})
-    found = run_ranks(train, 4, AUTO | ({"memory": memory} if memory else {}))
+    ((want, weights, _, _, whole),) = run_warm(train, 1, {"mesh": {"dp": 1}})
+    found = run_warm(train, 4, AUTO | ({"memory": memory} if memory else {}))
     for losses, ours, mesh, made, held in found:
         assert math.prod(mesh.values()) == 4
         assert next(iter(mesh)) == "dp"
@@ -74,7 +74,7 @@ def early():
 
 
 def test_before_it_is_found_there_is_no_mesh():
-    (said,) = run_ranks(early, 1)
+    (said,) = run_warm(early, 1)
     assert said == ["parallel.mesh: auto is found by rt.shard: call it first"] * 4
 
 
@@ -86,9 +86,9 @@ def refused(config, samples=8):
 
 
 def test_what_cannot_be_found_is_one_sentence():
-    for said in run_ranks(refused, 2, AUTO | {"memory": "1KiB"}):
+    for said in run_warm(refused, 2, AUTO | {"memory": "1KiB"}):
         assert said.startswith("parallel.memory: no plan fits; the smallest takes ")
-    for said in run_ranks(refused, 2, {"mode": "auto", "mesh": {"dp": 2}, "accumulate": 3}):
+    for said in run_warm(refused, 2, {"mode": "auto", "mesh": {"dp": 2}, "accumulate": 3}):
         assert said == (
             "parallel.accumulate: 3 does not divide the 8 samples of a local batch, and mode auto "
             "needs equal micro-batches"

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from auto_models import GPT, MODELS, Llama
-from ranks import Counted, run_ranks
+from ranks import Counted, run_ranks, run_warm
 
 import msrun
 from msrun.cli.main import main
@@ -68,14 +68,14 @@ def train(config):
 
 
 def test_a_saved_plan_runs_as_a_found_one_and_as_one_process(saved):
-    ((want, weights, _, _),) = run_ranks(train, 1, {"mesh": {"dp": 1}})
-    found = run_ranks(train, 4, AUTO | {"memory": MEMORY})
-    loaded = run_ranks(train, 4, AUTO | {"plan": str(saved)})
+    ((want, weights, _, _),) = run_warm(train, 1, {"mesh": {"dp": 1}})
+    found = run_warm(train, 4, AUTO | {"memory": MEMORY})
+    loaded = run_warm(train, 4, AUTO | {"plan": str(saved)})
     # The plan knows its mesh.
-    loaded += run_ranks(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
+    loaded += run_warm(train, 4, AUTO | {"mesh": "auto", "plan": str(saved)})
     plan = json.loads(saved.read_text()) | {"recompute": True}
     saved.write_text(json.dumps(plan))
-    again = run_ranks(train, 4, AUTO | {"plan": str(saved)})
+    again = run_warm(train, 4, AUTO | {"plan": str(saved)})
     for losses, whole, places, _ in (*loaded, *again):
         assert losses == pytest.approx(want, rel=1e-10)
         for name, weight in weights.items():

@@ -9,18 +9,21 @@ import weakref
 import pytest
 import torch
 from auto_models import GPT, LENGTH, VOCAB, WIDTH, GPTBlock, tokens
-from ranks import run_ranks
+from ranks import run_warm
 from torch import nn
 from torch.nn import functional
 
 import msrun
 from msrun.cli.main import main
 from msrun.errors import UsageError
+from msrun.parallel.auto.schedules import rounds
 from msrun.parallel.local import local_part
+from msrun.parallel.pipeline.chunks import Chunks
 
 pytestmark = pytest.mark.torch
 
-STEPS = 5
+# What the optimizer remembers of the first step shows in the last loss.
+STEPS, SAVED_AFTER = 3, 1
 ALONE = {"mesh": {"dp": 1}}
 # Where work takes long and a collective longer, stages are the fastest there is.
 SLOW = "preset: cpu\nflops: 1.0e+8\nmemory_bandwidth: 1.0e+9\nlaunch: 0.0\ncollective: 0.01\n"
@@ -86,11 +89,11 @@ def whole(param):
 
 
 def train(config, save=None, load=None):
-    """Train, then do it again from a checkpoint of the second step that somebody wrote.
+    """Train, then do it again from a checkpoint of the first step that somebody wrote.
 
     Args:
         config: Of all ranks.
-        save: Where to write a checkpoint of the second step.
+        save: Where to write a checkpoint of the first step.
         load: Where there is one; None leaves it.
 
     Returns:
@@ -108,11 +111,11 @@ def train(config, save=None, load=None):
     assert "pp" not in rt.layout.axes or not any(param() is not None for param in wholes)
     optimizer = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     losses = []
-    for start in (0,) if load is None else (0, 2):
+    for start in (0,) if load is None else (0, SAVED_AFTER):
         if start:
             assert rt.load(net, optimizer, path=str(load)) == start
         for number in range(start, STEPS):
-            if number == 2 and save is not None:
+            if number == SAVED_AFTER and save is not None:
                 rt.save(net, optimizer, step=number, path=str(save))
             x, y = local(rt, batches[number])
             losses.append(rt.step(net, optimizer, given, x, y, y).item())
@@ -130,7 +133,7 @@ def check(found, want, rel=1e-10):
     """Hold what ranks found against one process: losses, and the weights that each has."""
     seen = set()
     for losses, weights, *_ in found:
-        expected = want[0] + want[0][2:] * (len(losses) > STEPS)
+        expected = want[0] + want[0][SAVED_AFTER:] * (len(losses) > STEPS)
         assert losses == pytest.approx(expected, rel=rel)
         seen |= set(weights)
         for name, weight in weights.items():
@@ -139,11 +142,11 @@ def check(found, want, rel=1e-10):
 
 
 def test_stages_of_a_named_mesh_learn_what_one_process_does(tmp_path):
-    (want,) = run_ranks(train, 1, ALONE, tmp_path / "one")
+    (want,) = run_warm(train, 1, ALONE, tmp_path / "one")
     wish = [{"match": "blocks.0.up", "style": "colwise"}]
-    tp = run_ranks(train, 4, auto({"pp": 2, "tp": 2}, plan=wish), tmp_path / "tp", tmp_path / "one")
-    dp = run_ranks(train, 4, auto({"pp": 2, "dp": 2}, schedule="gpipe"), None, tmp_path / "tp")
-    one = run_ranks(train, 1, ALONE, None, tmp_path / "tp")
+    tp = run_warm(train, 4, auto({"pp": 2, "tp": 2}, plan=wish), tmp_path / "tp", tmp_path / "one")
+    dp = run_warm(train, 4, auto({"pp": 2, "dp": 2}, schedule="gpipe"), None, tmp_path / "tp")
+    one = run_warm(train, 1, ALONE, None, tmp_path / "tp")
     for found in (tp, dp, one):
         check(found, want)
     sizes = {name: weight.numel() for name, weight in want[1].items()}
@@ -157,18 +160,32 @@ def test_stages_that_a_search_finds_or_found_learn_what_one_process_does(tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow.yaml").write_text(SLOW)
     (tmp_path / "saved_gpt.py").write_text(SEARCHED)
-    (want,) = run_ranks(train, 1, ALONE)
+    (want,) = run_warm(train, 1, ALONE)
     config = {"mode": "auto", "mesh": "auto"}
-    found = run_ranks(train, 4, config | {"topology": "slow.yaml"})
+    found = run_warm(train, 4, config | {"topology": str(tmp_path / "slow.yaml")})
     check(found, want)
     assert [one[2] for one in found] == [{"pp": 4, "dp": 1}] * 4
     words = ("--world", "4", "--batch", "8", "--topology", "slow.yaml", "--memory", "120KiB")
     assert main(["search", "saved_gpt.py:make", *words, "-o", "plan.json"]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["stages"], plan["mesh"], plan["recompute"]) == (2, {"tp": 2}, True)
-    found = run_ranks(train, 4, config | {"plan": "plan.json"})
+    found = run_warm(train, 4, config | {"plan": str(tmp_path / "plan.json")})
     check(found, want)
     assert [one[2] for one in found] == [{"pp": 2, "tp": 2}] * 4
+    twice = auto({"pp": 2, "tp": 2}, plan["microbatches"], "zbv", plan=str(tmp_path / "plan.json"))
+    check(run_warm(train, 4, twice), want)
+
+
+@pytest.mark.slow
+def test_stages_that_a_search_finds_on_a_named_mesh_learn_it_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slow.yaml").write_text(SLOW)
+    (tmp_path / "saved_gpt.py").write_text(SEARCHED)
+    (want,) = run_warm(train, 1, ALONE)
+    words = ("--world", "4", "--batch", "8", "--topology", "slow.yaml", "--mesh", "pp=2,dp=2")
+    assert main(["search", "saved_gpt.py:make", *words, "-o", "plan.json"]) == 0
+    config = {"mode": "auto", "mesh": {"pp": 2, "dp": 2}, "plan": str(tmp_path / "plan.json")}
+    check(run_warm(train, 4, config), want)
 
 
 def predict(config, parts):
@@ -190,17 +207,38 @@ def predict(config, parts):
         divided = list(zip(*(x.chunk(parts) for x in batches[0][:2]), strict=True))
         seen, again = (torch.cat([net(*inputs) for inputs in divided]) for _ in range(2))
     assert torch.equal(seen, again)
-    return losses, {name: whole(param) for name, param in net.named_parameters()}, seen
+    weights = {name: whole(param) for name, param in net.named_parameters()}
+    return losses, weights, seen, net.describe() if "pp" in rt.layout.axes else ""
 
 
 def test_skips_ties_dropout_and_clipping_are_those_of_one_process():
     alone = {"mode": "auto", "mesh": {"dp": 1}, "accumulate": 4}
-    (want,) = run_ranks(predict, 1, alone, 4)
-    found = run_ranks(predict, 4, auto({"pp": 4}), 1)
+    (want,) = run_warm(predict, 1, alone, 4)
+    found = run_warm(predict, 4, auto({"pp": 4}), 1)
     # The norm of gradients is taken in float32.
     check(found, want, rel=1e-6)
-    for *_, seen in found:
+    for _, _, seen, _ in found:
         assert torch.allclose(seen, want[2], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
+)
+def test_stages_of_several_chunks_learn_what_one_process_does_and_wait_as_is_priced(schedule):
+    alone = {"mode": "auto", "mesh": {"dp": 1}, "accumulate": 4}
+    (want,) = run_warm(predict, 1, alone, 4)
+    found = run_warm(predict, 2, auto({"pp": 2}, schedule=schedule), 1)
+    check(found, want, rel=1e-6)
+    taken = rounds(Chunks(schedule=schedule, stages=2, segments=2), 4)
+    for _, _, seen, described in found:
+        assert torch.allclose(seen, want[2], atol=1e-5)
+        assert f"ranks wait {1 - 4 / taken:.0%} of the time" in described
+
+
+def test_chunks_that_are_divided_learn_what_one_process_does(tmp_path):
+    (want,) = run_warm(train, 1, ALONE, tmp_path / "one")
+    config = auto({"pp": 2, "tp": 2}, schedule="interleaved", memory="256KiB")
+    check(run_warm(train, 4, config, None, tmp_path / "one"), want)
 
 
 def refused(config, change=None):
@@ -234,7 +272,7 @@ SHAPE = "an input of shape [2, 4] came where the plan of parallel.mode auto has 
     ids=["microbatches", "uneven", "memory", "shape"],
 )
 def test_what_stages_cannot_run_is_one_sentence(config, change, sentence):
-    for said in run_ranks(refused, 2, config, change):
+    for said in run_warm(refused, 2, config, change):
         assert said.startswith(sentence)
 
 
@@ -249,6 +287,6 @@ def on_meta():
 
 
 def test_a_model_without_values_is_refused():
-    assert run_ranks(on_meta, 1) == [
+    assert run_warm(on_meta, 1) == [
         "parallel.mode: auto divides models with values, not those of init_on_meta"
     ]

@@ -12,7 +12,7 @@ import msrun
 from msrun.cli.calibrate import PROGRAM
 from msrun.cli.main import main
 from msrun.errors import UsageError
-from msrun.parallel.auto.calibrate import fit
+from msrun.parallel.auto.calibrate import fit, hidden_share
 from msrun.parallel.auto.cost import collective
 from msrun.parallel.auto.redistribution import Kind
 from msrun.parallel.auto.topology import parse_topology
@@ -28,6 +28,8 @@ def test_what_was_measured_is_what_the_search_calculates_with(finished, tmp_path
     found = parse_topology(load_yaml(tmp_path / "t.yaml"))
     assert found.per_node == 2
     assert found.flops > 1e8
+    assert 0 <= found.overlap < 1
+    assert "overlap:" in (tmp_path / "t.yaml").read_text()
     assert {(one.kind, one.ranks, one.across) for one in found.measured} == {
         (kind, 2, False) for kind in ("gather", "scatter", "reduce", "move")
     }
@@ -71,6 +73,14 @@ def test_the_verb_starts_the_job(tmp_path):
     assert done.stderr.endswith("see one.yaml\n")
     found = parse_topology(load_yaml(tmp_path / "one.yaml"))
     assert found.measured == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both", "share"),
+    [(2.0, 2.0, 4.0, 0.0), (2.0, 4.0, 5.0, 0.5), (2.0, 2.0, 5.0, 0.0), (2.0, 2.0, 1.0, 0.95)],
+)
+def test_what_two_times_save_together(first, second, both, share):
+    assert hidden_share(first, second, both) == share
 
 
 def with_topology(path):

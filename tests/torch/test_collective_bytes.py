@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from pipelines import MODELS, UNITS, stages
-from ranks import BATCH, OPTIMIZERS, Counted, batches, build, run_ranks
+from ranks import BATCH, OPTIMIZERS, Counted, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
 
@@ -76,7 +76,7 @@ def scatters(zero, accumulate):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_optimizer_parallel_sends_its_units(zero, accumulate):
     units, unit_bytes = 3, padded(shapes("mlp").values(), 4)
-    for found in run_ranks(sent, 4, {"optimizer": {"zero": zero}, "accumulate": accumulate}, "mlp"):
+    for found in run_warm(sent, 4, {"optimizer": {"zero": zero}, "accumulate": accumulate}, "mlp"):
         again, times = gathers(zero, accumulate), scatters(zero, accumulate)
         assert found == {
             GATHER: (units * again, unit_bytes * again),
@@ -88,7 +88,7 @@ def test_optimizer_parallel_sends_its_units(zero, accumulate):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_copies_of_optimizer_parallel_reduce_their_parts(zero):
     unit_bytes = padded(shapes("mlp").values(), 2)
-    for found in run_ranks(sent, 4, {"optimizer": {"zero": zero, "shard_size": 2}}, "mlp"):
+    for found in run_warm(sent, 4, {"optimizer": {"zero": zero, "shard_size": 2}}, "mlp"):
         assert found == {
             GATHER: (3 * gathers(zero, 1), unit_bytes * gathers(zero, 1)),
             SCATTER: (3, unit_bytes),
@@ -99,7 +99,7 @@ def test_copies_of_optimizer_parallel_reduce_their_parts(zero):
 def test_what_stays_whole_is_reduced_and_not_gathered():
     weights = [shape for name, shape in shapes("mlp").items() if "weight" in name]
     biases = [shape for name, shape in shapes("mlp").items() if "bias" in name]
-    for found in run_ranks(sent, 2, {"optimizer": {"zero": 3, "threshold": 256}}, "mlp"):
+    for found in run_warm(sent, 2, {"optimizer": {"zero": 3, "threshold": 256}}, "mlp"):
         # Each of them travels with a number that says whether anybody has its gradient.
         small = padded(biases, 1) + FLOAT * len(biases)
         assert found == {
@@ -112,11 +112,11 @@ def test_what_stays_whole_is_reduced_and_not_gathered():
 def test_a_short_type_halves_what_is_sent():
     elements = padded(shapes("mlp").values(), 1, element=1) + len(shapes("mlp"))
     config = {"reduce": {"dtype": "bfloat16"}}
-    assert run_ranks(sent, 2, config, "mlp")[0] == {REDUCE: (1 + 1, 2 * elements + LOSS)}
+    assert run_warm(sent, 2, config, "mlp")[0] == {REDUCE: (1 + 1, 2 * elements + LOSS)}
 
     unit_bytes = padded(shapes("mlp").values(), 2, element=2)
     config = {"optimizer": {"zero": 2, "dtype": "bfloat16"}}
-    assert run_ranks(sent, 2, config, "mlp")[0] == {
+    assert run_warm(sent, 2, config, "mlp")[0] == {
         GATHER: (3, unit_bytes),
         SCATTER: (3, unit_bytes),
         REDUCE: (1, COMPARED),
@@ -138,12 +138,12 @@ def test_a_short_type_halves_what_is_sent():
 def test_tensor_parallel_sends_activations_whatever_its_degree(degree, options, reductions):
     config = {"mesh": {"tp": degree}, "plan": LAYERS, **options}
     count = LAYER_COUNT * reductions
-    for found in run_ranks(sent, degree, config, "transformer"):
+    for found in run_warm(sent, degree, config, "transformer"):
         assert found == {"all_reduce": (count, count * ACTIVATION)}
 
 
 def test_a_divided_vocabulary_sends_no_logits():
-    for found in run_ranks(sent, 2, {"mesh": {"tp": 2}, "plan": VOCABULARY}, "transformer"):
+    for found in run_warm(sent, 2, {"mesh": {"tp": 2}, "plan": VOCABULARY}, "transformer"):
         # Rows of the table and the gradient of the head's input; maximum, sum and the logit of
         # the target are one number a token.
         assert found == {"all_reduce": (5, 2 * ACTIVATION + 3 * FLOAT * TOKENS)}
@@ -161,7 +161,7 @@ def test_data_parallel_beside_tensor_parallel_sends_parts(zero):
         else shape
         for name, shape in shapes("transformer").items()
     ]
-    for found in run_ranks(sent, 4, config, "transformer"):
+    for found in run_warm(sent, 4, config, "transformer"):
         # Local batches are half as large.
         count = 6 * LAYER_COUNT
         assert found.pop("all_reduce") == (count, count * ACTIVATION // 2)
@@ -201,7 +201,7 @@ def test_a_matrix_product_sends_what_its_strategy_says(strategy, out_strategy, e
     """Rows and columns nothing; a divided contraction its output."""
     rule = {"match": "0", "strategy": strategy}
     rule |= {"out_strategy": out_strategy} if out_strategy else {}
-    for found in run_ranks(product, 4, rule):
+    for found in run_warm(product, 4, rule):
         assert found == expected
 
 
@@ -245,7 +245,7 @@ def test_sequence_parallel_gathers_and_scatters_what_tensor_parallel_reduces():
         {"match": "last", "style": "sequence"},
     ]  # fmt: skip
     part, norms = ACTIVATION // 2, FLOAT * 4 * WIDTH
-    for found in run_ranks(feed, 2, plan):
+    for found in run_warm(feed, 2, plan):
         assert found == {
             # The input of `up` and the result; backward that of `down` and of the whole.
             "all_gather_into_tensor": (4, 4 * part),
@@ -274,7 +274,7 @@ def test_stages_send_micro_batches_and_their_gradients(schedule, messages):
         },
     }
     one = FLOAT * BATCH // count * 16
-    for found, times in zip(run_ranks(sent, 4, config, "deep"), messages, strict=True):
+    for found, times in zip(run_warm(sent, 4, config, "deep"), messages, strict=True):
         calls = (times * count, times * count * one)
         assert found == {"send": calls, "recv_": calls, "broadcast_": (1, LOSS)}
 
@@ -287,10 +287,10 @@ def test_stages_reduce_their_own_parameters_once():
     own = padded(shapes("deep", 0).values(), 2)
     messages = (4, FLOAT * BATCH // 2 * 16)
     common = {"send": messages, "recv_": messages, "broadcast_": (1, LOSS)}
-    for found in run_ranks(sent, 4, config, "deep"):
+    for found in run_warm(sent, 4, config, "deep"):
         assert found == common | {REDUCE: (1 + 1, own + FLOAT * 8 + LOSS)}
     for zero in (1, 2):
-        for found in run_ranks(sent, 4, config | {"optimizer": {"zero": zero}}, "deep"):
+        for found in run_warm(sent, 4, config | {"optimizer": {"zero": zero}}, "deep"):
             times = scatters(zero, 4)
             assert found == common | {
                 GATHER: (4, own),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from checkpoint_calls import in_one, make, refusal, start, train
 from checkpoint_layouts import (
-    HALF,
     LAYOUTS,
+    SAVED_AFTER,
     expected_losses,
     resume_all,
-    save_half,
+    save_early,
 )
 from ranks import assert_equal_curves, build, run_warm
 
@@ -32,7 +32,7 @@ SOURCE, TARGET = "zero3 x tp", "zero3 on 3"
 def saved(tmp_path_factory):
     """A folder with the checkpoint of a layout that divides most tensors in two ways."""
     folder = tmp_path_factory.mktemp("saved")
-    run_warm(save_half, LAYOUTS[SOURCE].world_size, SOURCE, folder)
+    run_warm(save_early, LAYOUTS[SOURCE].world_size, SOURCE, folder)
     return folder
 
 
@@ -44,9 +44,9 @@ def test_merged_and_split_again(saved):
     line = convert(saved / SOURCE, saved / "all.pt", optimizer=True)
     convert(saved / "all.pt", saved / "split", optimizer=True)
 
-    assert line == f"{saved}/all.pt: 6 tensors of the model after {HALF} steps"
+    assert line == f"{saved}/all.pt: 6 tensors of the model after {SAVED_AFTER} steps"
     found = run_warm(resume_all, LAYOUTS[TARGET].world_size, TARGET, saved, ["split"])
-    assert_equal_curves([losses["split"] for losses in found], expected_losses()[HALF:])
+    assert_equal_curves([losses["split"] for losses in found], expected_losses()[SAVED_AFTER:])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

@@ -1,6 +1,8 @@
 """Data parallel: the same losses as one process, and exactly the configured collectives."""
 
+import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.parallel.local import whole
+from msrun.parallel.torch_compat import tensors_in
 
 pytestmark = pytest.mark.torch
 
@@ -246,6 +249,35 @@ def test_a_plain_loop_is_right_too(accumulate):
     assert_equal_curves(run_warm(plain_loop, 2, accumulate), oracle("mlp"))
 
 
+def is_reached(count, memory):
+    """Wait until `count` tensors lie in `memory`: threads of a group let go of it late."""
+    deadline = time.monotonic() + 10
+    while tensors_in(memory) != count and time.monotonic() < deadline:
+        pass
+    return tensors_in(memory) == count
+
+
+def rooms():
+    """Return whether gradients had the memory of the pass before, and of what became of others."""
+    runtime = msrun.init()
+    network = runtime.shard(nn.Linear(4, 4, bias=False))
+    memories, reached, held = [], [], None
+    for factor in (1.0, 2.0, 3.0):
+        network(torch.full((1, 4), factor)).sum().backward()
+        memories.append(network.weight.grad.untyped_storage())
+        held = network.weight.grad[1:] if factor == 2.0 else held
+        network.zero_grad()
+        reached.append(is_reached(2 if factor == 2.0 else 1, memories[-1]))
+    with runtime.no_sync(network):
+        reached.append(is_reached(0, memories[-1]))
+    return [a is b for a, b in itertools.pairwise(memories)], held.tolist(), all(reached)
+
+
+def test_memory_of_gradients_serves_the_next_ones_once_nobody_has_them():
+    """New memory of a host costs a page fault each 4 KiB; what adds up meanwhile has its own."""
+    assert run_warm(rooms, 2) == [([True, False], [[2.0] * 4] * 3, True)] * 2
+
+
 def started_before_the_end():
     """Return the order in which gradients came and buckets were sent."""
     runtime = msrun.init({"reduce": {"fuse": "module"}})
@@ -288,6 +320,25 @@ def test_data_parallel_ranks_drop_other_samples_and_repeat_themselves():
     assert first != run_warm(dropping, 2, 4)
 
 
+def drawn(config):
+    msrun.init({"seed": 3} | config).shard(build("mlp"))
+    return tuple(torch.rand(3).tolist())
+
+
+STAGES = {"stages": {"fc1": 0, "fc2": 0, "fc3": 1}, "microbatches": 2}
+
+
+def test_stages_draw_apart_and_what_shares_a_layer_alike():
+    apart = run_warm(drawn, 4, {"mesh": {"pp": 2, "dp": 2}, "pipeline": STAGES})
+    plan = [{"match": "fc1", "style": "colwise"}]
+    alike = run_warm(drawn, 4, {"mesh": {"pp": 2, "tp": 2}, "pipeline": STAGES, "plan": plan})
+
+    assert len(set(apart)) == 4
+    assert (alike[0], alike[2]) == (alike[1], alike[3])
+    assert alike[0] != alike[2]
+    assert apart[0] == alike[0] == run_warm(drawn, 1, {})[0]
+
+
 def refused(config, model):
     runtime = msrun.init(config)
     network = build(model)
@@ -321,6 +372,23 @@ def refused(config, model):
 def test_what_cannot_be_done_is_refused_before_anything_changes(config, model, sentence):
     for found in run_warm(refused, 2, config, model):
         assert found.startswith(sentence)
+
+
+def torchs_own():
+    """Train with the batch norms that torch synchronizes itself, on accelerators alone."""
+    runtime = msrun.init()
+    network = runtime.shard(nn.SyncBatchNorm.convert_sync_batchnorm(build("conv")))
+    update = OPTIMIZERS["sgd"](network.parameters())
+    return [
+        runtime.step(
+            network, update, functional.cross_entropy, *(t.chunk(2)[runtime.rank] for t in batch)
+        ).item()
+        for batch in batches("conv")
+    ]
+
+
+def test_batch_norms_that_torch_synchronizes_work_too():
+    assert_equal_curves(run_warm(torchs_own, 2), oracle("conv"))
 
 
 def local_statistics():

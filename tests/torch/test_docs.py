@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import run_warm
 
 pytestmark = pytest.mark.torch
 
@@ -49,4 +49,4 @@ def run(code, config, folder):
 def test_a_snippet_runs(config, code, tmp_path):
     (tmp_path / "p.yaml").write_text(config)
 
-    assert len(run_ranks(run, 4, code, config, str(tmp_path))) == 4
+    assert len(run_warm(run, 4, code, config, str(tmp_path))) == 4

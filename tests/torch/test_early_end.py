@@ -31,7 +31,7 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, leaver):
     program = script(tmp_path, LEAVES.replace("LEAVER", str(leaver)), "leaves.py")
     job = finished(tmp_path, "--workers-per-node", 2, program)

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from ranks import OPTIMIZERS, assert_equal_curves, batches, build, run_ranks, token_loss
+from ranks import OPTIMIZERS, assert_equal_curves, batches, build, run_warm, token_loss
 from test_grid import DP_TP, RECOMPUTE
 from torch import nn
 from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.config_file import read_config
+from msrun.parallel.layout import resolve
 
 pytestmark = pytest.mark.torch
 
@@ -28,26 +30,26 @@ def dropping(config):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(dropping, 1, {})[0]
+    return run_warm(dropping, 1, {})[0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
         (2, {}),
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
         (2, {"optimizer": {"zero": 3}}),
         (4, {"optimizer": {"zero": 1}} | RECOMPUTE),
-        (4, DP_TP),
+        pytest.param(4, DP_TP, marks=pytest.mark.slow),
         (4, DP_TP | RECOMPUTE),
     ],
 )
 def test_equals_one_process(alone, ranks, config):
-    assert_equal_curves(run_ranks(dropping, ranks, config), alone)
+    assert_equal_curves(run_warm(dropping, ranks, config), alone)
 
 
 def test_without_it_ranks_drop_otherwise(alone):
-    for losses in run_ranks(dropping, 2, {"dropout": "local"}):
+    for losses in run_warm(dropping, 2, {"dropout": "local"}):
         assert abs(losses[-1] - alone[-1]) > 1e-4
 
 
@@ -65,9 +67,9 @@ def drawn_alone():
 
 
 def test_parts_are_those_of_one_mask():
-    (first, whole), (second, _) = run_ranks(masks, 2)
+    (first, whole), (second, _) = run_warm(masks, 2)
 
-    assert first + second == run_ranks(drawn_alone, 1)[0]
+    assert first + second == run_warm(drawn_alone, 1)[0]
     assert whole == torch.ones(4, 3).tolist()
 
 
@@ -103,7 +105,7 @@ def refused(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_what_else_draws_is_refused(name):
     sentence = f"parallel.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}"
-    assert run_ranks(refused, 2, name) == 2 * [sentence]
+    assert run_warm(refused, 2, name) == 2 * [sentence]
 
 
 def allowed():
@@ -116,7 +118,7 @@ def allowed():
 
 
 def test_what_draws_nothing_is_not():
-    assert run_ranks(allowed, 2)[0] == [1, 1, 3, 4]
+    assert run_warm(allowed, 2)[0] == [1, 1, 3, 4]
 
 
 def dropping_between_layers():
@@ -127,7 +129,7 @@ def dropping_between_layers():
 
 
 def test_what_drops_inside_is_refused():
-    assert run_ranks(dropping_between_layers, 2)[0].endswith("the model calls lstm")
+    assert run_warm(dropping_between_layers, 2)[0].endswith("the model calls lstm")
 
 
 def other_shape():
@@ -138,7 +140,27 @@ def other_shape():
 
 
 def test_samples_come_first():
-    assert run_ranks(other_shape, 2)[0] == (
+    assert run_warm(other_shape, 2)[0] == (
         "parallel.dropout: exact: a dropout sees a tensor of shape (4, 6), "
         "which does not begin with the 6 samples of the batch"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (
+            {"accumulate": 2},
+            "exact with 2 micro-batches, which hold other samples than those of one process",
+        ),
+        (
+            {"mesh": {"pp": 4}, "pipeline": {"stages": {"a": 0}, "microbatches": 1}},
+            "exact with a pipeline, whose stages draw each for itself",
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_arithmetic(config, sentence):
+    with pytest.raises(UsageError) as caught:
+        resolve(read_config(EXACT | config), 4)
+
+    assert caught.value.message == f"parallel.dropout: {sentence} (choose local)"

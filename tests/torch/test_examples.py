@@ -88,10 +88,17 @@ def text_alone(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("name", LM)
-def test_text_is_learned_as_in_one_process(name, text_alone, tmp_path):
+# The richest, and the one that divides parameters.
+LM_ROWS = [
+    pytest.param(n, 4, marks=[pytest.mark.slow] * (n not in ("lm_pp_dp_tp", "lm_zero3")))
+    for n in LM
+] + [pytest.param("lm_pp_dp_tp", 8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), LM_ROWS)
+def test_text_is_learned_as_in_one_process(name, ranks, text_alone, tmp_path):
     path = tmp_path / "losses.json"
-    run_warm(train_lm, 8 if name == "lm_pp_dp_tp" else 4, CONFIGS[name], str(path))
+    run_warm(train_lm, ranks, CONFIGS[name], str(path))
 
     assert json.loads(path.read_text()) == pytest.approx(text_alone, abs=1e-5)
     assert len(text_alone) == 3

@@ -1,6 +1,7 @@
 """`msrun.init` in ranks that Open MPI started, with a backend and a timeout that were asked for."""
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -70,6 +71,36 @@ def test_backend_and_timeout_are_those_asked_for():
 
     limit = timedelta(seconds=7.5)
     assert found == [((rank, 2, rank, 2, None), 2.0, "own", [limit]) for rank in (0, 1)]
+
+
+def in_a_hurry(folder):
+    """Return whether a peer was through `init` while this rank was still on its way."""
+    become_a_rank_of_open_mpi()
+    overtaken = []
+
+    def make(store, rank, size, timeout):
+        group = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        if rank == 0:
+            overtaken.append(appears(folder / "through"))
+        return group
+
+    dist.Backend.register_backend("own", make, devices=["cpu"])
+    with msrun.init(backend="own") as rt:
+        (folder / "through").touch()
+    return rt.rank, overtaken
+
+
+def appears(path):
+    """Return whether a file appears while somebody who has nothing to wait for would make it."""
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline and not path.exists():
+        os.sched_yield()
+    return path.exists()
+
+
+@pytest.mark.usefixtures("meeting")
+def test_nobody_leaves_while_a_peer_still_joins(tmp_path):
+    assert run_ranks(in_a_hurry, 2, tmp_path) == [(0, [False]), (1, [])]
 
 
 def turns(folder):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import batches, build, run_ranks
+from ranks import batches, build, run_warm
 from torch.nn import functional
 
 import msrun
@@ -27,8 +27,8 @@ def trained(config, kind, options):
 @pytest.mark.parametrize(("kind", "own"), [(ADAM, {}), (torch.optim.SGD, {"momentum": 0.9})])
 def test_lists_change_nothing(kind, own, options):
     config = {"optimizer": {"zero": 3, **options}}
-    lists, found = run_ranks(trained, 4, config, kind, own)[0]
-    one_by_one, expected = run_ranks(trained, 4, config, kind, own | {"foreach": False})[0]
+    lists, found = run_warm(trained, 4, config, kind, own)[0]
+    one_by_one, expected = run_warm(trained, 4, config, kind, own | {"foreach": False})[0]
 
     assert sorted(lists, key=str) == ([None, True] if "threshold" in options else [True])
     assert set(one_by_one) == {False}
@@ -36,17 +36,17 @@ def test_lists_change_nothing(kind, own, options):
 
 
 def test_whole_parameters_stay_as_torch_has_them():
-    assert run_ranks(trained, 2, {}, ADAM, {})[0][0] == [None]
+    assert run_warm(trained, 2, {}, ADAM, {})[0][0] == [None]
 
 
 def test_what_the_user_chose_stays():
     config = {"optimizer": {"zero": 1}}
-    assert run_ranks(trained, 2, config, ADAM, {"fused": True})[0][0] == [None]
+    assert run_warm(trained, 2, config, ADAM, {"fused": True})[0][0] == [None]
 
 
 def test_other_optimizers_stay_as_torch_has_them():
     config = {"optimizer": {"zero": 1}}
-    assert run_ranks(trained, 2, config, torch.optim.RMSprop, {})[0][0] == [None]
+    assert run_warm(trained, 2, config, torch.optim.RMSprop, {})[0][0] == [None]
 
 
 def axes_of_groups(config):
@@ -63,4 +63,4 @@ def test_many_axes_are_left_alone():
     plan = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
     config = {"mesh": {"dp": 2, "tp": 2}, "plan": plan, "optimizer": {"zero": 1, "shard_size": 1}}
     # The third layer has no rule.
-    assert run_ranks(axes_of_groups, 4, config)[0] == {(2, True), (3, None)}
+    assert run_warm(axes_of_groups, 4, config)[0] == {(2, True), (3, None)}

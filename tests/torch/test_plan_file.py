@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ranks import assert_equal_curves, build, oracle, run_ranks, train
+from ranks import assert_equal_curves, build, oracle, run_warm, train
 from test_grid import ALL
 
 import msrun
@@ -38,24 +38,24 @@ def local_shapes(config, model="mlp"):
 )
 def test_what_was_written_divides_alike_and_learns_alike(model, plan, mesh, ranks, tmp_path):
     path = str(tmp_path / "layout.json")
-    run_ranks(write, 2, {"mesh": {"tp": 2}, "plan": plan}, model, path)
+    run_warm(write, 2, {"mesh": {"tp": 2}, "plan": plan}, model, path)
 
     config = {"mesh": mesh}
-    expected = run_ranks(local_shapes, ranks, config | {"plan": plan}, model)
-    assert run_ranks(local_shapes, ranks, config | {"plan": path}, model) == expected
-    found = run_ranks(train, ranks, config | {"plan": path}, model)
+    expected = run_warm(local_shapes, ranks, config | {"plan": plan}, model)
+    assert run_warm(local_shapes, ranks, config | {"plan": path}, model) == expected
+    found = run_warm(train, ranks, config | {"plan": path}, model)
     assert_equal_curves(found, oracle(model))
 
 
 def test_an_edited_file_changes_the_plan(tmp_path):
     path = tmp_path / "layout.json"
-    run_ranks(write, 2, {"mesh": {"tp": 2}, "plan": MLP}, "mlp", str(path))
+    run_warm(write, 2, {"mesh": {"tp": 2}, "plan": MLP}, "mlp", str(path))
     content = json.loads(path.read_text())
     content["fc1.weight"]["dims"] = [None, "tp"]
     del content["fc1.bias"]
     path.write_text(json.dumps(content))
 
-    [shapes, _] = run_ranks(local_shapes, 2, {"mesh": {"tp": 2}, "plan": str(path)})
+    [shapes, _] = run_warm(local_shapes, 2, {"mesh": {"tp": 2}, "plan": str(path)})
 
     assert (shapes["fc1.weight"], shapes["fc1.bias"]) == ([32, 8], [32])
     assert shapes["fc2.weight"] == [32, 16]
@@ -95,6 +95,6 @@ def test_a_file_that_does_not_fit_is_refused(content, sentence, tmp_path):
     if content is not None:
         path.write_text(json.dumps(content))
 
-    found = run_ranks(refused, 4, {"mesh": {"tp": 4}, "plan": str(path)})
+    found = run_warm(refused, 4, {"mesh": {"tp": 4}, "plan": str(path)})
 
     assert found == 4 * [sentence.format(path=path)]

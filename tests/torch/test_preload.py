@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support import script
 
@@ -117,3 +119,24 @@ def test_options_of_the_interpreter_are_followed(folder, finished):
     job = finished(folder, "python", "-W", "error", "-X", "a=b", "-O", "program.py")
 
     assert job.log() == "['error'] {'a': 'b'} 1\n"
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(),
+    reason="this kernel gives no large pages",
+)
+def test_torch_lies_in_large_pages_that_workers_do_not_ask_for(folder, finished):
+    script(
+        folder,
+        """
+        import os
+        sizes = dict(line.split()[:2] for line in open("/proc/self/smaps_rollup") if ":  " in line)
+        print(int(sizes["AnonHugePages:"]) > 0, "GLIBC_TUNABLES" in os.environ)
+        """,
+    )
+    job = finished(folder, "program.py")
+
+    assert last_line(job.log(0)) == "True False"

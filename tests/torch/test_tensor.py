@@ -1,5 +1,7 @@
 """Operator-level parallel: an unmodified model, divided by a plan, equals one process."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import (
@@ -307,6 +309,29 @@ def test_mindspores_notations(plan):
     config = {"mesh": {"x": 2, "y": 2}, "plan": plan}
 
     assert_equal_curves(run_warm(train, 4, config, "mlp"), oracle("mlp"))
+
+
+CHANNELS = [{"match": "conv1", "params": {"weight": ["tp", None, None, None], "bias": ["tp"]},
+             "out": [None, "tp", "..."]}]  # fmt: skip
+
+
+def said_of_channels(mesh):
+    """Return what is said in two steps of a model whose first convolution is divided."""
+    runtime = msrun.init({"mesh": mesh, "plan": CHANNELS})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        network = runtime.shard(build("conv"))
+        update = OPTIMIZERS["sgd"](network.parameters())
+        for x, y in batches("conv", steps=2):
+            runtime.step(network, update, functional.cross_entropy, x, y)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
+def test_channels_that_a_batch_norm_gathers_are_said_once(mesh):
+    said = [f"msrun: {name} is computed whole on every rank" for name in ("conv2d", "batch_norm")]
+
+    assert run_warm(said_of_channels, 4, mesh) == 4 * [said]
 
 
 def at_once(accumulate):

@@ -23,6 +23,7 @@ from msrun.parallel.torch_compat import (
     replace_tensors,
     strided_shard,
     takes_device,
+    tensors_in,
     watch_units,
     write_count,
     written_arguments,
@@ -178,7 +179,7 @@ def _told():
     model, told = build("mlp"), []
     for module in (*model.children(), model):
         fully_shard(module)
-    watch_units(model, lambda name: told.append(f"+{name}"), told.append)
+    watch_units(model, lambda name: told.append(f"+{name}"), told.append, told.append)
     model.fc2.bias.requires_grad_(requires_grad=False)
     x, y = batches("mlp", steps=1)[0]
     functional.cross_entropy(model(x), y).backward()
@@ -191,6 +192,20 @@ def test_watched_units_tell_what_is_gathered_and_reduced():
     backward = ["+fc3", "+fc2", ["fc3.weight", "fc3.bias"], "+fc1", ["fc2.weight"]]
 
     assert run_ranks(_told, 2) == 2 * [[*forward, *backward, ["fc1.weight", "fc1.bias"]]]
+
+
+def _sparse():
+    model, told = torch.nn.Module(), []
+    model.table = torch.nn.Parameter(torch.ones(4, 2))
+    model.forward = lambda x: functional.embedding(x, model.table, sparse=True)
+    watch_units(fully_shard(model), list, list, told.append)
+    with pytest.raises(NotImplementedError):
+        model(torch.arange(2)).sum().backward()
+    return told
+
+
+def test_watched_units_tell_of_a_sparse_gradient_before_torch_fails_at_it():
+    assert run_ranks(_sparse, 2) == [["table"], ["table"]]
 
 
 def _seen(call):
@@ -236,6 +251,15 @@ def test_write_count_is_that_of_all_views():
 
     assert write_count(tensor) == before + 1
     assert write_count(tensor[1:]) == before + 1
+
+
+def test_tensors_in_a_memory_are_counted_with_views():
+    tensor = torch.zeros(3)
+    view = tensor[1:]
+
+    assert tensors_in(tensor.untyped_storage()) == 2
+    del view
+    assert tensors_in(tensor.untyped_storage()) == 1
 
 
 def test_replace_tensors_tells_modules():

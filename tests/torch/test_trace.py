@@ -212,6 +212,102 @@ def test_blocks_that_do_more_than_return_a_value_or_differ_are_all_followed(net,
     assert sum(step.target == "aten.linear.default" for step in program.steps) >= 4
 
 
+class Layer(Block):
+    """Has a number and a part with a name, which change nothing, and a factor of two values."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer_idx, self.factor = number, 1 + number % 2
+        self.act = Part(f"layers.{number}")
+
+    def forward(self, x, *_):
+        return super().forward(x)
+
+
+class Part(nn.Module):
+    def __init__(self, prefix):
+        super().__init__()
+        self.prefix = prefix
+
+    def forward(self, x):
+        return functional.relu(x)
+
+
+class Scaled(Layer):
+    def forward(self, x, *_):
+        return super().forward(x) * self.factor
+
+
+class Cached(Layer):
+    def forward(self, x, cache=None):
+        if cache is None:
+            return super().forward(x)
+        return super().forward(x) * (1 + self.layer_idx)
+
+
+class Caching(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, {})
+        return x.sum()
+
+
+class Guarded(Layer):
+    def forward(self, x, *_):
+        try:
+            return super().forward(x) * self.layer_idx
+        except Exception:  # noqa: BLE001 - as some models do
+            return super().forward(x)
+
+
+class Counting(Layer):
+    def forward(self, x, *_):
+        self.layer_idx += 1
+        return super().forward(x)
+
+
+class Peeking(Layer):
+    def forward(self, x, *_):
+        return super().forward(x) * vars(self)["layer_idx"]
+
+
+def numbered(kind):
+    """Return what makes layers with numbers from 0 on."""
+    numbers = iter(range(100))
+    return lambda: kind(next(numbers))
+
+
+def test_layers_with_numbers_and_names_that_nobody_reads_are_followed_once():
+    assert traced(Net(numbered(Layer), 8))[1] == 1
+    assert traced(Net(numbered(Cached), 8))[1] == 1
+
+
+def test_what_a_layer_reads_divides_the_layers_and_the_rest_does_not():
+    # Once up to where it is read, then one of each value.
+    assert traced(Net(numbered(Scaled), 8))[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("net", "layer"), [(Caching, Cached), (Net, Guarded), (Net, Counting), (Net, Peeking)]
+)
+def test_layers_that_use_their_number_are_all_followed(net, layer):
+    program, calls = traced(net(numbered(layer), 4))
+    assert calls >= 4
+    assert sum(step.target == "aten.linear.default" for step in program.steps) == 4
+
+
+def test_two_stacks_of_one_class_hide_their_numbers_both():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.high = Net(numbered(Layer), 6), Net(numbered(Scaled), 6)
+
+        def forward(self, x):
+            return self.low(x) + self.high(x)
+
+    assert traced(Two())[1] == 2 + 4
+
+
 def test_an_error_in_the_forward_is_told_once_and_leaves_the_model_as_it_was():
     class Broken(Block):
         def forward(self, x):

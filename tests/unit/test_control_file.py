@@ -3,13 +3,17 @@
 import fcntl
 import os
 import stat
+from base64 import b64encode
 
+import msgspec
 import pytest
 
-from msrun.roles import control_file, run_dir
+from msrun.cluster.verdict import Verdict
+from msrun.roles import control_file, ending, run_dir
 from msrun.roles.control_file import Card
 from msrun.roles.node_control import read_part
-from msrun.transport.sockets import control_keys
+from msrun.transport.keys import key_pair
+from msrun.transport.sockets import AGENT, CONTROL, SCHEDULER, control_keys
 
 CARD = Card(
     job_id="train",
@@ -47,6 +51,19 @@ def test_a_job_that_runs_is_found(runtime):
     assert ours(runtime) == []
 
 
+@pytest.mark.parametrize("role", [AGENT, SCHEDULER])
+def test_the_card_of_a_job_opens_no_other_role(runtime, role):
+    directory, lock = run_dir.create("train")
+    control_file.write(directory, CARD)
+    written = (runtime / "train" / "control.json").read_bytes()
+    os.close(lock)
+    secret = bytes(32)
+
+    assert key_pair(secret, CONTROL).secret in written
+    for form in (key_pair(secret, role).secret, secret, secret.hex().encode(), b64encode(secret)):
+        assert form not in written
+
+
 @pytest.mark.parametrize("content", [None, "", "{", '{"job_id": 3}', "[]"])
 def test_a_job_that_has_just_begun_is_not_there_yet(runtime, content):
     directory, lock = run_dir.create("train")
@@ -75,6 +92,26 @@ def test_a_look_takes_no_lock_that_a_job_needs(runtime):
     fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(again)
     assert runtime.is_dir()
+
+
+VERDICT = Verdict(job_id="train", code=3, reason="as told", generation=1, restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (msgspec.json.encode(VERDICT), VERDICT),
+        (msgspec.json.encode(msgspec.structs.replace(VERDICT, job_id="earlier")), None),
+        (b"{", None),
+        (None, None),
+    ],
+    ids=["its own", "of an earlier job", "no verdict", "nothing"],
+)
+def test_the_result_of_a_job_is_found_where_its_launcher_has_left_it(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "verdict.json").write_bytes(content)
+
+    assert ending.read(str(tmp_path), "train") == expected
 
 
 @pytest.mark.parametrize(

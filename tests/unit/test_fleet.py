@@ -97,7 +97,15 @@ def test_any_bytes_are_an_order_or_refused(data):
         assert error.message.startswith("the launcher's order is not understood: ")  # noqa: PT017
 
 
-@pytest.mark.parametrize("report", [Report(node=3), Report(node=0, code=0), Report(node=9, code=3)])
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(node=3),
+        Report(node=0, code=0),
+        Report(node=9, code=3),
+        Report(node=-1, code=2, is_last=True, reason="error: node b: größer\n  hint: less"),
+    ],
+)
 def test_a_report_is_a_line(report):
     line = render_report(report)
 

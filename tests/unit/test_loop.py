@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from msrun.transport.loop import Loop, wait_readable
+from msrun.transport.loop import Loop, pause, wait_readable
 
 
 @pytest.fixture
@@ -151,3 +151,10 @@ def test_waiting_for_a_silent_source_ends_in_time():
         assert not wait_readable(ours, 0.001)
         theirs.send(b"x")
         assert wait_readable(ours, 10.0)
+
+
+def test_a_pause_lasts_as_long_as_it_is_told_to():
+    began = Loop.now()
+    pause(0.05)
+
+    assert Loop.now() - began >= 0.05

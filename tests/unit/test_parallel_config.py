@@ -248,15 +248,6 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.pipeline.stages: mode auto cuts by itself (choose auto)",
         ),
         (
-            {
-                "mesh": {"dp": 4, "pp": 2},
-                "mode": "auto",
-                "pipeline": {"stages": "auto", "microbatches": 2, "schedule": "zbv"},
-            },
-            8,
-            "parallel.pipeline.schedule: mode auto runs no zbv (choose gpipe or 1f1b)",
-        ),
-        (
             {"pipeline": {"stages": "auto", "microbatches": 2}},
             8,
             "parallel.pipeline: the mesh has no axis pp",

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from msrun.cluster.control_messages import AnyRequest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/security.md").read_text()
 
@@ -33,3 +35,10 @@ def test_every_attack_has_its_row_and_its_test():
 
     assert set(re.findall(r"S-\d\d", PAGE)) == rows
     assert rows - set(re.findall(r"S-\d\d", tests)) == set()
+
+
+def test_every_question_from_outside_is_on_the_page():
+    section = PAGE.split("## Control from outside")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+    assert rows == [request.__name__ for request in AnyRequest.__args__]

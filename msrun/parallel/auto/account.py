@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msrun.parallel.auto.chain import Plan
 from msrun.parallel.auto.codes import text
 from msrun.parallel.auto.cost import Prices
-from msrun.parallel.auto.edges import itemize
+from msrun.parallel.auto.edges import Item, itemize
 from msrun.parallel.auto.layouts import Outcome, Stage
 from msrun.parallel.auto.plan import Operator
 from msrun.parallel.auto.problem import Exchange, Node, Problem
@@ -48,6 +48,7 @@ class Account:
 
     def __init__(self, prices: Prices, names: Sequence[str]) -> None:
         self._prices, self._names = prices, names
+        self._items: dict[object, list[tuple[str, float]]] = {}
         self.costs: dict[str, float] = defaultdict(float)
 
     def add(
@@ -80,11 +81,21 @@ class Account:
         makes, reads = problem.nodes[source], problem.nodes[target]
         made = makes.outs(exchange.made)[[chosen[source]]]
         wanted = reads.ins(exchange.port)[[chosen[target]]]
-        what = "parameters" if makes.kind == "param" else "activations"
-        for item in itemize(self._prices, made, wanted, exchange):
-            side = "gradients of " if item.is_back else ""
-            where = f"{_WORDS[item.kind]} over {self._names[item.axis]}"
-            self.costs[f"{where}, {side}{what}"] += item.seconds
+        view = tuple(exchange.view.dims.items()) if exchange.view else None
+        traffic = exchange.nbytes, exchange.ahead, exchange.back
+        key = made.tobytes(), wanted.tobytes(), view, traffic, makes.kind
+        if key not in self._items:  # equal blocks exchange the same
+            what = "parameters" if makes.kind == "param" else "activations"
+            self._items[key] = [
+                (self._name(item, what), item.seconds)
+                for item in itemize(self._prices, made, wanted, exchange)
+            ]
+        for name, seconds in self._items[key]:
+            self.costs[name] += seconds
+
+    def _name(self, item: Item, what: str) -> str:
+        side = "gradients of " if item.is_back else ""
+        return f"{_WORDS[item.kind]} over {self._names[item.axis]}, {side}{what}"
 
 
 def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[str, float]:

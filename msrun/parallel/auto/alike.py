@@ -1,22 +1,25 @@
 """Modules that are alike, and how a trace follows the first of them alone.
 
-Two modules are alike if they have the same class, the same attributes, parameters and buffers of
-the same form, and children that are alike; two calls, if their arguments are.  While a model is
-traced, the first module of each kind is marked where it begins and ends, and the others are one
-mark each, without parameters, which would take time.  Whatever does not say all of what a call
-does, or a call that does more than return a value, is an `UnlikeError`.
+Two modules are alike if they have the same class, the same attributes but for labels, parameters
+and buffers of the same form, and children that are alike; two calls, if their arguments are.  While
+a model is traced, the first module of each kind is marked where it begins and ends, and the others
+are one mark each, without parameters, which would take time.  Whatever does not say all of what a
+call does, or a call that does more than return a value, is an `UnlikeError`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from msrun.parallel.auto.labels import Labels
 
 # What marks are for.
 ENTER, LEAVE, AGAIN = "enter", "leave", "again"
@@ -66,19 +69,32 @@ def _state(item: Any, deep: int = 0) -> object:
     return id(item)
 
 
-def _attributes(module: nn.Module) -> Key:
-    """Return the attributes of a module and its children, but for what they have registered."""
+def _attributes(module: nn.Module, labels: frozenset[str]) -> Key:
+    """Return the attributes of a module and its children, but for labels and the registered."""
     registered = ("_parameters", "_buffers", "_modules")
     own = tuple(
         (name, _state(item))
         for name, item in vars(module).items()
-        if name not in registered and not isinstance(item, _Following)
+        if name not in registered and name not in labels and not isinstance(item, _Following)
     )
-    return type(module), own, tuple((k, _attributes(child)) for k, child in module.named_children())
+    children = tuple((name, _attributes(child, labels)) for name, child in module.named_children())
+    return type(module), own, children
 
 
 def _form(x: Tensor) -> Key:
     return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+class Kind(NamedTuple):
+    """What modules that are alike have in common.
+
+    Args:
+        form: Class, attributes, form of parameters and buffers.
+        labels: Names of attributes that it leaves out.
+    """
+
+    form: Key
+    labels: frozenset[str]
 
 
 class Alike:
@@ -86,22 +102,25 @@ class Alike:
 
     Args:
         model: Whose modules.
+        labels: Which attributes may differ.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, labels: Labels) -> None:
         self._shared = Counter(id(x) for _, x in tensors_of(model))
-        self.groups: dict[Key, list[_Member]] = {}
+        self._labels = labels
+        self.groups: dict[Kind, list[_Member]] = {}
         self._find(model, "")
 
     def _find(self, parent: nn.Module, prefix: str) -> None:
         """Find them from the outermost on; what is inside one is not looked at."""
         children = list(parent.named_children())
         types = Counter(type(child) for _, child in children)
-        kinds: dict[str, Key] = {
-            name: (prefix, _attributes(child), self._registered(child))
+        several = {
+            name: child
             for name, child in children
             if types[type(child)] >= _COPIES_MIN and any(child.children())
         }
+        kinds = self._kinds(prefix, several)
         counts = Counter(kinds.values())
         for name, child in children:
             kind = kinds.get(name)
@@ -109,6 +128,23 @@ class Alike:
                 self.groups.setdefault(kind, []).append(_Member(parent, name, prefix + name, child))
             else:
                 self._find(child, f"{prefix}{name}.")
+
+    def _kinds(self, prefix: str, modules: Mapping[str, nn.Module]) -> dict[str, Kind]:
+        """Return the kind of each module; labels are what differs among those else alike."""
+        found = {name: self._labels.of(module) for name, module in modules.items()}
+        wide: dict[Key, list[str]] = {}
+        for name, module in modules.items():
+            names = frozenset(label for label, _ in found[name])
+            form = (prefix, _attributes(module, names), self._registered(module))
+            wide.setdefault((form, tuple(label for label, _ in found[name])), []).append(name)
+        kinds: dict[str, Kind] = {}
+        for group in wide.values():
+            columns = zip(*(found[name] for name in group), strict=True)
+            labels = frozenset(column[0][0] for column in columns if len(set(column)) > 1)
+            for name in group:
+                attributes = _attributes(modules[name], labels)
+                kinds[name] = Kind((prefix, attributes, self._registered(modules[name])), labels)
+        return kinds
 
     def _registered(self, module: nn.Module) -> Key:
         """Return the form of parameters and buffers; those used elsewhere too are themselves."""
@@ -126,17 +162,22 @@ class Alike:
         """Have the first of each kind marked when it is called, and the others left out."""
         members = [(kind, one) for kind, found in self.groups.items() for one in found]
         templates: dict[Key, _Followed] = {}
-        try:
+        with ExitStack() as hidden:
+            firsts = [(found[0].module, kind.labels) for kind, found in self.groups.items()]
+            hidden.enter_context(self._labels.hidden(firsts))
+            hidden.callback(self._put_back, members)
             for kind, one in members:
                 if one is self.groups[kind][0]:
                     one.module.forward = _Following(kind, one, templates)
                 else:
                     one.parent.register_module(one.name, _LeftOut(kind, one, templates))
             yield
-        finally:
-            for _, one in members:
-                one.parent.register_module(one.name, one.module)
-                vars(one.module).pop("forward", None)
+
+    @staticmethod
+    def _put_back(members: Iterable[tuple[Kind, _Member]]) -> None:
+        for _, one in members:
+            one.parent.register_module(one.name, one.module)
+            vars(one.module).pop("forward", None)
 
 
 class _Member(NamedTuple):
@@ -179,7 +220,7 @@ class _Following:
         templates: Kind of a call -> the first of it.
     """
 
-    def __init__(self, kind: Key, member: _Member, templates: dict[Key, _Followed]) -> None:
+    def __init__(self, kind: Kind, member: _Member, templates: dict[Key, _Followed]) -> None:
         self._kind, self._member, self._templates = kind, member, templates
         self._forward = member.module.forward
 
@@ -208,18 +249,22 @@ class _LeftOut(nn.Module):
         templates: Kind of a call -> the first of it.
     """
 
-    def __init__(self, kind: Key, member: _Member, templates: dict[Key, _Followed]) -> None:
+    def __init__(self, kind: Kind, member: _Member, templates: dict[Key, _Followed]) -> None:
         super().__init__()
         self.training = member.module.training
-        self._call = (kind, [member], templates)
+        # A trace looks through the tuples that modules have, and a kind is one of thousands.
+        self._answer = partial(_answered, kind, member, templates)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module would return."""
-        kind, (member,), templates = self._call
-        given = _Packed((args, kwargs))
-        template = templates[given.call(kind, member.module)]
-        words = f"{member.full} {template.name}"
-        return template.out.filled(mark(given.tensors, template.like, AGAIN, words))
+        return self._answer(_Packed((args, kwargs)))
+
+
+def _answered(kind: Kind, member: _Member, templates: dict[Key, _Followed], given: _Packed) -> Any:
+    """Return what `member` would return."""
+    template = templates[given.call(kind, member.module)]
+    words = f"{member.full} {template.name}"
+    return template.out.filled(mark(given.tensors, template.like, AGAIN, words))
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -268,7 +313,7 @@ class _Packed:
         if not self.is_plain or not self.tensors:
             raise UnlikeError("a call takes or returns what can not be compared")
 
-    def call(self, kind: Key, module: nn.Module) -> Key:
+    def call(self, kind: Kind, module: nn.Module) -> Key:
         """Return what equal calls of `module` with these arguments have in common.
 
         Raises:
@@ -277,7 +322,7 @@ class _Packed:
         self.check()
         tensors = tuple(_form(x) for x in self.tensors)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return kind, _attributes(module), repr(self._form), tensors, modes
+        return kind, _attributes(module, kind.labels), repr(self._form), tensors, modes
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Return the values with other tensors."""

@@ -19,15 +19,20 @@ from msrun.parallel.auto.ask import SIZES, resized
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.build import Pin, build
 from msrun.parallel.auto.codes import RR
+from msrun.parallel.auto.draws import Draws
 from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.lowering import EXECUTOR, Lowering, Planned, lowered
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.meshes import Wanted, choose
+from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.plan import SavedPlan, read_plan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.readings import Readings
+from msrun.parallel.auto.refused import check
 from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.saved import check_fit, check_model, choices_of
+from msrun.parallel.auto.schedules import paces, rounds
 from msrun.parallel.auto.search import Mode, search
 from msrun.parallel.auto.stage_search import hubs, search_stages
 from msrun.parallel.auto.staged import PlannedModel, slices
@@ -37,7 +42,7 @@ from msrun.parallel.auto.topology_file import find_topology
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
-from msrun.parallel.pipeline.chunks import Chunks, check_microbatches
+from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.line import Line
 from msrun.parallel.tensor import describe_modules
 from msrun.parallel.tensor_plan import plan_modules
@@ -56,6 +61,7 @@ _MODES: dict[str, Mode] = {
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
 _GIB = 2**30
 _PLAN = f"{ROOT}.plan"
+_MODE = f"{ROOT}.mode: auto"
 
 Row = tuple[int, ...]
 
@@ -68,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True):
         microbatches: Into how many a step divides a local batch.
         recompute: Whether repeated blocks keep only what they are given.
         chosen: Node -> its choice on every axis; empty before the search.
-        starts: First step of each stage of a pipeline; empty before the search.
+        starts: First step of each chunk of a pipeline; empty before the search.
         plan: One that was saved.
         error: Why there is no plan; empty if there is one.
         hint: What to do about it; may be empty.
@@ -90,10 +96,15 @@ class Applied(NamedTuple):
     Args:
         model: What is to be trained: the model itself, or a stage of it.
         options: What a `ShardedModel` is told of it.
+        config: The configuration that does what the plan says to a model that is as it was; None
+            where that is done.
+        finish: To be called when it is done.
     """
 
     model: nn.Module
     options: dict[str, Any]
+    config: ParallelConfig | None = None
+    finish: Callable[[], None] = lambda: None
 
 
 def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> Applied:
@@ -105,13 +116,7 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
         UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
-    if sample is None:
-        raise UsageError(
-            f"{ROOT}.mode: auto needs a batch to trace the model with",
-            hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
-        )
-    if any(param.is_meta for param in model.parameters()):
-        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
+    sample = _checked(model, sample)
     was_training = model.training
     model.train()
     if runtime.config.mesh != "auto" and not _axes(runtime):
@@ -121,25 +126,33 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
     if runtime.config.mesh == "auto":
         _lay_out(runtime, answer.mesh)
     chunks = _chunks(runtime, answer.microbatches)
-    setting = _setting(runtime, batch, answer.microbatches)
+    setting = _setting(runtime, batch, chunks, answer.microbatches)
     traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
     answer = _completed(runtime, model, traced, setting, answer)
     problem = build(traced.program, setting, cuts=hubs(answer.chosen))
-    rules = {node.name: node.rule for node in problem.nodes}
-    names = tuple(_axes(runtime))
+    rules = {**traced.rules, **{node.name: node.rule for node in problem.nodes}}
+    if chunks.count == 1 and not answer.recompute:
+        check(traced.program)
+        planned = Planned(traced.program, setting, tuple(_axes(runtime)), rules, answer.chosen)
+        part = resized(sample, setting.batch // runtime.layout.size(DATA_AXIS))
+        found = lowered(planned, traced.modules, lambda: trace(model, part).program)
+        if found:
+            return _as_usual(runtime, model, traced, found, answer.microbatches)
+    runtime.print(f"{_MODE} runs on {EXECUTOR}")
     make = partial(
         Executor,
         traced=traced,
         rules=rules,
         chosen=answer.chosen,
         setting=setting,
-        mesh=runtime.mesh[names],
+        mesh=runtime.mesh[tuple(_axes(runtime))],
         seed=_seed(runtime),
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )
-    if chunks.stages == 1:
-        model.forward = make(model)
+    if chunks.count == 1:
+        model.forward = run = make(model)
+        runtime.draws.append((run.draws,))
         return Applied(model, {"microbatches": answer.microbatches})
     readings = Readings(traced.program, setting, traced.rules)
     parts = divide(traced.program, readings, answer.starts)
@@ -150,9 +163,37 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
         answer.microbatches,
         line,
         traced=traced,
-        make=partial(make, part=parts[line.stage]),
+        make=make,
     )
+    runtime.draws.append(stage.draws)
     return Applied(stage, {"is_pipeline": True})
+
+
+def _checked(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the sample, if there is one, and a model that it can be traced with."""
+    if sample is None:
+        raise UsageError(
+            f"{ROOT}.mode: auto needs a batch to trace the model with",
+            hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
+        )
+    if any(param.is_meta for param in model.parameters()):
+        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
+    return sample
+
+
+def _as_usual(
+    runtime: Runtime, model: nn.Module, traced: Traced, lowering: Lowering, microbatches: int
+) -> Applied:
+    """Leave a model to the runtime, which does by itself what the plan says."""
+    runtime.print(f"{_MODE} runs on {lowering.name}")
+    # As whoever goes on with the checkpoint under another plan needs them.
+    runtime.draws.append((Draws(traced.program, _seed(runtime)),))
+    config = configuration(runtime.config, runtime.layout.axes, lowering, microbatches)
+    if runtime.layout.size(DATA_AXIS) == 1:
+        return Applied(model, {}, config)
+    group = runtime.group(DATA_AXIS)
+    finish = partial(return_means, model, traced, lowering, group)
+    return Applied(model, {}, config, finish)
 
 
 def _axes(runtime: Runtime) -> dict[str, int]:
@@ -167,8 +208,10 @@ def _lay_out(runtime: Runtime, mesh: dict[str, int]) -> None:
 
 def _chunks(runtime: Runtime, microbatches: int) -> Chunks:
     """Return the chunks of the pipeline, which may be one of one stage."""
-    schedule = runtime.config.pipeline.schedule if runtime.config.pipeline else "1f1b"
-    chunks = Chunks(schedule=schedule, stages=runtime.layout.size(PIPELINE_AXIS))
+    stages, pipeline = runtime.layout.size(PIPELINE_AXIS), runtime.config.pipeline
+    if pipeline:
+        return read_chunks(msgspec.structs.replace(pipeline, microbatches=microbatches), stages)[0]
+    chunks = Chunks(schedule="1f1b", stages=stages)
     check_microbatches(chunks, microbatches)
     return chunks
 
@@ -243,7 +286,7 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
     )
 
 
-def _setting(runtime: Runtime, batch: int, microbatches: int) -> Setting:
+def _setting(runtime: Runtime, batch: int, chunks: Chunks, microbatches: int) -> Setting:
     """Return what a plan is for: a micro-batch of all ranks."""
     axes, ranks = _axes(runtime), runtime.layout.size(DATA_AXIS)
     if batch % (ranks * microbatches):
@@ -257,18 +300,18 @@ def _setting(runtime: Runtime, batch: int, microbatches: int) -> Setting:
         topology=_topology(runtime),
         data_axes=frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS),
         batch=batch // microbatches,
-        rounds=microbatches + runtime.layout.size(PIPELINE_AXIS) - 1,
+        rounds=rounds(chunks, microbatches),
     )
 
 
 def _completed(
     runtime: Runtime, model: nn.Module, traced: Traced, setting: Setting, answer: Answer
 ) -> Answer:
-    """Return `answer` with what every node chooses, and where stages begin."""
-    program, stages = traced.program, runtime.layout.size(PIPELINE_AXIS)
+    """Return `answer` with what every node chooses, and where chunks begin."""
+    program, chunks = traced.program, _chunks(runtime, answer.microbatches)
     if answer.plan is None and not answer.chosen:
         pins = _pins(runtime, model, program)
-        found = _agreed(partial(_search, runtime, traced, setting, pins), runtime)
+        found = _agreed(partial(_search, runtime, traced, setting, chunks, pins), runtime)
         return msgspec.structs.replace(answer, chosen=found.chosen, starts=found.starts)
     chosen, key = answer.chosen, f"{ROOT}.mesh.{PIPELINE_AXIS}"
     if answer.plan is not None:
@@ -276,7 +319,8 @@ def _completed(
         check_model(answer.plan, key, program)
         problem = build(program, setting, cuts=answer.plan.shared)
         chosen = choices_of(answer.plan, key, problem, program)
-    starts = between_blocks(find_blocks(program), stages, key) if stages > 1 else [0]
+    count = chunks.count
+    starts = between_blocks(find_blocks(program), count, key) if count > 1 else [0]
     return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 
@@ -288,21 +332,21 @@ def _topology(runtime: Runtime) -> Topology:
         raise UsageError(f"{ROOT}.{error.message}") from None
 
 
-def _search(runtime: Runtime, traced: Traced, setting: Setting, pins: Sequence[Pin]) -> Answer:
-    config, stages = runtime.config, runtime.layout.size(PIPELINE_AXIS)
+def _search(
+    runtime: Runtime, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
+) -> Answer:
+    config = runtime.config
     mode = _MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
     with _told_memory():
-        if stages == 1:
+        if chunks.count == 1:
             found = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
             return Answer(chosen=found.chosen, starts=[0])
-        number = _microbatches(config)
-        is_all = config.pipeline is not None and config.pipeline.schedule == "gpipe"
         staged = search_stages(
             traced.program,
             setting,
             traced.rules,
-            flights=[number if is_all else min(number, stages - at) for at in range(stages)],
+            pace=paces(chunks, _microbatches(config)),
             mode=mode,
             pins=pins,
             limit=limit,

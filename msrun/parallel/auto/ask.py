@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,17 +27,21 @@ from msrun.parallel.auto.account import (
     stage_costs,
 )
 from msrun.parallel.auto.batches import Batches
+from msrun.parallel.auto.bounds import JobLayout
 from msrun.parallel.auto.build import build
-from msrun.parallel.auto.layouts import Job, Outcome, Progress, explore
+from msrun.parallel.auto.layouts import Job, Outcome, Progress, explore, layouts
+from msrun.parallel.auto.lowering import EXECUTOR, Modules, Planned, runs_on
 from msrun.parallel.auto.memory import OutOfMemoryError
+from msrun.parallel.auto.operators import rules_of_steps
 from msrun.parallel.auto.plan import VERSION, SavedPlan
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.repeat import Blocks, find_blocks, shortened
 from msrun.parallel.auto.saved import identity, shared
-from msrun.parallel.auto.search import Found, Mode, Names, indices, search
+from msrun.parallel.auto.search import EXACT_AXES_MAX, Found, Mode, Names, indices, search
+from msrun.parallel.auto.stage_search import hubs
 from msrun.parallel.auto.topology import Topology
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.units import quoted
 
@@ -71,11 +75,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """A whole program for any batch, its blocks, and the names of what is in them."""
+    """A whole program for any batch, its blocks, the names of what is in them, and its modules."""
 
     programs: Batches
     blocks: Blocks
     names: Names
+    modules: Modules
 
 
 def ask(
@@ -93,16 +98,25 @@ def ask(
     """
     model, sample = make(question.target)
     batch = question.batch or _batch_of(sample)
-    if question.mesh:
+    _check_mesh(question)
+    stages = question.mesh.get(PIPELINE_AXIS, 1)
+    if question.mesh and stages == 1:
         return _on_mesh(question, model, sample, batch)
-    small, large = (trace(model, resized(sample, number)).program for number in SIZES)
+    traced = [trace(model, resized(sample, number)) for number in SIZES]
+    small, large = (one.program for one in traced)
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
             f"{question.target}: the model has no three equal blocks, one behind the other, which "
             "a search for a mesh needs",
-            hint="name the mesh, such as --mesh dp=4,tp=2",
+            hint="name a mesh without stages, such as --mesh dp=4,tp=2",
         )
+    if blocks.count % stages:
+        raise UsageError(
+            f"--mesh {PIPELINE_AXIS}={stages} does not divide the {blocks.count} equal blocks of "
+            "the model"
+        )
+    axes = _axes(question)
     short, two = shortened(small, blocks)
     other, _ = shortened(large, blocks)
     job = Job(
@@ -113,12 +127,21 @@ def ask(
         world=question.world,
         batch=batch,
         limit=question.memory or question.topology.memory,
+        named=(stages, tuple(axes.values())) if axes else None,
+        data_axes=_data_axes(axes),
     )
+    if job.named and not layouts(job, *job.named):
+        raise UsageError(
+            f"--batch {batch} has no {stages} or more equal micro-batches that axis {DATA_AXIS} "
+            "divides"
+        )
     progress = _within(explore(job), question.budget, clock, tell)
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
-    names = Names(small, short, blocks)
-    return _saved(question, job, progress, _Traced(Batches(small, large, SIZES), blocks, names))
+    whole = _Traced(
+        Batches(small, large, SIZES), blocks, Names(small, short, blocks), traced[0].modules
+    )
+    return _saved(question, job, progress, whole)
 
 
 def _within(
@@ -171,7 +194,8 @@ def _saved(
     chosen = expanded(best, traced.names)
     # Of a micro-batch, since there is less to choose where a dim has one element.
     part, blocks = job.batch // layout.microbatches, traced.blocks
-    program, names = traced.programs.at(part), axis_names(layout.sizes, part)
+    program = traced.programs.at(part)
+    names = tuple(_axes(question)) or axis_names(layout.sizes, part)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
     rules = rules_of(whole.nodes)
@@ -205,43 +229,98 @@ def _saved(
         params=parameters(program, rules, chosen),
         operators=operators(program, rules, chosen),
         shared=shared(rules, chosen),
+        runs_on=_runs_on(job, layout, names, chosen, traced),
         unknown=list(problem.unknown),
         rejected=others,
     )
 
 
+def _runs_on(
+    job: Job,
+    layout: JobLayout,
+    names: Sequence[str],
+    chosen: Mapping[str, tuple[int, ...]],
+    traced: _Traced,
+) -> str:
+    """Return what runs a plan in training, where ranks of the data axis have different samples."""
+    if layout.stages > 1 or layout.recompute:
+        return EXECUTOR
+    part = job.batch // layout.microbatches
+    program, data = traced.programs.at(part), _data_axes(names)
+    setting = Setting(sizes=layout.sizes, topology=job.topology, data_axes=data, batch=part)
+    nodes = build(program, setting, cuts=hubs(chosen)).nodes
+    outs = {node.name: tuple(node.rows[0].tolist()) for node in nodes if node.kind == "out"}
+    rules = rules_of_steps(program) | rules_of(nodes)
+    ranks = math.prod(layout.sizes[axis] for axis in data)
+    return runs_on(
+        Planned(program, setting, names, rules, {**chosen, **outs}),
+        traced.modules,
+        lambda: traced.programs.at(part // ranks),
+    )
+
+
+def _check_mesh(question: Question) -> None:
+    """Refuse a mesh that is not of all ranks, or has stages where they cannot be.
+
+    Raises:
+        UsageError: It is such a mesh.
+    """
+    mesh = question.mesh
+    if mesh and math.prod(mesh.values()) != question.world:
+        written = " x ".join(f"{name} {size}" for name, size in mesh.items())
+        raise UsageError(f"--mesh: {written} is not --world {question.world}")
+    if PIPELINE_AXIS not in mesh:
+        return
+    if next(iter(mesh)) != PIPELINE_AXIS or not 1 < len(mesh) <= 1 + EXACT_AXES_MAX:
+        raise UsageError(
+            f"--mesh: {PIPELINE_AXIS} comes first, and one to {EXACT_AXES_MAX} other axes behind it"
+        )
+    if question.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
+        raise UsageError(f"--mode {question.mode}: stages are found by mode exact alone")
+
+
+def _axes(question: Question) -> dict[str, int]:
+    """Return the axes of a stage; none where the mesh is not named."""
+    return {name: size for name, size in question.mesh.items() if name != PIPELINE_AXIS}
+
+
+def _data_axes(axes: Iterable[str]) -> frozenset[int]:
+    return frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS)
+
+
 def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch: int) -> SavedPlan:
     """Return the best plan on the mesh that was named."""
-    sizes = tuple(question.mesh.values())
-    if math.prod(sizes) != question.world:
-        written = " x ".join(f"{name} {size}" for name, size in question.mesh.items())
-        raise UsageError(f"--mesh: {written} is not --world {question.world}")
-    if PIPELINE_AXIS in question.mesh:
-        raise UsageError(
-            f"--mesh: {PIPELINE_AXIS} cuts the model into stages, which are found without --mesh"
-        )
-    program = trace(model, resized(sample, batch)).program
+    axes = _axes(question)
+    sizes = tuple(axes.values())
+    traced = trace(model, resized(sample, batch))
+    program = traced.program
     # As in training: ranks of the data axis are handed different samples.
-    data = frozenset(at for at, name in enumerate(question.mesh) if name == DATA_AXIS)
+    data = _data_axes(axes)
     setting = Setting(sizes=sizes, topology=question.topology, data_axes=data, batch=batch)
     limit = question.memory or question.topology.memory
     try:
         found = search(program, setting, mode=question.mode, limit=limit)
     except OutOfMemoryError as error:
         raise _too_little(limit, error.least, question.world) from None
-    return _saved_mesh(question, program, setting, found, batch)
+    part = resized(sample, batch // axes.get(DATA_AXIS, 1))
+    return _saved_mesh(question, traced, setting, found, lambda: trace(model, part).program)
 
 
 def _saved_mesh(
-    question: Question, program: Program, setting: Setting, found: Found, batch: int
+    question: Question,
+    traced: Traced,
+    setting: Setting,
+    found: Found,
+    local: Callable[[], Program],
 ) -> SavedPlan:
+    program, axes = traced.program, tuple(_axes(question))
     blocks = find_blocks(program)
     problem = (
         build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
         if blocks
         else build(program, setting)
     )
-    account = Account(setting.prices(), tuple(question.mesh))
+    account = Account(setting.prices(), axes)
     account.add(problem, dict(enumerate(indices(problem, found.chosen))))
     rules = rules_of(problem.nodes)
     return SavedPlan(
@@ -250,10 +329,10 @@ def _saved_mesh(
         program=identity(program),
         topology=question.topology.name,
         world=question.world,
-        mesh=question.mesh,
+        mesh=_axes(question),
         stages=1,
         microbatches=1,
-        batch=batch,
+        batch=setting.batch,
         recompute=False,
         seconds=found.seconds,
         costs=sorted_costs(account.costs),
@@ -263,6 +342,11 @@ def _saved_mesh(
         params=parameters(program, rules, found.chosen),
         operators=operators(program, rules, found.chosen),
         shared=shared(rules, found.chosen),
+        runs_on=runs_on(
+            Planned(program, setting, axes, traced.rules | rules, found.chosen),
+            traced.modules,
+            local,
+        ),
         unknown=list(found.unknown),
     )
 

@@ -38,6 +38,8 @@ _DEVICE_SIZES = (64 * _KIB, _KIB**2, 16 * _KIB**2, 128 * _KIB**2)
 _TURNS = 5
 _TURN_SECONDS = 0.02
 _CALLS_MAX = 200
+# Turns, and calls of each, that say what hides; never all of it, which no cost could stand for.
+_OVERLAP, _PAIRS, _HIDDEN_MAX = range(7), 4, 0.95
 
 
 def main(path: str) -> None:
@@ -79,6 +81,7 @@ def measure(runtime: Runtime) -> Topology:
         per_node=per_node,
         inside=inside or across or Link(bandwidth=flops, latency=0.0),
         across=across or inside or Link(bandwidth=flops, latency=0.0),
+        overlap=_overlap(clock, per_node),
         measured=tuple(measured),
     )
 
@@ -114,6 +117,24 @@ class Clock:
         calls = max(1, min(_CALLS_MAX, int(_TURN_SECONDS / max(once, 1e-7))))
         return float(np.median([self._turn(action, calls) for _ in range(_TURNS)]))
 
+    def hidden(self, first: Callable[[], object], second: Callable[[], object]) -> float:
+        """Return the share of `first` that hides behind `second`, which follows at once.
+
+        The three are timed in turns, so that what else the machine does meets all of them.
+        """
+        times = max(1, round(self.seconds(first) / max(self.seconds(second), 1e-7)))
+
+        def work() -> None:
+            for _ in range(times):
+                second()
+
+        def both() -> None:
+            first()
+            work()
+
+        turns = [[self._turn(action, _PAIRS) for action in (first, work, both)] for _ in _OVERLAP]
+        return float(np.median([hidden_share(*turn) for turn in turns]))
+
     def _turn(self, action: Callable[[], object], calls: int) -> float:
         if self.world_size > 1:
             dist.barrier()
@@ -130,6 +151,11 @@ class Clock:
     def _finish(self) -> None:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
+
+
+def hidden_share(first: float, second: float, both: float) -> float:
+    """Return the share of the shorter of two times that is saved where both take `both`."""
+    return min(max((first + second - both) / min(first, second), 0.0), _HIDDEN_MAX)
 
 
 def fit(nbytes: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -217,6 +243,23 @@ def _launch(clock: Clock) -> float:
     """Return the seconds of an operator that has nothing to do."""
     x = torch.ones(1, device=clock.device)
     return clock.seconds(lambda: x + 1)
+
+
+def _overlap(clock: Clock, per_node: int) -> float:
+    """Return the share of a gradient's sum that hides behind the next product, as plans run both.
+
+    Among the ranks of a node; of one rank of each, where a node has one.
+    """
+    if clock.world_size == 1:
+        return 0.0
+    ranks = per_node if per_node > 1 else clock.world_size
+    shape = (clock.world_size // ranks, ranks)
+    mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))["inner"]
+    carrier, is_cpu = Carrier(mesh), clock.device.type == "cpu"
+    part = torch.ones((_CPU_SIZES if is_cpu else _DEVICE_SIZES)[-2] // 4, device=clock.device)
+    side = 256 if is_cpu else 4096
+    x = torch.ones(side, side, device=clock.device)
+    return clock.hidden(lambda: carrier.carry(part, [SUM], [WHOLE]), lambda: x @ x)
 
 
 def _memory(runtime: Runtime, per_node: int) -> int:

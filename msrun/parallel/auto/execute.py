@@ -25,6 +25,7 @@ from msrun.parallel.auto.carry import Carrier, Exchanged
 from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
 from msrun.parallel.auto.draws import Draws
 from msrun.parallel.auto.edges import behind
+from msrun.parallel.auto.lowering import AVERAGES, BY_CLASS
 from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.program import Step
 from msrun.parallel.auto.readings import Readings
@@ -51,6 +52,9 @@ class Executor:
         seed: Of the numbers that dropout draws, the same on every rank.
         blocks: Whose values are computed again in the backward pass; None keeps all.
         part: What the stage runs; None is all.
+
+    Attributes:
+        draws: What dropout draws.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Executor:
         self._readings = Readings(self._program, setting, traced.rules)
         self._part = part or divide(self._program, self._readings, [0])[0]
         self._makers = {name: step for step in self._program.steps for name in step.outputs}
-        self._draws = Draws(self._program, seed)
+        self.draws = Draws(self._program, seed)
         self._blocks = blocks
         self._stored: dict[str, Row] = {}
         self._divide()
@@ -94,6 +98,8 @@ class Executor:
             if row is not None:
                 codes = [self._rules[value].choices[at].outs[0] for at in row]
             self._stored[value] = stored = tuple(self._at_rest(codes, tuple(param.shape)))
+            if isinstance(param, DTensor):
+                continue  # another chunk of this stage has it too
             placed = [Shard(code) if code < SHARDS else Replicate() for code in stored]
             # Every rank has the same values: nothing need be sent.
             part = distribute_tensor(param.data, self._mesh, placed, src_data_rank=None)
@@ -125,6 +131,8 @@ class Executor:
         A stage also takes what it is handed, behind the inputs, and but for the last one returns
         what it hands on.
         """
+        if self._model.training:
+            self.draws.begin()
         part = self._part
         own = len(args) - len(part.received)
         values = self.read(args[:own], kwargs) | dict(zip(part.received, args[own:], strict=True))
@@ -171,18 +179,12 @@ class Executor:
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
         """Add what a block hands on, and keep what it is given for computing the rest again."""
-        given, drawn = dict(values), self._draws.states(steps)
-        done: list[bool] = []
+        given, drawn = dict(values), self.draws.state
 
         def run() -> Tensor:
-            inside, now = dict(given), self._draws.states(steps)
-            self._draws.go_on(drawn)
-            try:
+            inside = dict(given)
+            with self.draws.again(drawn):
                 self._run_all(steps, inside)
-            finally:  # torch ends it with an exception where it has all it needs
-                if done:  # for the second time: others have drawn meanwhile
-                    self._draws.go_on(now)
-            done.append(True)
             return inside[cut]
 
         values[cut] = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
@@ -332,7 +334,7 @@ class Executor:
         if view is not None and is_regrouped(step):
             layout = tuple(readings.layouts[step.outputs[0]][0].tolist())
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
-        if step in self._draws:
+        if step in self.draws:
             return [self._drop(step, tuple(readings.layouts[step.outputs[0]][0].tolist()), ins[0])]
         return self._call(step, ins)
 
@@ -435,7 +437,7 @@ class Executor:
             return x
         whole, parts = [-1] * self._mesh.ndim, forward(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
-        return x * self._carrier.carry(self._draws.mask(step, keep), whole, parts).to(x).div(keep)
+        return x * self._carrier.carry(self.draws.mask(step, keep), whole, parts).to(x).div(keep)
 
 
 class _Shared(torch.autograd.Function):
@@ -465,20 +467,7 @@ _SIZED = frozenset(("expand", "broadcast_to"))
 _Special = Callable[[Executor, Step, Sequence[Choice], Sequence[Tensor]], Tensor]
 _SPECIAL: dict[str, _Special] = {
     "embedding": Executor.embed,
-    "cross_entropy_loss": Executor.cross_entropy,
-    "nll_loss": Executor.cross_entropy,
-    "nll_loss_nd": Executor.cross_entropy,
     "dropout": Executor.drop,
-    "mean": Executor.average,
-    **dict.fromkeys(
-        (
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "binary_cross_entropy_with_logits",
-            "kl_div",
-        ),
-        Executor.average,
-    ),
+    **dict.fromkeys(BY_CLASS, Executor.cross_entropy),
+    **dict.fromkeys(AVERAGES, Executor.average),
 }

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
 from msrun.parallel.auto.alike import ENTER, LEAVE, Alike, UnlikeError, tensors_of
+from msrun.parallel.auto.labels import Labels
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -48,13 +49,18 @@ class Exported:
 
 def export(model: nn.Module, sample: Sequence[Any]) -> Exported:
     """Return the forward of `model` on `sample`."""
-    alike = Alike(model)
-    if alike.groups:
+    labels, heard = Labels(), -1
+    while len(labels.read) > heard:  # more is known of what layers read
+        heard = len(labels.read)
+        alike = Alike(model, labels)
+        if not alike.groups:
+            break
         # Whatever goes wrong here is what following every call says better.
         with suppress(Exception):
             with alike.left_out():
                 found = torch.export.export(model, tuple(sample), strict=False)
-            return _Expansion(found, model, alike).run()
+            if len(labels.read) == heard:
+                return _Expansion(found, model, alike).run()
     found = torch.export.export(model, tuple(sample), strict=False)
     return exported(found)
 

@@ -47,6 +47,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         state_bytes: Of the optimizer, for each element of a parameter.
         is_training: Whether it is laid out for `rt.shard`: in stages, and with ranks of the first
             axis handed different samples.
+        named: Stages and mesh of a stage, where they are given.
+        data_axes: Axes of these whose ranks are handed different samples.
     """
 
     programs: Batches
@@ -58,6 +60,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
     state_bytes: int = 12
     is_training: bool = False
+    named: tuple[int, tuple[int, ...]] | None = None
+    data_axes: frozenset[int] = frozenset()
+
+    def data(self) -> frozenset[int]:
+        """Return the axes whose ranks are handed different samples."""
+        return frozenset({0}) if self.is_training else self.data_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,8 @@ class Progress:
 
 def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
     """Return every number of stages with every mesh of a stage."""
+    if job.named:
+        return [job.named]
     return [
         (stages, sizes)
         for stages in divisors(math.gcd(job.count, job.world))[job.is_training :]
@@ -142,10 +152,11 @@ def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
 def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
     """Return the layouts of one group, the largest micro-batches first."""
     most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
+    ranks = math.prod(sizes[axis] for axis in job.data())
     return [
         JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
         for number in divisors(job.batch)
-        if stages <= number <= most and not (job.is_training and job.batch // number % sizes[0])
+        if stages <= number <= most and job.batch // number % ranks == 0
         for recompute in (False, True)
     ]
 
@@ -346,8 +357,8 @@ class _Stages:
             rounds=layout.rounds,
             recompute=layout.recompute,
             state_bytes=job.state_bytes,
-            data_axes=frozenset({0} if job.is_training else ()),
-            batch=job.batch // layout.microbatches if job.is_training else 0,
+            data_axes=job.data(),
+            batch=job.batch // layout.microbatches if job.is_training or job.named else 0,
         )
         problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)

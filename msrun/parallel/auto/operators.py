@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.rules import Labels, Rule, Site, broadcast, divided, letters, unknown
 
 Maker = Callable[[Site], Rule]
@@ -18,6 +19,17 @@ def rule_of(site: Site) -> Rule:
         return unknown(site)
     maker = _MAKERS.get(site.packet)
     return maker(site) if maker else unknown(site)
+
+
+def rules_of_steps(program: Program) -> dict[str, Rule]:
+    """Return step -> its rule; equal steps have one."""
+    found: dict[object, Rule] = {}
+    rules: dict[str, Rule] = {}
+    for step in program.steps:
+        site = Site(step, program)
+        key = site.signature()
+        rules[step.name] = found[key] = found.get(key) or rule_of(site)
+    return rules
 
 
 def _elementwise(site: Site) -> Rule:

@@ -59,6 +59,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         params: Parameter -> its placement on each axis.
         operators: Step of the graph -> how it runs.
         shared: Tensor that several operators read -> what each axis does with it, once for all.
+        runs_on: What runs it: `data parallel` and `styles` of the runtime, or the `executor`.
         unknown: Operators without a rule, which run whole on every rank.
         rejected: Other layouts and why they were not chosen.
     """
@@ -82,6 +83,7 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, list[str]]
     operators: dict[str, Operator]
     shared: dict[str, list[str]] = {}
+    runs_on: str = "executor"
     unknown: list[str] = []
     rejected: list[str] = []
 
@@ -124,8 +126,8 @@ class _Versioned(msgspec.Struct, frozen=True):
     version: int
 
 
-def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, what is divided, inputs and outputs of what `pattern` names.
+def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield name, what is divided, style, inputs and outputs of what `pattern` names.
 
     Args:
         plan: The plan.
@@ -138,16 +140,51 @@ def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str]
     for name, placed in plan.params.items():
         if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern):
             found = True
-            yield name, "", "", written(placed)
+            yield name, "", "", "", written(placed)
     for name, operator in plan.operators.items():
         if fnmatchcase(name, pattern) or fnmatchcase(operator.module, pattern):
             found = True
             ins, outs = ("; ".join(map(written, side)) for side in (operator.ins, operator.outs))
-            yield f"{name} ({operator.op})", " ".join(operator.divided), ins, outs
+            known = written(styles(plan, operator))
+            yield f"{name} ({operator.op})", " ".join(operator.divided), known, ins, outs
     if not found:
         modules = sorted({one.module for one in plan.operators.values() if one.module})
         shown = ", ".join(modules[:_SHOWN_MAX])
         raise UsageError(f"--explain {quoted(pattern)}: nothing has this name (choose {shown})")
+
+
+# Operator and what is divided -> the style of the runtime's rules, and the weight as it has it.
+_STYLES = {
+    ("linear", "n"): ("colwise", "S(0)"),
+    ("linear", "k"): ("rowwise", "S(1)"),
+    ("embedding", "h"): ("colwise", "S(1)"),
+    ("embedding", "v"): ("embedding", "S(0)"),
+}
+# How the weight lies where samples are divided, or another dim of what comes.
+_DIVIDED = {"R": "data", "R, state cut": "zero 1"}
+
+
+def styles(plan: SavedPlan, operator: Operator) -> list[str]:
+    """Return by what name an operator with a weight is known to run so, on each axis.
+
+    They are the styles of `plan:` rules; `data` and `zero` for what comes divided, `sequence` where
+    that is not by samples; `whole`, and `other` where no name fits.  Empty without a weight.
+    """
+    weight = plan.params.get(f"{operator.module}.weight".lstrip("."))
+    if weight is None or operator.op not in ("linear", "embedding", "layer_norm", "rms_norm"):
+        return []
+    return [_style(operator.op, *one) for one in zip(operator.divided, weight, strict=True)]
+
+
+def _style(op: str, divided: str, weight: str) -> str:
+    style, cut = _STYLES.get((op, divided), ("", ""))
+    if style:
+        return style if weight == cut else "other"
+    if divided == "R":
+        return "whole" if weight == "R" else _DIVIDED.get(weight, "zero 3")
+    if divided in ("b1", "d1"):
+        return "sequence" if weight == "R" else "other"
+    return _DIVIDED.get(weight, "zero 3") if divided in ("b0", "d0", "b") else "other"
 
 
 def written(placed: list[str]) -> str:
@@ -158,7 +195,16 @@ def written(placed: list[str]) -> str:
 def differences(one: SavedPlan, other: SavedPlan) -> list[tuple[str, str, str]]:
     """Return what differs between two plans: its name, and both values."""
     found = []
-    for key in ("model", "topology", "world", "batch", "stages", "microbatches", "recompute"):
+    for key in (
+        "model",
+        "topology",
+        "world",
+        "batch",
+        "stages",
+        "microbatches",
+        "recompute",
+        "runs_on",
+    ):
         a, b = getattr(one, key), getattr(other, key)
         found.append((key, str(a), str(b)))
     found.append(("mesh", _mesh(one.mesh), _mesh(other.mesh)))

@@ -62,7 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     data_axes: frozenset[int] = frozenset()
     batch: int = 0
-    rounds: int = 1
+    rounds: float = 1
     recompute: bool = False
     state_bytes: int = 12
     training: bool = True

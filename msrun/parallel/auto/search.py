@@ -18,7 +18,7 @@ from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.repeat import Blocks, find_blocks, shortened
 
 Mode = Literal["exact", "recursive", "propagation"]
-_EXACT_AXES_MAX = 3
+EXACT_AXES_MAX = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def search(
     """
     blocks = _blocks(program, pins)
     axes = sum(size > 1 for size in setting.sizes)
-    if mode != "recursive" and axes <= _EXACT_AXES_MAX:
+    if mode != "recursive" and axes <= EXACT_AXES_MAX:
         try:
             return _exact(program, setting, blocks, pins, limit)
         except TooWideError:

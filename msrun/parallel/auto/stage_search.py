@@ -13,7 +13,7 @@ from msrun.parallel.auto.program import Program
 from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.rules import Rule
 from msrun.parallel.auto.search import Found, Mode, indices, search
-from msrun.parallel.auto.stages import divide, evenly, largest
+from msrun.parallel.auto.stages import Pace, divide, evenly, largest
 
 # A little less than what should fit is asked for, and a little more than what is known to.
 _LESS, _MORE = 0.97, 1.001
@@ -38,7 +38,7 @@ def search_stages(
     setting: Setting,
     rules: Mapping[str, Rule],
     *,
-    flights: Sequence[int],
+    pace: Sequence[Pace],
     mode: Mode = "exact",
     pins: Sequence[Pin] = (),
     limit: float | None = None,
@@ -51,7 +51,7 @@ def search_stages(
         program: The forward pass of a micro-batch.
         setting: Of the mesh of one stage.
         rules: Of each step.
-        flights: Micro-batches that each stage keeps at once.
+        pace: How each part is run that there shall be.
         mode: As of `search`.
         pins: The user's wishes.
         limit: Bytes that a rank has; None is any.
@@ -70,9 +70,9 @@ def search_stages(
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = evenly(program, readings, seconds, setting, len(flights))
+        starts = evenly(program, readings, seconds, setting, len(pace))
         parts = divide(program, readings, starts)
-        return Staged(found=found, starts=starts, memory=largest(problem, chosen, parts, flights))
+        return Staged(found=found, starts=starts, memory=largest(problem, chosen, parts, pace))
 
     made = attempt(None)
     while limit is not None and made.memory > limit:

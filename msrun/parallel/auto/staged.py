@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from msrun.parallel.auto.draws import Draws
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.stages import Part
 from msrun.parallel.auto.trace import Traced
@@ -25,8 +26,8 @@ class Slices:
     """A traced model in stages; a `Cut`.
 
     Args:
-        chunks: One of each stage.
-        parts: What each stage runs.
+        chunks: The chunks there are.
+        parts: What each chunk runs.
         holdings: Parameters of each stage, by all their names.
         buffers: Names of those of each stage.
     """
@@ -49,8 +50,12 @@ class Slices:
 
     def shown(self, stage: int) -> str:
         """Return the first and the last module that `stage` runs."""
-        names = [step.module for step in self.parts[stage].steps if step.module]
-        return " to ".join(dict.fromkeys([*names[:1], *names[-1:]])) or "the model itself"
+        return " | ".join(_shown(self.parts[chunk]) for chunk in self.chunks.of_stage(stage))
+
+
+def _shown(part: Part) -> str:
+    names = [step.module for step in part.steps if step.module]
+    return " to ".join(dict.fromkeys([*names[:1], *names[-1:]])) or "the model itself"
 
 
 def slices(model: nn.Module, traced: Traced, parts: Sequence[Part], chunks: Chunks) -> Slices:
@@ -58,10 +63,12 @@ def slices(model: nn.Module, traced: Traced, parts: Sequence[Part], chunks: Chun
     owners = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     holdings, kept = [], []
-    for part in parts:
-        own = {id(owners[traced.program.params[value]]) for value in part.params}
+    for stage in range(chunks.stages):
+        here = [parts[chunk] for chunk in chunks.of_stage(stage)]
+        own = {id(owners[traced.program.params[value]]) for part in here for value in part.params}
         holdings.append({name: param for name, param in owners.items() if id(param) in own})
-        read = {traced.buffers[value] for value in part.given if value in traced.buffers}
+        given = set[str]().union(*(part.given for part in here))
+        read = {traced.buffers[value] for value in given if value in traced.buffers}
         kept.append([name for name in buffers if name in read])
     kept[0] += sorted(set(buffers).difference(*kept))
     return Slices(chunks=chunks, parts=parts, holdings=holdings, buffers=kept)
@@ -76,7 +83,7 @@ class PlannedModel(PipelineModel):
         microbatches: Parts of a local batch.
         line: The pipeline.
         traced: The whole model.
-        make: Returns what runs this stage, given what holds its parameters.
+        make: Returns what runs a part, given what holds its parameters.
     """
 
     def __init__(
@@ -87,24 +94,30 @@ class PlannedModel(PipelineModel):
         line: Line,
         *,
         traced: Traced,
-        make: Callable[[nn.Module], Executor],
+        make: Callable[..., Executor],
     ) -> None:
-        check_names(PipelineModel, model)
+        check_names(PlannedModel, model)
         super().__init__(model, cut, microbatches, line)
-        self._run = make(self)
-        self._borders = _borders(cut.parts, traced, self._run)
+        own = cut.chunks.of_stage(line.stage)
+        self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
+        self._any = self._runs[own[0]]
+        self._borders = _borders(cut.parts, traced, self._any)
         # Whoever still refers to it has parameters without memory.
         model.to("meta")
 
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        """What dropout draws in each chunk."""
+        return tuple(run.draws for run in self._runs.values())
+
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Return what the plan makes of `inputs`."""
-        del chunk
-        return self._run(*inputs)
+        return self._runs[chunk](*inputs)
 
     def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
         """Return how a batch is divided, and what stages send: it follows from the plan."""
         division = divide(inputs, self._microbatches, is_free=is_free)
-        self._run.read(division.padded(inputs, 0), {})
+        self._any.read(division.padded(inputs, 0), {})
         return division, self._borders
 
 

@@ -42,6 +42,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     sent: tuple[str, ...] | None = None
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How a schedule runs one part.
+
+    Args:
+        stage: That has it.
+        live: Micro-batches that it keeps at once, at most.
+    """
+
+    stage: int
+    live: int
+
+
 def divide(program: Program, readings: Readings, starts: Sequence[int]) -> list[Part]:
     """Return the parts of `program` that begin at the steps numbered `starts`, the first at 0.
 
@@ -231,26 +243,29 @@ def _crossing(program: Program, readings: Readings) -> list[int]:
 
 
 def largest(
-    problem: Problem, chosen: Sequence[int], parts: Sequence[Part], flights: Sequence[int]
+    problem: Problem, chosen: Sequence[int], parts: Sequence[Part], pace: Sequence[Pace]
 ) -> float:
-    """Return the bytes on a rank of the largest part.
+    """Return the bytes on a rank of the largest stage.
 
     Args:
         problem: Of the whole program.
         chosen: Strategy of each node.
         parts: Of the program.
-        flights: Micro-batches that each keeps at once.
+        pace: Of each part.
     """
-    found = [0.0] * len(parts)
+    found = dict.fromkeys((one.stage for one in pace), 0.0)
     places = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
     for at, part in enumerate(parts):
         for name in part.params:
             places.setdefault(name, set()).add(at)
     for node, strategy in zip(problem.nodes, chosen, strict=True):
+        live: dict[int, int] = {}
         for at in places.get(_name(node), {len(parts) - 1}):
-            kept = (flights[at] - 1) * float(node.held[strategy])
-            found[at] += float(node.memory[strategy]) + kept
-    return max(found)
+            live[pace[at].stage] = max(live.get(pace[at].stage, 1), pace[at].live)
+        for stage, batches in live.items():
+            kept = (batches - 1) * float(node.held[strategy])
+            found[stage] += float(node.memory[strategy]) + kept
+    return max(found.values())
 
 
 def _names(part: Part) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.export import Exported, export
-from msrun.parallel.auto.operators import rule_of
+from msrun.parallel.auto.lowering import Modules
+from msrun.parallel.auto.operators import rules_of_steps
 from msrun.parallel.auto.program import Program, Step, Value
-from msrun.parallel.auto.rules import Rule, Site
 
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
 
@@ -29,6 +29,7 @@ class Traced:
         rules: Step -> its rule.
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
         dtypes: Value -> its type.
+        modules: What `lowering` asks of the model.
     """
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
@@ -63,12 +64,7 @@ class Traced:
             outputs=tuple(outputs),
             frozen=frozenset(name for name, full in params.items() if full not in trained),
         )
-        rules: dict[object, Rule] = {}
-        self.rules: dict[str, Rule] = {}
-        for step in self._steps:
-            site = Site(step, self.program)
-            key = site.signature()
-            self.rules[step.name] = rules[key] = rules.get(key) or rule_of(site)
+        self.rules = rules_of_steps(self.program)
 
     # What an execution needs.
 
@@ -116,6 +112,18 @@ class Traced:
         leaves = [next(found) if name is not None else None for name in self._returned]
         return self._spec.unflatten(leaves)
 
+    def changed(
+        self, output: Any, numbers: Collection[int], change: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """Return what the model returns with some of the program's outputs changed."""
+        if not numbers:
+            return output
+        leaves = self._spec.flatten_up_to(output)
+        where = [at for at, name in enumerate(self._returned) if name is not None]
+        for number in numbers:
+            leaves[where[number]] = change(leaves[where[number]])
+        return self._spec.unflatten(leaves)
+
     def _read_params(self, names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
         first: dict[int, str] = {}
@@ -126,6 +134,10 @@ class Traced:
             self._names[value] = same
             if same == value:
                 found[value] = name
+        self.modules = Modules(
+            owners={name: first[id(x)] for name, x in tensors.items() if id(x) in first},
+            kinds={name: type(module).__name__ for name, module in model.named_modules()},
+        )
         return found
 
     def _outputs(self, node: fx.Node) -> list[str]:

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel.local import whole
+from msrun.parallel.local import number
 from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
 from msrun.parallel.pipeline.line import Line
 from msrun.parallel.pipeline.microbatch import Division
@@ -77,9 +77,7 @@ class Work:
             UsageError: The loss is not one number.
         """
         target = self.division.real(self.target, part)
-        loss = whole(self.loss_fn(self.division.trim(output, part), target))
-        if loss.numel() != 1:
-            raise UsageError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
+        loss = number(self.loss_fn(self.division.trim(output, part), target))
         share = self.division.share(part)
         self.losses.append(loss.detach().reshape(()) * share)
         return loss.reshape(()) * (share * self.scale)

@@ -179,6 +179,15 @@ def test_what_the_user_wishes_is_kept_and_the_rest_is_the_best_for_it():
         assert node.rule.choices[row[0]].name in ("R", "Z")
 
 
+def test_overlap_hides_the_traffic_of_parameters_and_no_other():
+    half = msgspec.structs.replace(TINY, overlap=0.5)
+    shown, hidden = (build(layers(2), setting(4, topology=one)) for one in (TINY, half))
+    assert solve(hidden)[0] < solve(shown)[0]
+    for one, other in zip(shown.edges, hidden.edges, strict=True):
+        share = 0.5 if shown.nodes[one.source].kind == "param" else 1.0
+        assert other.seconds == pytest.approx(share * one.seconds, rel=1e-12)
+
+
 def test_a_wish_that_no_strategy_meets_is_refused():
     pin = Pin(node="w0", codes={0: 5}, key="parallel.plan[0].params.weight")
     with pytest.raises(UsageError, match=r"parallel.plan\[0\].params.weight: w0 can not"):

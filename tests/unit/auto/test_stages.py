@@ -15,8 +15,10 @@ from msrun.parallel.auto.problem import Setting
 from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.rules import Site
+from msrun.parallel.auto.schedules import paces, rounds
 from msrun.parallel.auto.stage_search import search_stages
-from msrun.parallel.auto.stages import between_blocks, divide, evenly
+from msrun.parallel.auto.stages import Pace, between_blocks, divide, evenly
+from msrun.parallel.pipeline.chunks import Chunks
 
 SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
 
@@ -99,12 +101,45 @@ def test_equal_blocks_are_divided_equally_or_not_at_all():
         )
 
 
+PACE = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
+
+
+def test_a_stage_of_several_parts_takes_what_they_do_together():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    rules, _ = read(program)
+    two = search_stages(program, SETTING, rules, pace=PACE)
+    one = search_stages(program, SETTING, rules, pace=[Pace(stage=0, live=1)] * 2)
+    assert one.memory == pytest.approx(one.found.memory)
+    assert two.memory < one.memory
+
+
+@pytest.mark.parametrize(
+    ("schedule", "segments", "taken", "live"),
+    [
+        ("gpipe", 1, 10.0, [8, 8, 8]),
+        ("1f1b", 1, 10.0, [3, 2, 1]),
+        ("interleaved", 2, 9.0, [6, 6, 6, 3, 3, 3]),
+        ("looped_bfs", 2, 9.0, [8] * 6),
+        ("interleaved_zb", 2, 8 + 1 / 3, [6, 6, 6, 3, 3, 3]),
+        ("zbv", 2, 8 + 1 / 3, [6, 5, 4, 3, 2, 1]),
+        ("dualpipev", 2, 8 + 1 / 3, [6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_what_a_schedule_waits_and_keeps(schedule, segments, taken, live):
+    chunks = Chunks(schedule=schedule, stages=3, segments=segments)
+    assert rounds(chunks, 8) == pytest.approx(taken)
+    assert [pace.live for pace in paces(chunks, 8)] == live
+    assert max(pace.live for pace in paces(chunks, 2)) == 2
+    stages = [0, 1, 2, 2, 1, 0] if schedule in ("zbv", "dualpipev") else [0, 1, 2] * segments
+    assert [pace.stage for pace in paces(chunks, 8)] == stages
+
+
 def test_the_largest_stage_fits_or_its_bytes_are_told():
     program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
     rules, _ = read(program)
 
     def found(limit):
-        return search_stages(program, SETTING, rules, flights=(2, 1), limit=limit)
+        return search_stages(program, SETTING, rules, pace=PACE, limit=limit)
 
     free = found(None)
     assert len(free.starts) == 2

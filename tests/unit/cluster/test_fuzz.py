@@ -138,7 +138,7 @@ class Scheduler(RuleBasedStateMachine):
         member = self.members[number % len(self.members)]
         if is_own:
             end = msgspec.structs.replace(end, rank=member.first_rank)
-        if body := body_off_the_wire(WorkerExited(exit=end)):
+        if body := body_off_the_wire(WorkerExited(exit=end, at=self.now)):
             self.from_member(member, body)
 
     @precondition(lambda self: self.state.phase is Phase.STOPPING)

@@ -148,7 +148,7 @@ class Scheduler(RuleBasedStateMachine):
     def worker_ends(self, number, end):
         living = self.living()
         node, rank = living[number % len(living)]
-        self.say(node, WorkerExited(exit=msgspec.structs.replace(end, rank=rank)))
+        self.say(node, WorkerExited(exit=msgspec.structs.replace(end, rank=rank), at=1.0))
 
     def living(self):
         return [(node, rank) for node, ranks in self.state.living().items() for rank in ranks]

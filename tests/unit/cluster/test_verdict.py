@@ -135,7 +135,7 @@ def test_a_failure_is_rendered_with_everything_that_is_known():
         "  | step 1",
         "  | step 2",
         "  log: logs/worker_2.log",
-        "  ranks 8-9 had finished with code 0 before",
+        "  ranks 8-9 had finished with code 0",
         "  could not be killed: 4711 D python",
         "  hint: correct the cause",
         "collateral: " + "; ".join(collateral),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launchers.slurm import SlurmOptions, open_launcher, parse_end
+from launchers.slurm import SlurmOptions, open_launcher, parse_end, render_limit
 from msrun.errors import UsageError
 
 SHOWN = """JobId=2 JobName=t
@@ -58,6 +58,23 @@ def test_options_by_name():
     assert launcher._options == SlurmOptions(
         partition="p", cpus_per_node=4, requeue=True, more=("--a", "--b")
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ("90", "90"),
+        ("1:30:00", "1:30:00"),
+        ("2-12", "2-12"),
+        ("unlimited", "unlimited"),
+        ("1h", "1:00:00"),
+        ("2d90s", "48:01:30"),
+        ("0.5", "0:00:01"),
+        ("inf", "UNLIMITED"),
+    ],
+)
+def test_a_limit_is_written_as_slurm_reads_it(given, limit):
+    assert render_limit(given) == limit
 
 
 @pytest.mark.parametrize(

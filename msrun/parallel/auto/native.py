@@ -1,0 +1,120 @@
+"""A model under a plan that the runtime can do by itself: what is left to see to.
+
+Ranks of the data axis compute means of their own samples, and the plan, as one process, has those
+of all.  They differ where ranks have other numbers of targets that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.parallel.auto.lowering import Lowering
+from msrun.parallel.auto.trace import Traced
+from msrun.parallel.config import ParallelConfig
+from msrun.parallel.local import whole
+
+_BY_CLASS = (functional.cross_entropy, functional.nll_loss)
+
+
+def configuration(
+    config: ParallelConfig, mesh: dict[str, int], lowering: Lowering, microbatches: int
+) -> ParallelConfig:
+    """Return the configuration of the runtime that does what a plan of mode auto says."""
+    return msgspec.structs.replace(
+        config,
+        mode=None,
+        mesh=mesh,
+        search=None,
+        memory=None,
+        topology=None,
+        plan=lowering.rules,
+        optimizer=lowering.optimizer,
+        accumulate=microbatches,
+        dropout="local",
+    )
+
+
+def return_means(
+    model: nn.Module, traced: Traced, lowering: Lowering, group: dist.ProcessGroup
+) -> None:
+    """Have `model` return what it does of the samples of all ranks of `group`, in place.
+
+    Gradients stay those of shares whose mean over the ranks is right.
+    """
+    losses = _CountedLosses(group)
+    mean = partial(_mean, group=group)
+    model.forward = partial(_run, losses, traced, lowering.means, mean, model.forward)
+
+
+def _run(
+    losses: _CountedLosses,
+    traced: Traced,
+    means: Collection[int],
+    mean: Callable[[Tensor], Tensor],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with losses:
+        output = forward(*args, **kwargs)
+    return traced.changed(output, means, mean)
+
+
+def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean of `x` over the ranks, of which this one's share has the gradient."""
+    x = whole(x)
+    own = x.detach()
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return x + (total / group.size() - own)
+
+
+class _CountedLosses(TorchFunctionMode):
+    """While it is active, mean losses by class are shares of the mean over the targets of all.
+
+    Args:
+        group: Ranks that have the targets.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        if func in _BY_CLASS and _is_mean(kwargs) and not args[1].is_floating_point():
+            return self._share(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _share(
+        self, func: Callable[..., Tensor], logits: Tensor, target: Tensor, **options: Any
+    ) -> Tensor:
+        """Return the sum of this rank's losses over the mean number of targets that count."""
+        count = (whole(target) != options.get("ignore_index", -100)).sum().to(logits.dtype)
+        dist.all_reduce(count, group=self._group)
+        options |= {"size_average": None, "reduce": None, "reduction": "sum"}
+        mean = count / self._group.size()
+        share: Tensor = func(logits, target, **options) / mean
+        return share
+
+
+def _is_mean(options: dict[str, Any]) -> bool:
+    """Return whether a loss is a mean, by the arguments of now or of before."""
+    old = [options.get(key) for key in ("size_average", "reduce")]
+    return options.get("reduction", "mean") == "mean" if old == [None, None] else False not in old

@@ -1,0 +1,46 @@
+"""A program whose workers find the stand-in devices: `stand_in_steps.py joined|CONFIG`, as JSON.
+
+Each worker prints one line of JSON: of `joined`, where it is; else what it learned under CONFIG.
+"""
+
+import json
+import sys
+
+import stand_in_npu
+import torch
+import torch.distributed as dist
+from ranks import OPTIMIZERS, batches, build
+from torch.nn import functional
+
+import msrun
+
+
+def joined():
+    stand_in_npu.install(devices=4)
+    with msrun.init() as runtime:
+        total = torch.ones(3)
+        dist.all_reduce(total, group=runtime.group("dp"))
+        backend = dist.get_backend_config()
+        return str(runtime.device), torch.npu.current_device(), backend, total.tolist()
+
+
+def trained(config):
+    """Return losses, where parameters and gradients lie, and the collectives of the device."""
+    stand_in_npu.install(devices=1)
+    with msrun.init(config, device="npu:0") as runtime:
+        network = runtime.shard(build("mlp"))
+        update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+        share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+        losses = []
+        for batch in batches("mlp"):
+            part = [tensor.chunk(count)[share] for tensor in batch]
+            loss = runtime.step(network, update, functional.cross_entropy, *part)
+            losses.append(loss.item())
+        params = list(network.parameters())
+        places = {str(t.device) for p in params for t in (p, p.grad)}
+        return losses, sorted(places), sorted(stand_in_npu.calls)
+
+
+if __name__ == "__main__":
+    (what,) = sys.argv[1:]
+    print(json.dumps(joined() if what == "joined" else trained(json.loads(what))))
