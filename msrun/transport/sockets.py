@@ -336,6 +336,10 @@ _LINES: dict[int, Line] = {
     zmq.EVENT_CONNECT_RETRIED: Line.RETRYING,
 }
 
+# What a handshake fails with when the other side ended the connection.  When the time for it is
+# over, ZeroMQ tells whatever errno its thread had last: EAGAIN, or that of another connection.
+_ENDS = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED})
+
 
 class AgentSocket:
     """An agent's end.
@@ -389,7 +393,7 @@ class AgentSocket:
         while self.monitor.poll(0):
             event, value = _next_event(self.monitor)
             line = _LINES[event]
-            if line is Line.REJECTED and value == errno.EAGAIN:
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in _ENDS:
                 line = Line.SILENT
             if line is not Line.DOWN or not self._has_failed:  # else the end has been told
                 lines.append(line)

@@ -85,20 +85,25 @@ def start():
 
 @pytest.fixture
 def connect():
-    context = new_context()
+    contexts = []  # one each, as in its process: ZeroMQ's thread has one errno for all of its own
     kept = []  # a socket that is dropped before it is closed is a warning
 
+    def context():
+        contexts.append(new_context())
+        return contexts[-1]
+
     def connect_agent(server, secret=SECRET):
-        kept.append(AgentSocket(context, endpoint("127.0.0.1", server.port), secret))
+        kept.append(AgentSocket(context(), endpoint("127.0.0.1", server.port), secret))
         return kept[-1]
 
     def new_socket():
-        kept.append(context.socket(zmq.DEALER))
+        kept.append(context().socket(zmq.DEALER))
         return kept[-1]
 
     connect_agent.new_socket = new_socket
     yield connect_agent
-    context.destroy(linger=0)
+    for each in contexts:
+        each.destroy(linger=0)
 
 
 def assert_serves(server, connect, secret=SECRET):
