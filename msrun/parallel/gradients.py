@@ -68,19 +68,23 @@ def _global_norm(
             dist.all_reduce(part, group=group)
         total = total.to(part.device) + part
     if pipeline is not None:
-        dist.all_reduce(total, group=pipeline)
+        # Parameters of other stages may be of another precision; HCCL reduces none of float64.
+        common = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
+        whole = total.to(common)
+        dist.all_reduce(whole, group=pipeline)
+        total = whole.to(total.dtype)
     return total.sqrt()
 
 
 def _square(param: Parameter) -> Tensor:
     """Return the squared norm of this rank's part of the gradient of `param`."""
     gradient = local_gradient(param)
+    dtype = torch.promote_types(param.dtype, torch.float32)
     if gradient is None:
-        return torch.zeros((), device=param.device)
+        return torch.zeros((), dtype=dtype, device=param.device)
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype).float()
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm.square()
 
 

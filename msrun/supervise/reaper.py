@@ -260,13 +260,13 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
     """
     channel_fd, forkserver_fd, listen_fd, lock_fd = map(int, arguments)
     inherited = ignore_signals()
-    title.set_name("msrun reaper")
     process.become_subreaper()
     channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
     forkserver_socket = socket.socket(fileno=forkserver_fd)
     configure = _first_order(channel)
     # From here on there may be something to clean up when the agent dies.
     process.outlive_parent()
+    title.set_name("msrun reaper")
     reaper = os.getpid()
     pid = os.fork()
     if pid == 0:
