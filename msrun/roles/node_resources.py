@@ -174,7 +174,9 @@ class NodeResources:
         self._opened.add("tree")
         self.start_scheduler()
         host, port = self.scheduler_address
-        self.socket = AgentSocket(self._context, endpoint(host, int(port)), self._secret)
+        self.socket = AgentSocket(
+            self._context, endpoint(host, int(port)), self._secret, self._job.nnodes_max
+        )
         self._hand_over_control()
 
     def _hand_over_control(self) -> None:

@@ -68,7 +68,8 @@ class Scheduler:
         self._loop = Loop()
         self._prober = Prober(self._loop)
         listening = socket.socket(fileno=config.listen_fd)
-        self._socket = SchedulerSocket(new_context(), listening, config.secret)
+        nnodes = config.formation.nnodes_max
+        self._socket = SchedulerSocket(new_context(), listening, config.secret, nnodes)
         self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
         is_whole = wal.term(records) >= config.term

@@ -28,6 +28,9 @@ _DOMAIN = "msrun"
 # An agent gives up first, so that it has said within 5 s that nobody answers.
 _HANDSHAKE_MS = 5_000
 _ANSWER_MS = 3_500
+# All nodes of a job may come at once, and each handshake is half a millisecond of arithmetic.
+_HANDSHAKE_MS_EACH = 2
+_CROWD_MAX = 20_000
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
 # The kernel does it for nothing; of ZeroMQ's own heartbeats each looks at the timers of all.
 _UNANSWERED_MS = 3_000
@@ -97,6 +100,11 @@ def listen(host: str, port: int) -> socket.socket:
 def endpoint(host: str, port: int) -> str:
     """Return the ZeroMQ address of a host and port."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _among(nnodes: int, milliseconds: int) -> int:
+    """Return how long a handshake may take that `milliseconds` are enough for, of so many."""
+    return milliseconds + min(nnodes, _CROWD_MAX) * _HANDSHAKE_MS_EACH
 
 
 def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
@@ -182,6 +190,7 @@ class SchedulerSocket:
         context: ZeroMQ context, owned by the caller.
         listening: An already listening socket; owned by this object from now on.
         secret: The job's secret; None serves everybody who can reach the socket.
+        nnodes: Nodes that may come, at most.
     """
 
     dropped: Counter[str]
@@ -192,6 +201,7 @@ class SchedulerSocket:
         context: zmq.Context[zmq.Socket[bytes]],
         listening: socket.socket,
         secret: bytes | None,
+        nnodes: int = 1,
     ) -> None:
         self.gate: Gate | None = None
         self.dropped = Counter()
@@ -202,7 +212,7 @@ class SchedulerSocket:
         self.socket = context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _bound(self.socket)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _among(nnodes, _HANDSHAKE_MS))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
@@ -348,16 +358,21 @@ class AgentSocket:
         context: ZeroMQ context, owned by the caller.
         address: ZeroMQ address of the scheduler.
         secret: The job's secret; None connects without authentication.
+        nnodes: Nodes that may connect to it, at most.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, secret: bytes | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        secret: bytes | None,
+        nnodes: int = 1,
     ) -> None:
         self._address = address
         self._has_failed = False
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _ANSWER_MS)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _among(nnodes, _ANSWER_MS))
         self.socket.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self.monitor = self.socket.get_monitor_socket(sum(_LINES))
