@@ -2,6 +2,8 @@
 
 Both ends number what must arrive, keep it until it is acknowledged and send it again
 after a while; a receiver takes the next number and drops every other (go-back-N).
+Until the first is acknowledged that while doubles: the other end may not be there yet, or
+have thousands of lines that begin.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import msgspec
 from msrun.cluster.messages import FromAgent, FromScheduler
 
 RESEND_SECONDS = 1.0
+RESEND_SECONDS_MAX = 4.0
 # Of what is sent again at once; the rest follows when these have arrived.
 RESEND_MAX = 64
 
@@ -39,6 +42,7 @@ class Link:
     _sent: int = 0
     _unacknowledged: deque[Parcel] = field(default_factory=deque)
     _resend_at: float | None = None
+    _pause: float = RESEND_SECONDS
 
     @property
     def deadline(self) -> float | None:
@@ -67,11 +71,14 @@ class Link:
             self._unacknowledged.popleft()
             arrived += 1
         if arrived:
+            self._pause = RESEND_SECONDS
             self._resend_at = now + RESEND_SECONDS if self._unacknowledged else None
 
     def overdue(self, *, now: float) -> list[Parcel]:
         """Return what must be sent again now."""
         if self._resend_at is None or now < self._resend_at:
             return []
-        self._resend_at = now + RESEND_SECONDS
+        if self._unacknowledged[0].seq == 1:
+            self._pause = min(self._pause * 2, RESEND_SECONDS_MAX)
+        self._resend_at = now + self._pause
         return list(itertools.islice(self._unacknowledged, RESEND_MAX))

@@ -57,6 +57,9 @@ _FILES_RESERVED = 512
 # A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
 # machine's memory this process ends; its agent starts it again, and its log has everything.
 _MEMORY_BYTES = 1 << 30
+# What libzmq sets aside for a connection, of which it uses a third.
+_MEMORY_BYTES_EACH = 192 << 10
+_CROWD_MAX = 20_000
 _OTHER_JOBS = "messages of other jobs"
 
 
@@ -366,7 +369,7 @@ def _log_to(path: str) -> None:
 
 
 def _set_limits(nnodes: int) -> None:
-    limits.bound_memory(_MEMORY_BYTES)
+    limits.bound_memory(_MEMORY_BYTES + min(nnodes, _CROWD_MAX) * _MEMORY_BYTES_EACH)
     files = limits.raise_open_files()
     if files < nnodes + _FILES_RESERVED:
         log.warning(

@@ -152,7 +152,7 @@ def _run(settings: Settings, scheduler: psutil.Process) -> Result:
     finally:
         for crowd in crowds:
             crowd.kill()
-            crowd.wait()
+            crowd.communicate()
     cores = (_seconds(beaten) - _seconds(after)) / beat_seconds if beat_seconds else 0.0
     return Result(agents, wall, _seconds(after) - _seconds(before), rss, cores)
 

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.sim
 # A mutant and a seed that breaks a promise while workers run, at an agent's end, at the very end.
 BROKEN = [
     ("nowal", 2, "I3 a generation again"),
-    ("leavesworkers", 228, "I7 workers outlive their agent"),
-    ("revives", 584, "I6 nodes wait for ever"),
+    ("leavesworkers", 125, "I7 workers outlive their agent"),
+    ("revives", 499, "I6 nodes wait for ever"),
 ]
 
 

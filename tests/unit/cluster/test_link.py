@@ -33,11 +33,26 @@ def test_nothing_is_overdue_before_its_time():
 
 def test_what_is_not_acknowledged_is_sent_again_and_again():
     link = Link()
-    parcels = [link.put(0, body, now=0.0) for body in bodies(2)]
+    first, *parcels = [link.put(0, body, now=0.0) for body in bodies(3)]
+    link.acknowledge(first.seq, now=0.0)
 
     assert link.overdue(now=1.0) == parcels
     assert link.overdue(now=1.5) == []
     assert link.overdue(now=2.0) == parcels
+    assert link.overdue(now=3.0) == parcels
+
+
+def test_whoever_has_acknowledged_nothing_is_asked_less_and_less_often():
+    link = Link()
+    first, *others = [link.put(0, body, now=0.0) for body in bodies(2)]
+    times = [at for at in range(20) if link.overdue(now=float(at))]
+
+    assert times == [1, 3, 7, 11, 15, 19]
+
+    link.acknowledge(first.seq, now=20.0)
+
+    assert link.overdue(now=21.0) == others
+    assert link.overdue(now=22.0) == others
 
 
 def test_an_acknowledgement_covers_all_before_it():

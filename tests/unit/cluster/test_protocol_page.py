@@ -97,4 +97,5 @@ def test_times_are_those_of_the_page():
     section = PAGE.split("## Leases")[1].split("\n\n")[2]
 
     assert re.findall(r"\| ([\d.]+) lease \|", section) == [f"{s:.3g}" for s in shares]
-    assert f"| a body is sent again | {link.RESEND_SECONDS:g} s | |" in PAGE
+    assert f"| a body is sent again | {link.RESEND_SECONDS:g} s, doubling up to " in PAGE
+    assert f"up to {link.RESEND_SECONDS_MAX:g} s until a first one has arrived | |" in PAGE
