@@ -110,7 +110,7 @@ class Scheduler:
         self._loop.watch(self._socket.socket, self._receive)
         self._loop.watch(self._socket.monitor, self._on_broken)
         if gate := self._socket.gate:
-            self._loop.watch(gate.socket, gate.answer)
+            gate.serve(self._loop)
         process.raise_priority()  # by now there are ZeroMQ's threads
         log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
         self._loop.run(self._deadline, self._tick)

@@ -9,22 +9,20 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import zmq
-from zmq.utils import z85
 
 from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
 from msrun.errors import ProtocolError, UsageError, VersionError
+from msrun.transport.gate import DOMAIN, Gate
 from msrun.transport.keys import KeyPair, key_pair
 from msrun.transport.loop import Loop
 
 SCHEDULER = "scheduler"
 AGENT = "agent"
 CONTROL = "control"
-_DOMAIN = "msrun"
 # An agent gives up first, so that it has said within 5 s that nobody answers.
 _HANDSHAKE_MS = 5_000
 _ANSWER_MS = 3_500
@@ -116,42 +114,6 @@ def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
     return event, value
 
 
-class Gate:
-    """Admits to one context's CURVE servers the holders of known keys, and nobody else.
-
-    Source: ZeroMQ RFC 27 (ZAP), whose requests arrive on a socket of the same context,
-    so that the process's own loop answers them and no thread is needed.
-
-    Args:
-        context: ZeroMQ context of the servers.
-        allowed: Public key -> the role of whoever holds it, which its frames then carry.
-    """
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], allowed: Mapping[bytes, str]
-    ) -> None:
-        self._allowed = {z85.decode(key): role for key, role in allowed.items()}
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind("inproc://zeromq.zap.01")
-
-    def answer(self) -> None:
-        """Answer the handshakes that ask for admission."""
-        for _ in range(_FRAMES_MAX):
-            try:
-                asked = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._answer(asked)
-
-    def _answer(self, asked: list[bytes]) -> None:
-        version, request, domain, _, _, mechanism, *credentials = asked
-        is_ours = domain == _DOMAIN.encode() and mechanism == b"CURVE" and len(credentials) == 1
-        role = self._allowed.get(credentials[0]) if is_ours else None
-        status = [b"200", b"OK"] if role else [b"400", b"unknown key"]
-        self.socket.send_multipart([version, request, *status, (role or "").encode(), b""])
-
-
 def _bound(sock: zmq.Socket[bytes]) -> None:
     """Set every limit that does not depend on the end."""
     sock.setsockopt(zmq.LINGER, 0)
@@ -228,7 +190,7 @@ class SchedulerSocket:
         self.socket.curve_server = True
         self.socket.curve_publickey = own.public
         self.socket.curve_secretkey = own.secret
-        self.socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        self.socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def receive(self) -> list[Envelope]:
