@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import zmq
 from zmq.utils import z85
 
+from msrun.transport import frames
 from msrun.transport.loop import Loop
 
 DOMAIN = "msrun"
@@ -80,10 +81,10 @@ class Gate:
     def _answer_all(self, asked: zmq.Socket[bytes]) -> None:
         for _ in range(_ANSWERS_MAX):
             try:
-                request = asked.recv_multipart(zmq.NOBLOCK)
+                request = [frame.bytes for frame in frames.receive(asked)]
             except zmq.Again:
                 return
-            asked.send_multipart(self._answer(request))
+            frames.send(asked, self._answer(request))
             self._answered += 1
 
     def _answer(self, asked: list[bytes]) -> list[bytes]:

@@ -41,11 +41,6 @@ class Loop:
         self._poller.register(source, zmq.POLLIN)
         self._handlers[source] = handler
 
-    def watch_writable(self, source: int, handler: Handler) -> None:
-        """Call `handler` whenever `source` is writable, or a connection of it has failed."""
-        self._poller.register(source, zmq.POLLOUT)
-        self._handlers[source] = handler
-
     def forget(self, source: int | zmq.Socket[bytes]) -> None:
         """Stop watching `source`."""
         if self._handlers.pop(source, None):

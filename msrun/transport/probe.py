@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
 import os
 import select
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +44,12 @@ class Prober:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._waiting: list[_Probe] = []
-        self._open: dict[socket.socket, tuple[_Probe, float]] = {}
+        self._waiting: deque[_Probe] = deque()
+        # By descriptor.  They have a poller of their own, since each that the loop knew would make
+        # everything else slower that it waits for.
+        self._open: dict[int, tuple[socket.socket, _Probe, float]] = {}
+        self._poller = select.epoll()
+        loop.watch(self._poller.fileno(), self._on_ready)
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._retry_at: float | None = None
 
@@ -83,7 +89,9 @@ class Prober:
 
     def deadline(self) -> float | None:
         """Time by which `tick` must be called; None when there is none."""
-        dues = [due for _, due in self._open.values()] + [due for due, _ in self._later]
+        # The first that was opened has to be looked at first.
+        dues = [due for _, _, due in itertools.islice(self._open.values(), 1)]
+        dues += [due for due, _ in self._later]
         return min(dues if self._retry_at is None else [*dues, self._retry_at], default=None)
 
     def tick(self) -> None:
@@ -93,14 +101,12 @@ class Prober:
         self._later = [(at, again) for at, again in self._later if at > now]
         for again in due:
             again()
-        for sock in [sock for sock, (_, due) in self._open.items() if due <= now]:
-            if _is_writable(sock):  # since this process was frozen, which its kernel was not
-                self._connected(sock)
-            else:
-                self._end(sock, errno.ETIMEDOUT)
+        self._on_ready()  # this process may have been frozen, which its kernel was not
+        for descriptor in [fd for fd, (_, _, due) in self._open.items() if due <= now]:
+            self._end(descriptor, errno.ETIMEDOUT)
         if self._retry_at is not None and self._retry_at <= now:
             self._retry_at = None
-            self._start()
+        self._start()
 
     def _start(self) -> None:
         while self._waiting and len(self._open) < _PROBES_MAX and self._retry_at is None:
@@ -113,29 +119,25 @@ class Prober:
                     raise
                 self._retry_at = self._loop.now() + _RETRY_SECONDS
                 return
-            del self._waiting[0]
-            self._open[sock] = (probe, self._loop.now() + PROBE_SECONDS)
+            self._waiting.popleft()
+            self._open[sock.fileno()] = (sock, probe, self._loop.now() + PROBE_SECONDS)
             code = sock.connect_ex((probe.host, probe.port))
             if code == errno.EINPROGRESS:
-                self._loop.watch_writable(sock.fileno(), partial(self._connected, sock))
+                self._poller.register(sock, select.EPOLLOUT)
             else:
-                self._end(sock, code)
+                self._end(sock.fileno(), code)
 
-    def _connected(self, sock: socket.socket) -> None:
-        self._end(sock, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-
-    def _end(self, sock: socket.socket, code: int) -> None:
-        probe, _ = self._open.pop(sock)
-        self._loop.forget(sock.fileno())
-        sock.close()
-        probe.answer(code)
+    def _on_ready(self) -> None:
+        """End the connections that are there, or have failed."""
+        for descriptor, _ in self._poller.poll(0):
+            sock, _, _ = self._open[descriptor]
+            self._end(descriptor, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
         self._start()
 
-
-def _is_writable(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLOUT)
-    return bool(poller.poll(0))
+    def _end(self, descriptor: int, code: int) -> None:
+        sock, probe, _ = self._open.pop(descriptor)
+        sock.close()
+        probe.answer(code)
 
 
 def describe(code: int) -> str:

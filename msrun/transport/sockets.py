@@ -16,6 +16,7 @@ import zmq
 from msrun.cluster import codec, control_messages
 from msrun.cluster.messages import Envelope
 from msrun.errors import ProtocolError, UsageError, VersionError
+from msrun.transport import frames
 from msrun.transport.gate import DOMAIN, Gate
 from msrun.transport.keys import KeyPair, key_pair
 from msrun.transport.loop import Loop
@@ -39,9 +40,6 @@ _RECONNECT_MS = (20, 500)
 _QUEUE_MAX = 64
 _CURVE_BYTES = 64
 _BACKLOG = 4096
-# As the numbers they are: a scheduler of thousands of nodes spends a quarter of its time on enums.
-_NOBLOCK = int(zmq.NOBLOCK)
-_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _SRCFD = int(zmq.SRCFD)
 # Of frames taken at once, so that no sender keeps the loop from everything else.
 _FRAMES_MAX = 1024
@@ -198,38 +196,27 @@ class SchedulerSocket:
         messages: list[Envelope] = []
         for _ in range(_FRAMES_MAX):
             try:
-                route, *frames = self._frames()
+                route, *parts = frames.receive(self.socket)
             except zmq.Again:
                 break
             descriptor = route.get(_SRCFD)
             self._nodes.setdefault(descriptor, "")
-            if len(frames) == 1 and self._is_control(frames[0]):
-                self._asked.append(Asked(route.bytes, frames[0].bytes))
+            if len(parts) == 1 and self._is_control(parts[0]):
+                self._asked.append(Asked(route.bytes, parts[0].bytes))
                 continue
-            envelope = self._decode(route.bytes, frames)
+            envelope = self._decode(route.bytes, parts)
             if envelope is not None:
                 self._nodes[descriptor] = envelope.node_id
                 messages.append(envelope)
         return messages
 
-    def _frames(self) -> list[zmq.Frame]:
-        """Return the frames of one message: the route first.
-
-        Raises:
-            zmq.Again: None waits.
-        """
-        frames = [self.socket.recv(_NOBLOCK, copy=False)]
-        while frames[-1].more:
-            frames.append(self.socket.recv(_NOBLOCK, copy=False))
-        return frames
-
-    def _decode(self, route: bytes, frames: list[zmq.Frame]) -> Envelope | None:
+    def _decode(self, route: bytes, parts: list[zmq.Frame]) -> Envelope | None:
         """Return what an agent said; None when it is no message, or not the agent's own."""
         try:
-            envelope = codec.decode(frames[0].buffer) if len(frames) == 1 else None
+            envelope = codec.decode(parts[0].buffer) if len(parts) == 1 else None
         except VersionError:
             with contextlib.suppress(zmq.ZMQError):
-                self.socket.send_multipart([route, codec.VERSION_FRAME], zmq.NOBLOCK)
+                frames.send(self.socket, [route, codec.VERSION_FRAME])
             return None
         except ProtocolError:
             envelope = None
@@ -257,7 +244,7 @@ class SchedulerSocket:
     def answer(self, route: bytes, frame: bytes) -> None:
         """Send `frame` to who asked; dropped when they have left."""
         with contextlib.suppress(zmq.ZMQError):
-            self.socket.send_multipart([route, frame], zmq.NOBLOCK)
+            frames.send(self.socket, [route, frame])
 
     def broken(self) -> list[str]:
         """Return the nodes of connections that have ended; they may have others by now."""
@@ -278,8 +265,7 @@ class SchedulerSocket:
             return
         # The route stays: it is valid again once the agent has reconnected.
         with contextlib.suppress(zmq.ZMQError):
-            self.socket.send(route, _NOBLOCK_MORE)
-            self.socket.send(codec.encode(envelope), _NOBLOCK)
+            frames.send(self.socket, [route, codec.encode(envelope)])
 
 
 class Line(enum.Enum):
