@@ -44,7 +44,7 @@ from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
-from msrun.transport.sockets import Asked, SchedulerSocket
+from msrun.transport.sockets import Asked, SchedulerSocket, io_threads
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class Scheduler:
         self._prober = Prober(self._loop)
         listening = socket.socket(fileno=config.listen_fd)
         nnodes = config.formation.nnodes_max
-        self._socket = SchedulerSocket(new_context(), listening, config.secret, nnodes)
+        context = new_context(io_threads(nnodes, len(os.sched_getaffinity(0))))
+        self._socket = SchedulerSocket(context, listening, config.secret, nnodes)
         self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
         is_whole = wal.term(records) >= config.term

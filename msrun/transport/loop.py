@@ -14,9 +14,9 @@ import zmq
 Handler = Callable[[], None]
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a ZeroMQ context of this process's own."""
-    return zmq.Context()
+def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a ZeroMQ context of this process's own, with so many threads for its connections."""
+    return zmq.Context(threads)
 
 
 class Loop:

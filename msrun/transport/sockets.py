@@ -30,6 +30,8 @@ _ANSWER_MS = 3_500
 # All nodes of a job may come at once, and each handshake is half a millisecond of arithmetic.
 _HANDSHAKE_MS_EACH = 2
 _CROWD_MAX = 20_000
+_THREADS_MAX = 4
+_NODES_OF_A_THREAD = 250
 # A connection that was cut is given up early, so that a new one is there as soon as it heals.
 # The kernel does it for nothing; of ZeroMQ's own heartbeats each looks at the timers of all.
 _UNANSWERED_MS = 3_000
@@ -101,6 +103,14 @@ def endpoint(host: str, port: int) -> str:
 def _among(nnodes: int, milliseconds: int) -> int:
     """Return how long a handshake may take that `milliseconds` are enough for, of so many."""
     return milliseconds + min(nnodes, _CROWD_MAX) * _HANDSHAKE_MS_EACH
+
+
+def io_threads(nnodes: int, cpus: int) -> int:
+    """Return how many threads shall serve the connections of `nnodes` on a machine of `cpus`.
+
+    One admits some 1,500 nodes a second, most of which is the arithmetic of CURVE.
+    """
+    return max(1, min(_THREADS_MAX, cpus // 2, 1 + nnodes // _NODES_OF_A_THREAD))
 
 
 def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:

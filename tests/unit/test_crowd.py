@@ -1,11 +1,21 @@
 """How long one of thousands of nodes that come at once may wait for its handshake."""
 
+import contextlib
+
 import pytest
 import zmq
 
+from msrun.cluster.messages import Envelope, Stop
 from msrun.transport.loop import new_context
-from msrun.transport.sockets import AgentSocket, SchedulerSocket, endpoint, listen
+from msrun.transport.sockets import (
+    AgentSocket,
+    SchedulerSocket,
+    endpoint,
+    io_threads,
+    listen,
+)
 
+NODES = 200
 SECRET = bytes(range(32))
 
 
@@ -19,3 +29,48 @@ def test_a_handshake_may_take_longer_where_many_come_at_once(nnodes, seconds):
 
     assert round(server / 1000) == seconds
     assert server - client == 1500  # who is not answered says so before it is sent away
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "cpus", "threads"), [(2, 64, 1), (1000, 2, 1), (500, 64, 3), (10_000, 64, 4)]
+)
+def test_many_nodes_are_served_by_several_threads_where_there_are_cpus(nnodes, cpus, threads):
+    assert io_threads(nnodes, cpus) == threads
+
+
+def test_all_of_many_are_admitted_and_none_keeps_a_place_at_the_gate():
+    theirs, ours = new_context(), new_context(4)
+    listening = listen("127.0.0.1", 0)
+    address = endpoint("127.0.0.1", listening.getsockname()[1])
+    end = SchedulerSocket(ours, listening, SECRET, NODES)
+    first = end.gate.socket
+    with contextlib.ExitStack() as stack:
+        stack.callback(theirs.destroy, linger=0)
+        stack.callback(ours.destroy, linger=0)
+        agents = [AgentSocket(theirs, address, SECRET, NODES) for _ in range(NODES)]
+        for number, agent in enumerate(agents):
+            agent.send(says(number))
+        assert heard(end, NODES) == {f"n{number}" for number in range(NODES)}
+        for number in range(NODES):
+            end.send(says(number))
+        assert all(agent.socket.poll(10_000) for agent in agents)
+        assert first.closed
+
+
+def says(number):
+    """Return a message of, or to, a node."""
+    who = {"job_id": "j", "node_id": f"n{number}", "incarnation": 1, "generation": 0}
+    return Envelope(**who, body=Stop(reason="why"))
+
+
+def heard(end, count):
+    """Admit whoever asks until so many nodes were heard; return them."""
+    nodes = set()
+    while len(nodes) < count:
+        poller = zmq.Poller()
+        for source in (end.socket, end.gate.socket):
+            poller.register(source, zmq.POLLIN)
+        assert poller.poll(10_000), f"{count - len(nodes)} nodes were not heard"
+        end.gate.answer()
+        nodes.update(envelope.node_id for envelope in end.receive())
+    return nodes
