@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done = min(done + CHUNK, options.seeds)
             for seed, promise, text in results:
                 count += 1
+                options.out.mkdir(parents=True, exist_ok=True)
                 path = options.out / f"seed_{seed}.txt"
                 path.write_text(text)
                 print(f"seed {seed}: {promise}\n  {path}", flush=True)

@@ -238,9 +238,9 @@ class AgentState:
             case Restarting() as restarting:
                 actions = [Announce(restarting)]
             case Finish(verdict=verdict):
-                actions = self._conclude(verdict)
+                actions = self._end(verdict, now)
             case Refused(reason=reason, code=code):
-                actions = self._conclude(self._internal(reason, code))
+                actions = self._end(self._internal(reason, code), now)
             case Waiting(reason=reason, spare=spare):
                 self._awaited = reason
                 self.form_by = math.inf if spare else self.form_by
@@ -379,7 +379,7 @@ class AgentState:
 
     def _scheduler_was_lost(self, event: SchedulerLost, now: float) -> list[Action]:
         if event.verdict:
-            return self._conclude(event.verdict)
+            return self._end(event.verdict, now)
         return self._stop_alone(self._internal(event.reason, event.code), now)
 
     def _signalled(self, signum: int, now: float) -> list[Action]:
@@ -405,6 +405,10 @@ class AgentState:
         if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
             actions += self._sweep(now)
         return actions
+
+    def _end(self, verdict: Verdict, now: float) -> list[Action]:
+        """Exit with `verdict`, once no worker lives that whoever decided it knew nothing of."""
+        return self._stop_alone(verdict, now) if self.live else self._conclude(verdict)
 
     def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
         """Stop without a scheduler and exit with `verdict`."""
