@@ -361,8 +361,7 @@ class SchedulerState(JobState):
             self.policy.blamed,
             self._cause,
         )
-        members = self._current.members
-        spares = [self._send(n, self._stand_by(n)) for n in ready if n not in members]
+        spares = [self._send(n, self._stand_by(n)) for n in ready if n not in self._current.members]
         return [Write(record), *map(self._start, order), *spares]
 
     def _start(self, node_id: str) -> Send:
