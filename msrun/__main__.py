@@ -1,8 +1,6 @@
 """`python -m msrun`."""
 
-import sys
-
-from msrun.cli.main import main
+from msrun.cli.main import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
 
 import click
 
-from msrun.cli import calibrate, control, convert, inspect, plan, ranktable, run, search, status
 from msrun.cli.output import say, say_error
 from msrun.cli.world import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
 
 Verb = Callable[[Sequence[str], World], int]
 
-VERBS: dict[str, Verb] = {
-    "run": run.run,
-    "plan": plan.plan,
-    "ls": status.ls,
-    "status": status.status,
-    "logs": inspect.logs,
-    "stacks": inspect.stacks,
-    "signal": control.send_signal,
-    "drain": control.drain,
-    "stop": control.stop,
-    "convert": convert.convert,
-    "ranktable": ranktable.ranktable,
-    "search": search.search,
-    "calibrate": calibrate.calibrate,
+# Verb -> where it is; only the one that is called is loaded, since all of them take their time.
+VERBS: dict[str, str] = {
+    "run": "msrun.cli.run:run",
+    "plan": "msrun.cli.plan:plan",
+    "ls": "msrun.cli.status:ls",
+    "status": "msrun.cli.status:status",
+    "logs": "msrun.cli.inspect:logs",
+    "stacks": "msrun.cli.inspect:stacks",
+    "signal": "msrun.cli.control:send_signal",
+    "drain": "msrun.cli.control:drain",
+    "stop": "msrun.cli.control:stop",
+    "convert": "msrun.cli.convert:convert",
+    "ranktable": "msrun.cli.ranktable:ranktable",
+    "search": "msrun.cli.search:search",
+    "calibrate": "msrun.cli.calibrate:calibrate",
 }
+
+
+def console() -> NoReturn:
+    """Be the process `msrun`, which ends with the exit code."""
+    code: int | None = None
+
+    def leave() -> None:
+        # Taking torch and a traced model apart takes a quarter of a second, for nothing.
+        if code is not None and "torch" in sys.modules:
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except OSError:
+                return  # Python tells of it
+            os._exit(code)
+
+    # Registered first, it is called last: behind what torch and the model's file registered.
+    atexit.register(leave)
+    code = main()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> int:
@@ -41,8 +65,14 @@ def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> in
         world: What to ask about the machine; None asks the machine.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    verb = VERBS[words.pop(0)] if words and words[0] in VERBS else run.run
-    return guarded(verb, words, world or RealWorld())
+    name = words.pop(0) if words and words[0] in VERBS else "run"
+    return guarded(partial(_call, VERBS[name]), words, world or RealWorld())
+
+
+def _call(place: str, words: Sequence[str], world: World) -> int:
+    module, _, function = place.partition(":")
+    verb: Verb = getattr(importlib.import_module(module), function)
+    return verb(words, world)
 
 
 def guarded(verb: Verb, words: Sequence[str], world: World) -> int:

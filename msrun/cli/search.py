@@ -151,7 +151,7 @@ def _draw(plan: SavedPlan, path: Path) -> None:
 def _rare_collection() -> Iterator[None]:
     """Look for garbage seldom, and not at the end: almost all that is made stays till then."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     try:
         yield
     finally:

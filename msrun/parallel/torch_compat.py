@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -221,3 +221,16 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
     in further places see to those.
     """
     module._apply(make)  # noqa: SLF001 - there is no public form
+
+
+@contextmanager
+def without_stack_traces() -> Iterator[None]:
+    """Have traces not note for each node which lines of Python it comes from, which takes time."""
+    from torch.fx import config
+
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before

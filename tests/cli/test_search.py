@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -282,3 +284,43 @@ def test_a_mistake_is_one_sentence(capsys, words, sentence):
 def test_a_refused_search_leaves_no_file(capsys, here):
     search(capsys, "tinynet.py:broken", *CPU, "--plot", "a.svg", "-o", "a.json")
     assert not list(here.glob("a.*"))
+
+
+ENDING = """
+import atexit
+import os
+import sys
+
+
+class Kept:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart")
+
+
+sys.kept = Kept()
+atexit.register(print, "the file's own end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "end"), [("make", 0, "}\nthe file's own end\n"), ("broken", 2, "own end\n")]
+)
+def test_a_process_ends_with_its_code_and_its_output_and_takes_nothing_apart(here, name, code, end):
+    (here / "tinynet.py").write_text(MODEL + ENDING)
+    words = ("search", f"tinynet.py:{name}", *CPU, "--mesh", "tp=4", "--json")
+
+    done = subprocess.run(
+        [sys.executable, "-m", "msrun", *words], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout.endswith(end)) == (code, True)
+    assert "taken apart" not in done.stdout + done.stderr
+
+
+def test_a_model_that_leaves_has_the_last_word(here):
+    (here / "tinynet.py").write_text(MODEL + "\n\ndef leave():\n    raise SystemExit(7)\n")
+    words = ("search", "tinynet.py:leave", *CPU)
+
+    done = subprocess.run([sys.executable, "-m", "msrun", *words], check=False)
+
+    assert done.returncode == 7

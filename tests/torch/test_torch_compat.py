@@ -1,6 +1,7 @@
 """The private names of torch still mean what we use them for."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from msrun.parallel.torch_compat import (
     takes_device,
     tensors_in,
     watch_units,
+    without_stack_traces,
     write_count,
     written_arguments,
 )
@@ -278,3 +280,12 @@ def test_storages_keep_what_is_attached_to_them():
     parameter = torch.nn.Parameter(tensor.view(3, 1).data)
 
     assert vars(parameter.untyped_storage())["note"] == "kept"
+
+
+@pytest.mark.parametrize("is_without", [True, False])
+def test_without_stack_traces_no_node_of_a_trace_has_one(is_without):
+    with without_stack_traces() if is_without else nullcontext():
+        graph = torch.export.export(torch.nn.ReLU(), (torch.ones(2),), strict=False).graph
+
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    assert [bool(node.stack_trace) for node in calls] == [not is_without]

@@ -27,6 +27,8 @@ ENTER, LEAVE, AGAIN = "enter", "leave", "again"
 _COPIES_MIN = 3
 _DEEP = 8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_GROUPS = (list, tuple, set, dict)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 Key = tuple[object, ...]
 
@@ -60,22 +62,24 @@ def _(
 
 def _state(item: Any, deep: int = 0) -> object:
     """Return what two attributes have in common if nothing can tell them apart."""
-    if isinstance(item, _PLAIN):
-        return type(item), item
-    if isinstance(item, list | tuple | set | dict) and deep < _DEEP:
+    kind = type(item)
+    if kind in _PLAIN or isinstance(item, _PLAIN):
+        return kind, item
+    if isinstance(item, _GROUPS) and deep < _DEEP:
+        if not item:
+            return kind, ()
         parts = [*item.items()] if isinstance(item, dict) else item
         found = [_state(part, deep + 1) for part in parts]
-        return type(item), tuple(sorted(found, key=repr) if isinstance(item, set) else found)
+        return kind, tuple(sorted(found, key=repr) if isinstance(item, set) else found)
     return id(item)
 
 
 def _attributes(module: nn.Module, labels: frozenset[str]) -> Key:
     """Return the attributes of a module and its children, but for labels and the registered."""
-    registered = ("_parameters", "_buffers", "_modules")
     own = tuple(
         (name, _state(item))
         for name, item in vars(module).items()
-        if name not in registered and name not in labels and not isinstance(item, _Following)
+        if name not in _REGISTERED and name not in labels and not isinstance(item, _Following)
     )
     children = tuple((name, _attributes(child, labels)) for name, child in module.named_children())
     return type(module), own, children

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from msrun.parallel.auto.alike import ENTER, LEAVE, Alike, UnlikeError, tensors_of
 from msrun.parallel.auto.labels import Labels
+from msrun.parallel.torch_compat import without_stack_traces
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -49,6 +50,12 @@ class Exported:
 
 def export(model: nn.Module, sample: Sequence[Any]) -> Exported:
     """Return the forward of `model` on `sample`."""
+    with without_stack_traces():
+        return _repeated(model, sample) or exported(_followed(model, sample))
+
+
+def _repeated(model: nn.Module, sample: Sequence[Any]) -> Exported | None:
+    """Return the forward where modules that are alike are followed once; None where that fails."""
     labels, heard = Labels(), -1
     while len(labels.read) > heard:  # more is known of what layers read
         heard = len(labels.read)
@@ -58,11 +65,14 @@ def export(model: nn.Module, sample: Sequence[Any]) -> Exported:
         # Whatever goes wrong here is what following every call says better.
         with suppress(Exception):
             with alike.left_out():
-                found = torch.export.export(model, tuple(sample), strict=False)
+                found = _followed(model, sample)
             if len(labels.read) == heard:
                 return _Expansion(found, model, alike).run()
-    found = torch.export.export(model, tuple(sample), strict=False)
-    return exported(found)
+    return None
+
+
+def _followed(model: nn.Module, sample: Sequence[Any]) -> ExportedProgram:
+    return torch.export.export(model, tuple(sample), strict=False)
 
 
 def exported(found: ExportedProgram) -> Exported:

@@ -247,6 +247,8 @@ def largest(
 ) -> float:
     """Return the bytes on a rank of the largest stage.
 
+    What a reader keeps a copy of lies in the reader's stage.
+
     Args:
         problem: Of the whole program.
         chosen: Strategy of each node.
@@ -254,18 +256,35 @@ def largest(
         pace: Of each part.
     """
     found = dict.fromkeys((one.stage for one in pace), 0.0)
-    places = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
-    for at, part in enumerate(parts):
-        for name in part.params:
-            places.setdefault(name, set()).add(at)
-    for node, strategy in zip(problem.nodes, chosen, strict=True):
-        live: dict[int, int] = {}
-        for at in places.get(_name(node), {len(parts) - 1}):
-            live[pace[at].stage] = max(live.get(pace[at].stage, 1), pace[at].live)
+    places = _places(parts)
+    lives = [_live(places.get(_name(node), {len(parts) - 1}), pace) for node in problem.nodes]
+    for node, strategy, live in zip(problem.nodes, chosen, lives, strict=True):
         for stage, batches in live.items():
             kept = (batches - 1) * float(node.held[strategy])
             found[stage] += float(node.memory[strategy]) + kept
+    for edge in problem.edges:
+        if edge.memory is not None:
+            nbytes = float(edge.memory[chosen[edge.source], chosen[edge.target]])
+            for stage, batches in lives[edge.target].items():
+                found[stage] += nbytes * (batches if edge.is_of_each else 1)
     return max(found.values())
+
+
+def _places(parts: Sequence[Part]) -> dict[str, set[int]]:
+    """Return what there is a node of -> the numbers of the parts that have it."""
+    found = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
+    for at, part in enumerate(parts):
+        for name in part.params:
+            found.setdefault(name, set()).add(at)
+    return found
+
+
+def _live(places: Collection[int], pace: Sequence[Pace]) -> dict[int, int]:
+    """Return the stages of some parts, and the micro-batches that each keeps at once there."""
+    found: dict[int, int] = {}
+    for at in places:
+        found[pace[at].stage] = max(found.get(pace[at].stage, 1), pace[at].live)
+    return found
 
 
 def _names(part: Part) -> Iterator[str]:

@@ -9,16 +9,26 @@ from programs import TINY
 
 from msrun.errors import UsageError
 from msrun.parallel.auto import layouts
+from msrun.parallel.auto.account import expanded
 from msrun.parallel.auto.batches import Batches
 from msrun.parallel.auto.bounds import Bounds, JobLayout
+from msrun.parallel.auto.build import build
 from msrun.parallel.auto.layouts import Job, Outcome, explore
+from msrun.parallel.auto.operators import rule_of
+from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.repeat import find_blocks, shortened
-from msrun.parallel.auto.search import Setting, search
+from msrun.parallel.auto.rules import Site
+from msrun.parallel.auto.search import Names, Setting, indices, search
+from msrun.parallel.auto.stages import Pace, between_blocks, divide, largest
+
+
+def whole(batch):
+    return programs.transformer(4, batch=batch, length=4, width=8, heads=2)
 
 
 @cache
 def job(limit=math.inf, world=4, batch=4):
-    small, large = (programs.transformer(4, batch=b, length=4, width=8, heads=2) for b in (2, 6))
+    small, large = whole(2), whole(6)
     blocks = find_blocks(small)
     short, two = shortened(small, blocks)
     other, _ = shortened(large, find_blocks(large))
@@ -103,6 +113,29 @@ def test_stages_hold_all_blocks_and_hand_on_one_layout():
     assert len(first.plan.blocks) == 0
     assert len(last.plan.blocks) == len(middle.plan.blocks) == 1
     assert outcome.seconds == max(stage.seconds for stage in outcome.stages)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("spare", [1.01, 1.2, math.inf])
+def test_memory_of_stages_is_that_of_the_whole_program_cut_into_them(spare, recompute):
+    layout = JobLayout(stages=2, sizes=(2,), microbatches=2, recompute=recompute)
+    least = layouts._Search(job(1.0)).look(layout, math.inf)
+    outcome = layouts._Search(job(spare * least)).look(layout, math.inf)
+    assert outcome.memory <= spare * least
+
+    small, blocks = whole(2), find_blocks(whole(2))
+    names = Names(small, job().programs.ends[0], blocks)
+    program = Batches(small, whole(6), (2, 6)).at(2)
+    setting = Setting(sizes=(2,), topology=TINY, rounds=layout.rounds, recompute=recompute)
+    inside = blocks.block_of(program)
+    problem = build(program, setting, cuts=blocks.cuts, block_of=inside)
+    chosen = indices(problem, expanded(outcome, names))
+    rules = {step.name: rule_of(Site(step, program)) for step in program.steps}
+    starts = between_blocks(blocks, 2, "key")
+    parts = divide(program, Readings(program, setting, rules), starts)
+    pace = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
+
+    assert largest(problem, chosen, parts, pace) == pytest.approx(outcome.memory, rel=1e-9)
 
 
 def test_numbers_grow_with_the_batch():

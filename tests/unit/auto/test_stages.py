@@ -9,6 +9,7 @@ import pytest
 from programs import TINY, Draft
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.build import build
 from msrun.parallel.auto.memory import OutOfMemoryError
 from msrun.parallel.auto.operators import rule_of
 from msrun.parallel.auto.problem import Setting
@@ -16,8 +17,9 @@ from msrun.parallel.auto.readings import Readings
 from msrun.parallel.auto.repeat import find_blocks
 from msrun.parallel.auto.rules import Site
 from msrun.parallel.auto.schedules import paces, rounds
+from msrun.parallel.auto.search import indices
 from msrun.parallel.auto.stage_search import search_stages
-from msrun.parallel.auto.stages import Pace, between_blocks, divide, evenly
+from msrun.parallel.auto.stages import Pace, between_blocks, divide, evenly, largest
 from msrun.parallel.pipeline.chunks import Chunks
 
 SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
@@ -150,3 +152,31 @@ def test_the_largest_stage_fits_or_its_bytes_are_told():
     with pytest.raises(OutOfMemoryError) as caught:
         found(1.0)
     assert found(caught.value.least).memory <= caught.value.least
+
+
+def test_copies_lie_where_they_are_read_as_often_as_micro_batches_are_alive_there():
+    draft = Draft()
+    h = draft.linear(draft.input(4, 8), 8, bias=False)
+    y = draft.linear(h, 8, bias=False)
+    program = draft.done(draft.op("mm", (4, 64), self=h, mat2=draft.param(8, 64)), y)
+    problem = build(program, SETTING)
+    rows = {"w0": "R", "w1": "Z", "w2": "d0", h: "b0", f"hub:{h}": "d0", y: "k", "mm_2": "R"}
+    chosen = indices(
+        problem,
+        {
+            node.name: ([c.name for c in node.rule.choices].index(rows.get(node.name, "b")),)
+            for node in problem.nodes
+        },
+    )
+    parts = divide(program, read(program)[1], [0, 2])
+
+    def found(*live):
+        pace = [Pace(stage=at, live=number) for at, number in enumerate(live)]
+        return largest(problem, chosen, parts, pace)
+
+    # The half of `w2` that is stored, all of it where it is read, and all of `h`.
+    assert found(3, 2) == 5120 + 2048 + 2 * 128
+    # `w0`, half of `w1` twice, and half of `h` as it lies and as it is read.
+    assert found(300, 2) == 1280 + 640 + 128 + 300 * (64 + 64)
+    together = largest(problem, chosen, parts, [Pace(stage=0, live=3)] * 2)
+    assert together == problem.in_flight(3).memory(chosen)
