@@ -89,6 +89,10 @@ class LayoutRule(Section, frozen=True, kw_only=True):
     inputs: Dims | None = msgspec.field(default=None, name="in")
     out: Dims | None = None
 
+    def __post_init__(self) -> None:
+        if not self.params and self.inputs is None and self.out is None:
+            raise ValueError("params: or in or out must be given")
+
 
 class Rule(Section, frozen=True, kw_only=True):
     """How the modules that `match` names compute, at operator level.

@@ -29,6 +29,7 @@ from msrun.parallel.config import (
     Rule,
     Section,
 )
+from msrun.parallel.rule_notation import check_notation
 from msrun.units import quoted
 
 _ELSEWHERE = {
@@ -80,12 +81,16 @@ def parse_config(tree: object) -> ParallelConfig:
         if key in tree:
             raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
     try:
-        return msgspec.convert(tree, ParallelConfig, strict=False)
+        config = msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(_sentence(str(error), tree)) from None
     except UnicodeEncodeError as error:
         message = f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
         raise UsageError(message) from None
+    if isinstance(config.plan, list):
+        for index, rule in enumerate(config.plan):
+            check_notation(rule, f"{ROOT}.plan[{index}]", None)
+    return config
 
 
 def render_config(config: ParallelConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -11,6 +12,9 @@ from msrun import environ
 from msrun.environ import RankIdentity
 from msrun.identity import find_master
 from msrun.supervise import network
+
+# How often this process met the others, as they did with it.
+_meetings = itertools.count()
 
 
 def join(
@@ -36,7 +40,10 @@ def join(
         return
     host, port = find_master(env, identity)
     if identity.source in ("msrun", "torchrun"):
-        dist.init_process_group(backend, timeout=limit)
+        served, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        # It outlives groups: without a prefix one would find the addresses of that before it.
+        own = dist.PrefixStore(f"msrun_{next(_meetings)}", served)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=own, timeout=limit, rank=rank, world_size=world_size)
         return
     if identity.local_world_size < world_size and not network.is_named():
         environ.choose_interface(network.interface_to(host))  # Gloo would take loopback.

@@ -7,12 +7,23 @@ Ranks are laid out in row-major order over the axes, the first varying slowest, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, REST, ROOT, WHOLE, ParallelConfig, Rule
+from msrun.parallel.config import (
+    DATA_AXIS,
+    PIPELINE_AXIS,
+    REST,
+    ROOT,
+    WHOLE,
+    Dim,
+    ParallelConfig,
+    Rule,
+)
+from msrun.parallel.notation import axes_of_dims, shown_dims
+from msrun.parallel.rule_notation import check_notation
 from msrun.units import quoted
 
 # Of a plan, where `fully_shard` divides its parameters once more.
@@ -68,6 +79,33 @@ class MeshLayout(msgspec.Struct, frozen=True):
     def _stride(self, axis: str) -> int:
         names = list(self.axes)
         return math.prod(self.axes[name] for name in names[names.index(axis) + 1 :])
+
+
+def local_slices(
+    shape: Sequence[int], dims: Sequence[Dim], layout: MeshLayout, rank: int
+) -> tuple[slice, ...]:
+    """Return the part of a tensor of `shape` that lies on `rank`, one slice for each dim.
+
+    Example: (2, 8) cut as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
+    columns 2 and 3.
+
+    Raises:
+        UsageError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
+    """
+    coordinate = layout.coordinate(rank)
+    found: list[slice] = []
+    for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
+        parts = math.prod(layout.size(axis) for axis in axes)
+        if shape[dim] % parts:
+            raise UsageError(
+                f"{shown_dims(dims)}: dim {dim} of size {shape[dim]} can not be split into {parts}"
+            )
+        index = 0
+        for axis in axes:
+            index = index * layout.size(axis) + coordinate[axis]
+        length = shape[dim] // parts
+        found.append(slice(index * length, (index + 1) * length))
+    return tuple(found)
 
 
 def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
@@ -239,6 +277,7 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
 
 def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:
     allowed = plan_axes(layout)
+    check_notation(rule, where, {name: layout.axes[name] for name in allowed})
     for key, axes in _named(rule, layout):
         seen: set[str] = set()
         for axis in axes:
@@ -275,7 +314,7 @@ def style_axis(rule: Rule, layout: MeshLayout) -> str:
 
 def _axes_of(rule: Rule, layout: MeshLayout) -> set[str]:
     if rule.strategy or rule.layout:
-        # Numbers of parts: which axes they take is found out with the modules.
+        # Which axes numbers of parts take is found out with the modules.
         return set(plan_axes(layout))
     return {axis for _, axes in _named(rule, layout) for axis in axes}
 

@@ -1,4 +1,4 @@
-"""Notations of how tensors are cut: axis names of each dim, and MindSpore's two.
+"""Notations of how tensors are cut: axis names of each dim, and MindSpore's strategies.
 
 Ours lists axis names for each dim of a tensor: `["tp", None]`, or `[["sp", "dp"], None]` with
 the most significant axis first.
@@ -12,30 +12,25 @@ their product is the number of its parts: the axes must be the smallest factors 
 strategy needs, such as 2 x 2 x 2 where one has (2, 4) and another (4, 2).  So it is for matrix
 products and elementwise operators; some others of MindSpore, its `Gather` among them, order
 their device matrix otherwise, which changes what lies on which rank but no result.
-
-MindSpore's `Layout` names the axes of a device matrix of its own, and lists them per dim as we
-do.  On a mesh its axes stand for mesh axes by the same rule.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from msrun.errors import UsageError
 from msrun.parallel.config import Dim, Dims
-from msrun.parallel.layout import MeshLayout
-from msrun.units import quoted
 
 REST_OF_DIMS = "..."
-WHOLE = "None"
-INTERLEAVED = "interleaved_parallel"
 
 Strategy = Sequence[Sequence[int]]
-Entry = str | Sequence[str] | None
+
+# What modules compute: those that have a matrix, and any other.
+_EQUATIONS = {"Linear": "...k,nk->...n", "Embedding": "vd,...->...d"}
+_ANY_EQUATION = "...->..."
 
 # Names of the dims that `...` stands for in an equation, the last dim being 0.
 _LEADING = "9876543210"
@@ -90,33 +85,6 @@ def shown_dims(dims: Sequence[Dim]) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def local_slices(
-    shape: Sequence[int], dims: Sequence[Dim], layout: MeshLayout, rank: int
-) -> tuple[slice, ...]:
-    """Return the part of a tensor of `shape` that lies on `rank`, one slice for each dim.
-
-    Example: (2, 8) cut as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
-    columns 2 and 3.
-
-    Raises:
-        UsageError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
-    """
-    coordinate = layout.coordinate(rank)
-    found: list[slice] = []
-    for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
-        parts = math.prod(layout.size(axis) for axis in axes)
-        if shape[dim] % parts:
-            raise UsageError(
-                f"{shown_dims(dims)}: dim {dim} of size {shape[dim]} can not be split into {parts}"
-            )
-        index = 0
-        for axis in axes:
-            index = index * layout.size(axis) + coordinate[axis]
-        length = shape[dim] // parts
-        found.append(slice(index * length, (index + 1) * length))
-    return tuple(found)
-
-
 def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[str, list[str]]:
     """Return which axes make each number of parts: one dim after the other, and axis after axis.
 
@@ -127,10 +95,9 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
     Raises:
         UsageError: The axes do not make these numbers.
     """
-    mesh = f"mesh ({', '.join(f'{name} {size}' for name, size in axes.items())})"
     needed, there = math.prod(parts.values()), math.prod(axes.values())
     if needed > there:
-        raise UsageError(f"{needed} parts in all, and {mesh} has {there} ranks")
+        raise UsageError(f"{needed} parts in all, and {shown_ranks(axes)}")
     left = [name for name, size in axes.items() if size > 1]
     found: dict[str, list[str]] = {}
     for dim, count in parts.items():
@@ -140,11 +107,22 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
         if math.prod(axes[name] for name in taken) != count:
             start = f" from {taken[0]} on" if taken else ""
             raise UsageError(
-                f"no axes{start} make the {count} parts of {dim} in {mesh}",
+                f"no axes{start} make the {count} parts of {dim} in {_shown_mesh(axes)}",
                 hint="give the mesh the smallest factors as axes, such as 2 x 2 x 2 for 2 x 4 "
                 "and 4 x 2",
             )
     return found
+
+
+def _shown_mesh(axes: Mapping[str, int]) -> str:
+    return f"mesh ({', '.join(f'{name} {size}' for name, size in axes.items())})"
+
+
+def shown_ranks(axes: Mapping[str, int]) -> str:
+    """Return a mesh of `axes` and its number of ranks, for messages."""
+    if not axes:
+        return "the mesh has no axis that a plan may divide over"
+    return f"{_shown_mesh(axes)} has {math.prod(axes.values())} ranks"
 
 
 class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,13 +130,13 @@ class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         params: Of each parameter that modules of its class can have.
-        inputs: Of the first input.
-        out: Of the output.
+        inputs: Of the first input; None leaves it as it comes.
+        out: Of the output; None leaves it as it comes.
     """
 
     params: dict[str, Dims]
-    inputs: Dims
-    out: Dims
+    inputs: Dims | None
+    out: Dims | None
 
 
 def module_dims(
@@ -179,12 +157,11 @@ def module_dims(
     Raises:
         UsageError: The strategy is none of such a module, or does not fit the mesh.
     """
-    equations = {"Linear": "...k,nk->...n", "Embedding": "vd,...->...d"}
-    if kind not in equations and len(strategy) != 1:
+    if kind not in _EQUATIONS and len(strategy) != 1:
         raise UsageError(
             f"strategy {_shown(strategy)}: {kind} takes one entry, for its input and its output"
         )
-    equation = equations.get(kind, "...->...")
+    equation = _EQUATIONS.get(kind, _ANY_EQUATION)
     cut, out = strategy_dims(strategy, equation, axes, out_strategy=out_strategy)
     match kind:
         case "Linear":
@@ -194,6 +171,45 @@ def module_dims(
             return ModuleDims(params={"weight": cut[0]}, inputs=cut[1], out=out)
         case _:
             return ModuleDims(params={}, inputs=cut[0], out=out)
+
+
+def check_strategy(
+    strategy: Strategy, axes: Mapping[str, int] | None, *, out_strategy: Strategy | None = None
+) -> None:
+    """Refuse what is no strategy of a module of any class.
+
+    Args:
+        strategy: As of `module_dims`.
+        axes: As of `module_dims`; None leaves the mesh out.
+        out_strategy: As of `module_dims`.
+
+    Raises:
+        UsageError: No module can have it.
+    """
+    where = f"strategy {_shown(strategy)}"
+    of_length: dict[int, Mapping[str, str]] = {1: {"module": _ANY_EQUATION}, 2: _EQUATIONS}
+    if len(strategy) not in of_length:
+        kinds = " or ".join(_EQUATIONS)
+        raise UsageError(f"{where}: a module takes one entry, and {kinds} two")
+    faults: dict[str, UsageError] = {}
+    for kind, equation in of_length[len(strategy)].items():
+        try:
+            if axes is None:
+                _check_parts(strategy, where)
+                _merge(strategy, _letters(strategy, equation, where)[0], equation, where)
+            else:
+                strategy_dims(strategy, equation, axes, out_strategy=out_strategy)
+        except UsageError as error:
+            faults[kind] = error
+        else:
+            return
+    first = next(iter(faults.values()))
+    if len({error.message for error in faults.values()}) == 1:
+        raise first
+    reasons = [
+        f"no {kind} ({error.message.removeprefix(f'{where}: ')})" for kind, error in faults.items()
+    ]
+    raise UsageError(f"{where} is for {' and '.join(reasons)}", hint=first.hint)
 
 
 def strategy_dims(
@@ -330,147 +346,3 @@ def _scatter(
 def _shown(strategy: Strategy) -> str:
     """Return `strategy` as MindSpore writes it."""
     return repr(tuple(tuple(counts) for counts in strategy))
-
-
-class Layout(msgspec.Struct, frozen=True):
-    """MindSpore's named device matrix; called with one entry for each dim of a tensor.
-
-    Example: `Layout((2, 2, 2), ("dp", "sp", "mp"))("mp", ("sp", "dp"))`.
-
-    Args:
-        device_matrix: Size of each axis, the slowest-varying first.
-        alias_name: Name of each axis.
-        rank_list: Ranks in row-major order; None is 0, 1 and so on.
-    """
-
-    device_matrix: tuple[int, ...]
-    alias_name: tuple[str, ...]
-    rank_list: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        _check_layout(self.device_matrix, self.alias_name, self.rank_list)
-
-    def __call__(self, *entries: Entry) -> TensorLayout:
-        """Return how a tensor is cut.
-
-        Args:
-            entries: For each dim an alias, several with the most significant first, or "None".
-
-        Raises:
-            UsageError: An alias is unknown, or stands there twice.
-        """
-        seen: set[str] = set()
-        for alias in (alias for entry in entries for alias in _aliases(entry)):
-            if alias not in self.alias_name:
-                raise UsageError(
-                    f"alias {quoted(alias)} is not in alias_name ({', '.join(self.alias_name)})"
-                )
-            if alias in seen:
-                raise UsageError(f"alias {alias!r} cuts two dims, or one dim twice")
-            seen.add(alias)
-        return TensorLayout(self, entries)
-
-
-class TensorLayout(msgspec.Struct, frozen=True):
-    """A tensor cut over a `Layout`, which makes it.
-
-    Args:
-        layout: The device matrix.
-        entries: Of each dim.
-    """
-
-    layout: Layout
-    entries: tuple[Entry, ...]
-
-    @property
-    def dims(self) -> Dims:
-        """Aliases of each dim in our notation."""
-        return [dim_of(_aliases(entry)) for entry in self.entries]
-
-    def on_mesh(self, axes: Mapping[str, int]) -> Dims:
-        """Return the names of mesh axes instead of aliases.
-
-        Args:
-            axes: Mesh axis -> size, the slowest-varying first.
-
-        Raises:
-            UsageError: The device matrix is not that mesh, perhaps with axes in one.
-        """
-        sizes = dict(zip(self.layout.alias_name, self.layout.device_matrix, strict=True))
-        devices, ranks = math.prod(sizes.values()), math.prod(axes.values())
-        where = f"device_matrix {self.layout.device_matrix}"
-        if devices != ranks:
-            raise UsageError(f"{where} has {devices} devices, and the mesh {ranks} ranks")
-        order = self.layout.rank_list or [0]
-        if order != list(range(order[0], order[0] + len(order))):
-            raise UsageError(f"rank_list {order}: ranks of a mesh are in ascending order")
-        try:
-            found = consecutive_axes(sizes, axes)
-        except UsageError as error:
-            raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
-        for alias, names in found.items():
-            if alias in axes and names != [alias] and sizes[alias] > 1:
-                raise UsageError(
-                    f"{where}: alias {alias} lies where the mesh has {' and '.join(names)}"
-                )
-        return [dim_of([n for alias in _aliases(e) for n in found[alias]]) for e in self.entries]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what MindSpore's `Layout.to_dict` does: axes are counted from the last, 0."""
-        ranks = range(math.prod(self.layout.device_matrix))
-        return {
-            "device_matrix": self.layout.device_matrix,
-            "tensor_map": tuple(self._mapped(entry) for entry in self.entries),
-            "interleaved_parallel": False,
-            "alias_name": self.layout.alias_name,
-            "rank_list": self.layout.rank_list or list(ranks),
-        }
-
-    def _mapped(self, entry: Entry) -> int | tuple[int, ...]:
-        if entry is None or isinstance(entry, str):
-            return self._index(entry)
-        return tuple(self._index(alias) for alias in entry)
-
-    def _index(self, alias: str | None) -> int:
-        names = self.layout.alias_name
-        return -1 if alias in (None, WHOLE) else len(names) - 1 - names.index(str(alias))
-
-
-def _aliases(entry: Entry) -> list[str]:
-    listed = [entry] if isinstance(entry, str) else entry or []
-    return [alias for alias in listed if alias != WHOLE]
-
-
-def _check_layout(matrix: object, names: object, ranks: object) -> None:
-    """Refuse what MindSpore's `Layout` refuses."""
-    if not isinstance(matrix, tuple):
-        raise UsageError(f"device_matrix {matrix!r} is no tuple")
-    if not isinstance(names, tuple):
-        raise UsageError(f"alias_name {names!r} is no tuple")
-    if len(matrix) != len(names):
-        raise UsageError(f"device_matrix has {len(matrix)} axes and alias_name {len(names)}")
-    for size in matrix:
-        if type(size) is not int or size < 1:
-            raise UsageError(f"device_matrix {matrix}: {size!r} is no number of devices")
-    _check_names(names)
-    if ranks is not None:
-        _check_ranks(ranks, math.prod(matrix))
-
-
-def _check_names(names: tuple[object, ...]) -> None:
-    for name in names:
-        if not isinstance(name, str) or name in ("", WHOLE):
-            raise UsageError(f"alias_name {names}: {name!r} is no name of an axis")
-        if name == INTERLEAVED:
-            raise UsageError(f"alias_name: {INTERLEAVED} is not part of this version")
-        if names.count(name) > 1:
-            raise UsageError(f"alias_name {names}: {name!r} stands there twice")
-
-
-def _check_ranks(ranks: object, count: int) -> None:
-    if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
-        raise UsageError(f"rank_list {ranks!r} is no list of ranks")
-    if len(ranks) != count:
-        raise UsageError(f"rank_list has {len(ranks)} ranks and device_matrix {count}")
-    if len(set(ranks)) != count:
-        raise UsageError(f"rank_list {ranks}: a rank stands there twice")

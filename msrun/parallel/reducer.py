@@ -120,6 +120,7 @@ class GradientReducer:
         self._check = check
         self._is_on = True
         self._is_running = False
+        self._is_done = False
         self._next = 0
         self._bucket_of: Mapping[Parameter, Bucket | RowBucket] = {
             param: bucket for bucket in buckets for param in bucket.params
@@ -137,6 +138,17 @@ class GradientReducer:
             yield
         finally:
             self._is_on = before
+
+    @contextlib.contextmanager
+    def completed(self) -> Iterator[None]:
+        """Have this rank take part in the sum after one backward pass, whatever that came to.
+
+        One that came to no parameter calls no hook, and the other ranks would wait.
+        """
+        self._is_done = False
+        yield
+        if not self._is_done:
+            self.reduce()
 
     def _on_gradient(self, param: Tensor) -> None:
         if not self._is_on:
@@ -161,6 +173,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.finish()
         self._is_running = False
+        self._is_done = True
         self._next = 0
 
 

@@ -314,7 +314,7 @@ def _reduce(
         buckets = fill_buckets(params, config.reduce.fuse, dtype, tables.sparse(model))
         scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
         reducer = GradientReducer(buckets, group, scale=scale, check=check)
-        reductions.append(Reduction(reducer.paused, reducer.reduce))
+        reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
     return reductions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -81,10 +81,19 @@ class Reduction(msgspec.Struct, frozen=True):
     Args:
         paused: Context in which they add up on this rank instead.
         reduce: Sums what was left so.
+        completed: Context of one backward pass after which they are summed in any case.
     """
 
     paused: Context
     reduce: Callable[[], None]
+    completed: Context = contextlib.nullcontext
+
+
+def _all_of(contexts: Iterable[Context]) -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        return stack.pop_all()
 
 
 class ShardedModel:
@@ -140,10 +149,11 @@ class ShardedModel:
 
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
-        with contextlib.ExitStack() as stack:
-            for reduction in self._reductions:
-                stack.enter_context(reduction.paused())
-            return stack.pop_all()
+        return _all_of(reduction.paused for reduction in self._reductions)
+
+    def completed(self) -> contextlib.ExitStack:
+        """Have gradients summed after the one backward pass inside the context that is returned."""
+        return _all_of(reduction.completed for reduction in self._reductions)
 
     def reduce(self) -> None:
         """Reduce the gradients that backward passes left while paused."""

@@ -99,14 +99,19 @@ def _train(
         raise UsageError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=runtime.device)
+    # Others may have gradients where this rank has none; what gathers parameters needs them all.
+    may_skip = runtime.layout.size(DATA_AXIS) > 1 and sharded.order is None
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        with contextlib.nullcontext() if is_last else sharded.paused():
+        with sharded.completed() if is_last else sharded.paused():
             share = batch_size(part) / samples
             with sharded.computing():
                 loss = number(loss_fn(model(*part[:-1]), part[-1]))
-                (loss * (share * runtime.batch_weight)).backward()
+                if loss.requires_grad or not may_skip:
+                    (loss * (share * runtime.batch_weight)).backward()
         total = total + loss.detach() * share
+    if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
+        raise UsageError("the loss of no rank depends on a parameter that is trained")
     return total
 
 

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ROOT, WHOLE, Dims, LayoutRule, Rule
+from msrun.parallel.config import ROOT, WHOLE, Dims, Rule
 from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
-from msrun.parallel.notation import Layout, module_dims
+from msrun.parallel.rule_notation import notation_dims
 
 
 class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,34 +95,15 @@ def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleSha
     return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
 
 
-def _from_layout(key: str, rule: LayoutRule, axes: Mapping[str, int]) -> ModulePlan:
-    cut = Layout(tuple(rule.device_matrix), tuple(rule.alias_name), rule.rank_list)
-
-    def on_mesh(dims: Dims) -> Dims:
-        return cut(*dims).on_mesh(axes)
-
-    return ModulePlan(
-        key=key,
-        params={name: on_mesh(dims) for name, dims in rule.params.items()},
-        inputs=None if rule.inputs is None else on_mesh(rule.inputs),
-        out=None if rule.out is None else on_mesh(rule.out),
-    )
-
-
 def _in_mindspores_words(
     key: str, rule: Rule, layout: MeshLayout, module: ModuleShape
 ) -> ModulePlan:
     axes = {name: layout.axes[name] for name in plan_axes(layout)}
-    try:
-        if rule.strategy:
-            found = module_dims(module.kind, rule.strategy, axes, out_strategy=rule.out_strategy)
-            own = {name: dims for name, dims in found.params.items() if name in module.params}
-            return ModulePlan(key=key, params=own, inputs=found.inputs, out=found.out)
-        if rule.layout:
-            return _from_layout(key, rule.layout, axes)
-    except UsageError as error:
-        raise UsageError(f"{key}: {error.message}", hint=error.hint) from None
-    raise UsageError(f"{key}: is empty")
+    found = notation_dims(rule, key, module.kind, axes)
+    params = found.params
+    if rule.layout is None:  # a strategy has no names: of what such modules can have, what is there
+        params = {name: dims for name, dims in params.items() if name in module.params}
+    return ModulePlan(key=key, params=params, inputs=found.inputs, out=found.out)
 
 
 def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> ModulePlan:

@@ -11,11 +11,20 @@ from msrun.cli.peer_options import TABLE
 TRANSCRIPT = Path(__file__).with_name("refusals.txt")
 PROMPT = "$ msrun"
 
+# Of plans, in notations that have names and numbers of their own.
+MINDSPORE_RULES = {
+    "layout.yaml": "layout: {device_matrix: [4], alias_name: [mp], out: [mp]}",
+    "alias.yaml": "layout: {device_matrix: [2], alias_name: [mp], params: {weight: [tp, None]}}",
+    "strategy.yaml": "strategy: [[1, 4], [1, 4]]",
+}
+
 
 def test_the_transcript(msrun, world, here):
     (here / "dangling").symlink_to("nothing")
     (here / "mesh.yaml").write_text("mesh: {dp: -1, tp: 2}\n")
     (here / "broken.yaml").write_text("mesh: {dp: 2\n")
+    for name, rule in MINDSPORE_RULES.items():
+        (here / name).write_text(f"mesh: {{dp: -1, tp: 2}}\nplan: [{{match: up, {rule}}}]\n")
     for name, size, mode in (("secret", 32, 0o600), ("short", 31, 0o600), ("open", 32, 0o640)):
         (here / name).write_bytes(bytes(size))
         (here / name).chmod(mode)

@@ -31,8 +31,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msrun
+
+# What ranks would import, each for itself.
+import msrun.parallel.checkpoint
 import msrun.parallel.data
+import msrun.parallel.deferred_fill
+import msrun.parallel.pipeline.model
 import msrun.parallel.runtime
+import msrun.parallel.tensor
+import msrun.parallel.warm
+import msrun.parallel.zero
+import msrun.parallel.zero_order
 
 TIMEOUT = 60.0
 WAITING = "warm rank"

@@ -1,6 +1,7 @@
-"""A program whose workers find the stand-in devices: `stand_in_steps.py joined|CONFIG`, as JSON.
+"""A program whose workers find the stand-in devices: `stand_in_steps.py joined|CONFIG...`, as JSON.
 
-Each worker prints one line of JSON: of `joined`, where it is; else what it learned under CONFIG.
+Each worker prints lines of JSON, lists that begin with a list: of `joined`, where it is; else
+what it learned under each CONFIG.
 """
 
 import json
@@ -21,12 +22,12 @@ def joined():
         total = torch.ones(3)
         dist.all_reduce(total, group=runtime.group("dp"))
         backend = dist.get_backend_config()
-        return str(runtime.device), torch.npu.current_device(), backend, total.tolist()
+        return total.tolist(), str(runtime.device), torch.npu.current_device(), backend
 
 
 def trained(config):
     """Return losses, where parameters and gradients lie, and the collectives of the device."""
-    stand_in_npu.install(devices=1)
+    stand_in_npu.calls.clear()
     with msrun.init(config, device="npu:0") as runtime:
         network = runtime.shard(build("mlp"))
         update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
@@ -42,5 +43,9 @@ def trained(config):
 
 
 if __name__ == "__main__":
-    (what,) = sys.argv[1:]
-    print(json.dumps(joined() if what == "joined" else trained(json.loads(what))))
+    if sys.argv[1:] == ["joined"]:
+        print(json.dumps(joined()))
+    else:
+        stand_in_npu.install(devices=1)
+        for word in sys.argv[1:]:
+            print(json.dumps(trained(json.loads(word))), flush=True)

@@ -82,3 +82,51 @@ def test_the_norm_is_that_of_one_process(ranks):
         for name, (before, after) in zip(cases, found, strict=True):
             assert before == pytest.approx(plain_norm(), rel=1e-12), name
             assert after == pytest.approx(MAX_NORM, rel=1e-4), name
+
+
+class Spare(nn.Module):
+    """Its second part trains nothing: all that it holds is for a branch that is never taken."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 10)
+        self.act = nn.ReLU()
+        self.spare = nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.act(self.a(x))
+
+
+def spare():
+    torch.manual_seed(1)
+    return Spare().double()
+
+
+def spare_batch():
+    x, y = batches("mlp", steps=1)[0]
+    return x.double(), y
+
+
+def norm_beside_spare(config):
+    """Return the norm, and whether this rank has a gradient."""
+    runtime = msrun.init(config)
+    network = runtime.shard(spare())
+    update = runtime.optimizer(torch.optim.SGD(network.parameters(), lr=0.0))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    batch = [part.chunk(count)[share] for part in spare_batch()]
+    runtime.step(network, update, nn.functional.cross_entropy, *batch)
+    found = runtime.clip_grad_norm_(network, MAX_NORM).item()
+    return found, any(param.grad is not None for param in network.parameters())
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (4, {}), (4, zero(1)), (4, zero(3))])
+def test_a_stage_may_have_no_gradient_at_all(ranks, options):
+    network = spare()
+    x, y = spare_batch()
+    nn.functional.cross_entropy(network(x), y).backward()
+    expected = nn.utils.clip_grad_norm_(network.parameters(), MAX_NORM).item()
+
+    found = run_warm(norm_beside_spare, ranks, pp({"a": 0, "act": 1, "spare": 1}) | options)
+
+    assert [has_any for _, has_any in found] == [True] * (ranks // 2) + [False] * (ranks // 2)
+    assert [norm for norm, _ in found] == pytest.approx([expected] * ranks, rel=1e-12)

@@ -25,14 +25,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
 ]
 
-SOURCE, TARGET = "zero3 x tp", "zero3 on 3"
+SOURCE, STAGES = "zero3 x tp", "pp2"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with the checkpoint of a layout that divides most tensors in two ways."""
+    """A folder with checkpoints of a layout that divides most tensors twice, and of stages."""
     folder = tmp_path_factory.mktemp("saved")
-    run_warm(save_early, LAYOUTS[SOURCE].world_size, SOURCE, folder)
+    for name in (SOURCE, STAGES):
+        run_warm(save_early, LAYOUTS[name].world_size, name, folder)
     return folder
 
 
@@ -40,23 +41,37 @@ def read(path):
     return torch.load(path, weights_only=True)
 
 
-def test_merged_and_split_again(saved):
-    line = convert(saved / SOURCE, saved / "all.pt", optimizer=True)
-    convert(saved / "all.pt", saved / "split", optimizer=True)
+@pytest.mark.parametrize(
+    ("source", "target"), [(SOURCE, "zero3 on 3"), (SOURCE, STAGES), (STAGES, SOURCE)]
+)
+def test_merged_and_split_again(saved, tmp_path, source, target):
+    line = convert(saved / source, tmp_path / "all.pt", optimizer=True)
+    convert(tmp_path / "all.pt", tmp_path / "split", optimizer=True)
 
-    assert line == f"{saved}/all.pt: 6 tensors of the model after {SAVED_AFTER} steps"
-    found = run_warm(resume_all, LAYOUTS[TARGET].world_size, TARGET, saved, ["split"])
+    assert line == f"{tmp_path}/all.pt: 6 tensors of the model after {SAVED_AFTER} steps"
+    found = run_warm(resume_all, LAYOUTS[target].world_size, target, tmp_path, ["split"])
     assert_equal_curves([losses["split"] for losses in found], expected_losses()[SAVED_AFTER:])
 
 
+def test_stages_and_other_layouts_are_merged_alike(saved, tmp_path):
+    found = []
+    for name in (SOURCE, STAGES):
+        convert(saved / name, tmp_path / f"{name}.safetensors")
+        convert(tmp_path / f"{name}.safetensors", tmp_path / name)
+        convert(tmp_path / name, tmp_path / f"{name}.pt")
+        found.append(read(tmp_path / f"{name}.pt"))
+
+    one, other = found
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name])
+
+
+@pytest.mark.parametrize("source", [SOURCE, STAGES])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_the_model_alone(saved, suffix):
-    file, again, twice = (
-        saved / f"m{suffix}",
-        saved / f"again{suffix[1]}",
-        saved / f"2{suffix}.pt",
-    )
-    convert(saved / SOURCE, file)
+def test_the_model_alone(saved, tmp_path, suffix, source):
+    file, again, twice = tmp_path / f"m{suffix}", tmp_path / "again", tmp_path / "2.pt"
+    convert(saved / source, file)
     convert(file, again)
     convert(again, twice)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -202,6 +203,71 @@ def test_what_one_rank_uses_has_a_gradient_on_all_and_what_none_uses_on_none(acc
     assert first["never.weight"] is None
     assert first["left.weight"]
     assert first["right.weight"]
+
+
+class Adapted(nn.Module):
+    """A frozen stem; an adapter that is trained, where there is use for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(16, 10).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(10, 10)
+
+    def forward(self, x, is_adapted):
+        h = self.stem(x)
+        return self.adapter(h) if is_adapted else h
+
+
+def adapted():
+    torch.manual_seed(0)
+    return Adapted()
+
+
+ADAPTED, FROZEN = [True, False], [False, False]
+
+
+def routed(options, ways, *, with_graph):
+    """Train where a rank goes its way; return losses and norms, or what is refused."""
+    runtime = msrun.init(options)
+    network = runtime.shard(adapted())
+    update = OPTIMIZERS["sgd"](network.parameters())
+    found = []
+    for batch in batches("mlp"):
+        x, y = (part.chunk(2)[runtime.rank] for part in batch)
+        x.requires_grad_(with_graph)
+        way = ways[runtime.rank]
+        try:
+            loss = runtime.step(network, update, functional.cross_entropy, x, way, y, max_norm=0.1)
+        except msrun.errors.UsageError as error:
+            return error.message
+        found.append((loss.item(), runtime.clip_grad_norm_(network, 1.0).item()))
+    return found
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"reduce": {"fuse": "module"}}])
+def test_a_rank_may_have_no_gradient_at_all(options, with_graph):
+    network = adapted()
+    update = OPTIMIZERS["sgd"](network.parameters())
+    expected = []
+    for x, y in batches("mlp"):
+        update.zero_grad()
+        halves = zip(x.chunk(2), (True, False), y.chunk(2), strict=True)
+        loss = sum(functional.cross_entropy(network(a, way), b) for a, way, b in halves) / 2
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 0.1)
+        update.step()
+        norm = torch.cat([p.grad.flatten() for p in network.adapter.parameters()]).norm()
+        expected.append((loss.item(), norm.item()))
+
+    for found in run_warm(partial(routed, with_graph=with_graph), 2, options, ADAPTED):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_a_loss_that_trains_nothing_is_refused():
+    sentence = "the loss of no rank depends on a parameter that is trained"
+
+    assert run_warm(partial(routed, with_graph=False), 2, {}, FROZEN) == [sentence, sentence]
 
 
 def unequal():

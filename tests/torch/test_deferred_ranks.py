@@ -8,17 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from deferred_models import CPU, assert_equal_bits, deferred, filled, plain
-from ranks import MLP, Transformer, run_ranks
+from ranks import MLP, Transformer, run_ranks, run_warm
+from test_grid import ALL, pp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter, init
 
+import msrun
 from msrun.errors import UsageError
 from msrun.parallel.deferred import DeferredInit
 from msrun.parallel.deferred_fill import fill, find, share_random_state
-from msrun.parallel.local import is_sharded
+from msrun.parallel.local import is_sharded, whole
 from msrun.parallel.torch_compat import strided_shard
 
 pytestmark = pytest.mark.torch
@@ -154,3 +156,40 @@ def test_ranks_can_share_the_state_of_the_first():
     one, other = run_ranks(shared_state, 2)
 
     assert one == other
+
+
+UNDER_CONFIGURATIONS = {
+    "dp": {"mesh": {"dp": 2}},
+    "zero3": {"optimizer": {"zero": 3}},
+    "tp": {"mesh": {"tp": 2}, "plan": ALL},
+    "pp": pp(),
+}
+
+
+def under_configurations():
+    """Return under which configurations a parameter or buffer has other bits than in one process.
+
+    Also those after which the next random number is another.
+    """
+    torch.manual_seed(5)
+    expected = dict(Transformer().state_dict())
+    after = torch.rand(3)
+    wrong = []
+    for name, config in UNDER_CONFIGURATIONS.items():
+        with msrun.init(config | {"seed": 5}) as runtime:
+            with runtime.init_on_meta():
+                model = Transformer()
+            assert all(param.is_meta for param in model.parameters())
+            model = runtime.shard(model)
+            found = {key: whole(value) for key, value in model.state_dict().items()}
+            if not all(torch.equal(value, expected[key]) for key, value in found.items()):
+                wrong.append(name)
+            if name != "pp":
+                assert found.keys() == expected.keys()
+            if dist.get_rank() == 0 and not torch.equal(torch.rand(3), after):
+                wrong.append(f"{name}, after it")
+    return wrong
+
+
+def test_weights_of_init_on_meta_are_those_of_one_process_with_the_same_seed():
+    assert run_warm(under_configurations, 2) == [[], []]

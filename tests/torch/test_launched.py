@@ -40,7 +40,13 @@ atexit.register(report)
 
 import msrun
 
+with msrun.init() as first:
+    total = torch.ones(1)
+    dist.all_reduce(total)
 rt = msrun.init()
+found = {"place": [rt.rank, rt.world_size, rt.local_rank, rt.local_world_size, rt.node_rank]}
+if sys.argv[1:]:
+    raise ValueError(sys.argv[1])
 # The parameters of the first rank count, so they are the same however many there are.
 torch.manual_seed(rt.rank)
 model = rt.shard(nn.Linear(4, 2))
@@ -49,14 +55,12 @@ x, y = torch.arange(32.0).view(8, 4) / 32, torch.arange(16.0).view(8, 2) / 16
 share, count = rt.coordinate["dp"], rt.layout.size("dp")
 batch = [part.chunk(count)[share] for part in (x, y)]
 losses = [rt.step(model, optimizer, nn.functional.mse_loss, *batch).item() for _ in range(3)]
-found = {
+found |= {
     "here before": here,
-    "place": [rt.rank, rt.world_size, rt.local_rank, rt.local_world_size, rt.node_rank],
+    "in the group before": total.item(),
     "accumulate": rt.config.accumulate,
     "losses": losses,
 }
-if sys.argv[1:]:
-    raise ValueError(sys.argv[1])
 """
 DATA = {"mesh": {"dp": -1}, "accumulate": 2}
 # All that costs an import; with one rank each of them is there and changes nothing.
@@ -81,18 +85,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def torchrun(folder, plain):
-    """Run the program as ranks of torchrun with that configuration."""
-
-    def run(config, ranks=2):
-        env = {"MSRUN_CONFIG": config, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        words = ("-m", "torch.distributed.run", "--nproc-per-node", ranks, "program.py")
-        return plain(folder, *words, env=environment(folder / "run") | env)
-
-    return run
-
-
 def answers(text):
     """Return what each rank found, by rank."""
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -114,6 +106,7 @@ def check(found, alone):
     for answer in found:
         assert answer["losses"] == pytest.approx(alone["losses"], abs=1e-6)
         assert (answer["accumulate"], answer["group at exit"]) == (2, False)
+        assert answer["in the group before"] == 2
 
 
 def test_under_plain_python(alone):
@@ -133,8 +126,11 @@ def test_under_msrun(folder, finished, alone):
     assert "warning" not in job.err
 
 
-def test_under_torchrun(torchrun, alone):
-    code, output = torchrun("data.yaml")
+def test_under_torchrun(folder, plain, alone):
+    env = {"MSRUN_CONFIG": "data.yaml", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "program.py")
+
+    code, output = plain(folder, *words, env=environment(folder / "run") | env)
 
     assert code == 0, output
     check(answers(output), alone)
@@ -160,8 +156,13 @@ def test_the_group_of_a_failed_program_is_left_to_its_death(folder, plain, finis
         assert answers(text)[0]["group at exit"] is True
 
 
-def test_a_mistake_names_its_key_under_torchrun(torchrun):
-    code, output = torchrun("wrong-size.yaml", ranks=1)
+def test_a_mistake_names_its_key_in_a_rank_of_torchrun(folder, plain):
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+    env = dict.fromkeys(names, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    env |= {"MSRUN_CONFIG": "wrong-size.yaml"}
+
+    code, output = plain(folder, "program.py", env=environment(folder / "run") | env)
 
     assert code == 1
     assert "UsageError: parallel.mesh: dp 3 is not world_size 1\n" in output

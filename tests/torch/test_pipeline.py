@@ -16,13 +16,25 @@ from pipelines import (
     train_stages,
     train_whole,
 )
-from ranks import STEPS, Counted, assert_equal_curves, batches, build, run_warm, token_loss
+from ranks import (
+    OPTIMIZERS,
+    STEPS,
+    Counted,
+    assert_equal_curves,
+    batches,
+    build,
+    run_warm,
+    token_loss,
+)
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+import msrun
 from msrun.errors import UsageError
 from msrun.parallel import recompute
+from msrun.parallel.local import whole
 from msrun.parallel.torch_compat import reduce_sharded
 
 pytestmark = pytest.mark.torch
@@ -206,6 +218,76 @@ def test_a_weight_of_many_stages():
 
     assert answer == [True, sentence]
     assert all(torch.equal(first, other) for other, *_ in others)
+
+
+class Nest(nn.Module):
+    """A block in which a block holds what all three nests share: one layer and one weight."""
+
+    def __init__(self, shared, weight):
+        super().__init__()
+        self.own = nn.Linear(16, 16)
+        self.inner = nn.Sequential(nn.Sequential(shared), nn.Linear(16, 16, bias=False))
+        self.inner[1].weight = weight
+
+    def forward(self, x):
+        return functional.relu(x + self.inner(self.own(x)))
+
+
+class Nested(nn.Module):
+    """Two weights of three stages, under several names in each; the last has a third one's too."""
+
+    def __init__(self):
+        super().__init__()
+        shared, weight = nn.Linear(16, 16), nn.Parameter(torch.full((16, 16), 0.01))
+        self.nests = nn.ModuleList([Nest(shared, weight) for _ in range(3)])
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        for nest in self.nests:
+            x = nest(x)
+        return self.head(x)
+
+
+def _nested(config):
+    """Return losses and norms of this rank, and its copies of what stages share."""
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    network = runtime.shard(Nested())
+    update = runtime.optimizer(OPTIMIZERS["adamw"](network.parameters()))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    found = []
+    for batch in batches("mlp"):
+        x, y = (part.chunk(count)[share] for part in batch)
+        found.append(runtime.step(network, update, functional.cross_entropy, x, y).item())
+        found.append(runtime.clip_grad_norm_(network, 1e9).item())
+    names = [n for n, _ in network.named_parameters(remove_duplicate=False) if ".inner." in n]
+    kept = {n.partition(".inner.")[2]: whole(network.get_parameter(n)).tolist() for n in names}
+    return found, kept
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"optimizer": {"zero": 1}}, {"recompute": {"modules": ["nests.*.inner"]}}]
+)
+def test_nested_modules_share_weights_over_three_stages(config):
+    torch.manual_seed(0)
+    network = Nested()
+    update = OPTIMIZERS["adamw"](network.parameters())
+    expected = []
+    for x, y in batches("mlp"):
+        update.zero_grad()
+        loss = functional.cross_entropy(network(x), y)
+        loss.backward()
+        expected += [loss.item(), nn.utils.clip_grad_norm_(network.parameters(), 1e9).item()]
+        update.step()
+    stages = {"nests.0": 0, "nests.1": 1, "nests.2": 2, "head": 2}
+    config |= {"mesh": {"pp": 3, "dp": 2}, "pipeline": {"stages": stages, "microbatches": 4}}
+
+    found = run_warm(_nested, 6, config)
+
+    assert_equal_curves([numbers for numbers, _ in found], expected)
+    kept = found[0][1]
+    assert list(kept) == ["0.0.weight", "0.0.bias", "1.weight"]
+    assert all(other == kept for _, other in found)
 
 
 def _sizes(model, where, schedule, sizes, frozen=()):

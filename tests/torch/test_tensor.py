@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
+from msrun.errors import UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -309,6 +310,32 @@ def test_mindspores_notations(plan):
     config = {"mesh": {"x": 2, "y": 2}, "plan": plan}
 
     assert_equal_curves(run_warm(train, 4, config, "mlp"), oracle("mlp"))
+
+
+def refused_by_init(rule):
+    with pytest.raises(UsageError) as caught:
+        msrun.init({"mesh": {"x": 2, "y": 2}, "plan": [rule]})
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        (
+            {"match": "fc9", "strategy": [[1, 8], [1, 8]]},
+            (
+                "strategy ((1, 8), (1, 8)) is for no Linear (8 parts in all, and mesh (x 2, y 2) "
+                "has 4 ranks) and no Embedding (64 parts in all, and mesh (x 2, y 2) has 4 ranks)"
+            ),
+        ),
+        (
+            {"match": "fc9", "layout": {"device_matrix": [8], "alias_name": ["a"], "out": ["a"]}},
+            "layout.device_matrix (8,) has 8 devices, and mesh (x 2, y 2) has 4 ranks",
+        ),
+    ],
+)
+def test_a_notation_that_no_model_can_have_is_refused_by_init(rule, sentence):
+    assert run_warm(refused_by_init, 4, rule) == 4 * [f"parallel.plan[0].{sentence}"]
 
 
 CHANNELS = [{"match": "conv1", "params": {"weight": ["tp", None, None, None], "bias": ["tp"]},

@@ -17,6 +17,12 @@ NO_TEXT = "parallel: '\\ud800' holds half a character, which is no text"
 COLWISE = {"match": "*.up", "style": "colwise"}
 
 
+def devices(**changes):
+    """Return a rule in MindSpore's `Layout` notation, with `changes`."""
+    layout = {"device_matrix": [2, 2], "alias_name": ["a", "b"], "params": {"weight": ["a", "b"]}}
+    return {"match": "*", "layout": layout | changes}
+
+
 def test_nothing_is_plain_data_parallel():
     config = read_config(None)
 
@@ -110,6 +116,54 @@ def test_rendering_reads_back():
         (
             {"plan": [{"match": "*"}]},
             "parallel.plan[0].style: or strategy, layout, or params, in and out must be given",
+        ),
+        (
+            {"plan": [COLWISE, {"match": "*", "strategy": []}]},
+            "parallel.plan[1].strategy (): a module takes one entry, and Linear or Embedding two",
+        ),
+        (
+            {"plan": [{"match": "*", "strategy": [[2, 0]]}]},
+            "parallel.plan[0].strategy ((2, 0),): 0 is no number of parts",
+        ),
+        (
+            {"plan": [{"match": "*", "strategy": [[1], [2]]}]},
+            (
+                "parallel.plan[0].strategy ((1,), (2,)) is for no Linear (input 1 is nk, which "
+                "takes other than 1 numbers) and no Embedding (input 0 is vd, which takes other "
+                "than 1 numbers)"
+            ),
+        ),
+        (
+            {"plan": [devices(params={})]},
+            "parallel.plan[0].layout.params: or in or out must be given",
+        ),
+        (
+            {"plan": [devices(device_matrix=[2, 2, 2])]},
+            "parallel.plan[0].layout.device_matrix has 3 axes and alias_name 2",
+        ),
+        (
+            {"plan": [devices(device_matrix=[2, 0])]},
+            "parallel.plan[0].layout.device_matrix (2, 0): 0 is no number of devices",
+        ),
+        (
+            {"plan": [devices(alias_name=["a", "a"])]},
+            "parallel.plan[0].layout.alias_name ('a', 'a'): 'a' stands there twice",
+        ),
+        (
+            {"plan": [devices(rank_list=[0, 1])]},
+            "parallel.plan[0].layout.rank_list has 2 ranks and device_matrix 4",
+        ),
+        (
+            {"plan": [devices(params={"weight": ["None", ["b", "c"]]})]},
+            "parallel.plan[0].layout.params.weight: alias 'c' is not in alias_name (a, b)",
+        ),
+        (
+            {"plan": [devices(**{"in": ["a", ["b", "a"]]})]},
+            "parallel.plan[0].layout.in: alias 'a' cuts two dims, or one dim twice",
+        ),
+        (
+            {"plan": [devices(out=["a", 3])]},
+            "parallel.plan[0].layout.out[1]: 3: expected str | array | null, got int",
         ),
         (
             {"plan": [COLWISE | {"out": [None]}]},
@@ -302,6 +356,72 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "in": ["dp"]}]},
             8,
             "parallel.plan[0].in: dp divides the batch or the layers, not an operator (choose tp)",
+        ),
+        (
+            {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[2, 4])]},
+            8,
+            (
+                "parallel.plan[1].layout.device_matrix (2, 4) has 8 devices, and mesh (x 4) has 4 "
+                "ranks"
+            ),
+        ),
+        (
+            {"plan": [devices()]},
+            8,
+            (
+                "parallel.plan[0].layout.device_matrix (2, 2) has 4 devices, and the mesh has no "
+                "axis that a plan may divide over"
+            ),
+        ),
+        (
+            {"mesh": {"x": 4, "y": 2}, "plan": [devices(device_matrix=[2, 4])]},
+            8,
+            (
+                "parallel.plan[0].layout.device_matrix (2, 4): no axes from x on make the 2 parts "
+                "of a in mesh (x 4, y 2)"
+            ),
+        ),
+        (
+            {"mesh": {"b": 2, "a": 2}, "plan": [devices()]},
+            4,
+            "parallel.plan[0].layout.device_matrix (2, 2): alias a lies where the mesh has b",
+        ),
+        (
+            {"mesh": {"x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},
+            4,
+            (
+                "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: ranks of a mesh are in ascending "
+                "order"
+            ),
+        ),
+        (
+            {"mesh": {"x": 4}, "plan": [{"match": "*", "strategy": [[2, 4]]}]},
+            4,
+            "parallel.plan[0].strategy ((2, 4),): 8 parts in all, and mesh (x 4) has 4 ranks",
+        ),
+        (
+            {"mesh": {"x": 4}, "plan": [{"match": "*", "strategy": [[2, 1], [1, 1]]}]},
+            4,
+            (
+                "parallel.plan[0].strategy ((2, 1), (1, 1)): no axes from x on make the 2 parts "
+                "of dim 0 of input 0 in mesh (x 4)"
+            ),
+        ),
+        (
+            {"mesh": {"x": 4}, "plan": [{"match": "*", "strategy": [[4, 1], [2, 1]]}]},
+            4,
+            (
+                "parallel.plan[0].strategy ((4, 1), (2, 1)): 8 parts in all, and mesh (x 4) has 4 "
+                "ranks"
+            ),
+        ),
+        (
+            {
+                "mesh": {"x": 4},
+                "plan": [{"match": "*", "strategy": [[4]], "out_strategy": [[2]]}],
+            },
+            4,
+            "parallel.plan[0].out_strategy ((2,),): the inputs give ((4,),)",
         ),
         (
             {"plan": [COLWISE]},

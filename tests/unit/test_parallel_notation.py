@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.errors import UsageError
-from msrun.parallel.layout import MeshLayout
-from msrun.parallel.notation import (
-    Layout,
-    axes_of_dims,
-    local_slices,
-    module_dims,
-    strategy_dims,
-)
+from msrun.parallel.device_matrix import Layout
+from msrun.parallel.layout import MeshLayout, local_slices
+from msrun.parallel.notation import axes_of_dims, module_dims, strategy_dims
 
 CUBE = {"a": 2, "b": 2, "c": 2}
 MATMUL = "mk,kn->mn"
@@ -382,7 +377,7 @@ def test_layouts_that_are_not_the_mesh():
         return layout(**changes)(*entries).on_mesh(axes)
 
     assert refusal(on, {"dp": 2, "tp": 2}, "dp") == (
-        "device_matrix (2, 2, 2) has 8 devices, and the mesh 4 ranks"
+        "device_matrix (2, 2, 2) has 8 devices, and mesh (dp 2, tp 2) has 4 ranks"
     )
     assert refusal(on, {"x": 4, "y": 2}, "dp") == (
         "device_matrix (2, 2, 2): no axes from x on make the 2 parts of dp in mesh (x 4, y 2)"
