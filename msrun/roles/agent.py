@@ -163,7 +163,7 @@ class Agent:
             self._console.finish(self._loop.now, total=seconds)
         verdict = msgspec.structs.replace(
             self._verdict,
-            stuck=[*self._verdict.stuck, *stuck],
+            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at
