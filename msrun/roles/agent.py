@@ -107,6 +107,9 @@ class Agent:
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
+        if os.getpid() == 1:
+            # Of a container, where the kernel gives it every orphan, of strangers too.
+            loop.on_signals((signal.SIGCHLD,), lambda _: process.reap_adopted(self._node.pids))
         journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
         tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
@@ -160,7 +163,7 @@ class Agent:
             self._console.finish(self._loop.now, total=seconds)
         verdict = msgspec.structs.replace(
             self._verdict,
-            stuck=[*self._verdict.stuck, *stuck],
+            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at

@@ -109,6 +109,11 @@ class NodeResources:
         return "/".join(filter(None, words))
 
     @property
+    def pids(self) -> set[int]:
+        """Pids of the processes that were started here and are waited for."""
+        return {self.tree.pid, *([self.scheduler.pid] if self.scheduler else [])}
+
+    @property
     def lease(self) -> Lease:
         """How long this node may go on without the scheduler."""
         return lease(self.formation.lease)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from msrun import environ
 from msrun.errors import UsageError
+from msrun.supervise import containment
 from msrun.supervise.tree import end_strays
 
 _LOCK = "lock"
@@ -133,6 +134,7 @@ def _make(directory: Path) -> tuple[Path, int]:
 
 
 def _remove_stale(parent: Path) -> None:
+    containment.remove_remains(str(parent))
     for directory in parent.iterdir():
         if directory.is_dir() and _is_free(directory / _LOCK):
             _end_strays(directory)

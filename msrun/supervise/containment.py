@@ -14,6 +14,7 @@ from pathlib import Path
 
 _KILL = "cgroup.kill"
 _PROCS = "cgroup.procs"
+_REMAINS = ".cgroup"
 
 
 def describe(cgroup: str | None) -> str:
@@ -63,8 +64,24 @@ def members(directory: str) -> list[int]:
     return found
 
 
-def remove(directory: str) -> None:
-    """Remove `directory` and what is below it, as far as it is empty of processes."""
+def remove(directory: str) -> bool:
+    """Remove `directory` and what is below it as far as no process is there; return if all is."""
     for path, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):
             Path(path).rmdir()
+    return not Path(directory).exists()
+
+
+def note_remains(directory: str, run_dir: str) -> None:
+    """Write down, beside the removed `run_dir`, a `directory` that could not be removed."""
+    file = Path(run_dir).with_name(f".{Path(run_dir).name}{_REMAINS}")
+    with contextlib.suppress(OSError):
+        file.write_text(directory)
+
+
+def remove_remains(parent: str) -> None:
+    """Remove what was written down below `parent`, if the kernel has ended its processes."""
+    for file in Path(parent).glob(f".*{_REMAINS}"):
+        with contextlib.suppress(OSError):
+            if remove(file.read_text()):
+                file.unlink()

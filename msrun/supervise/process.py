@@ -8,7 +8,7 @@ import functools
 import os
 import select
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from msrun.errors import signal_name
@@ -188,6 +188,13 @@ def _listed_children(pid: int) -> list[int]:
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
                 found.extend(map(int, text.split()))
     return found
+
+
+def reap_adopted(own: Container[int]) -> None:
+    """Reap the children of this process that have ended, but for `own`, whom others wait for."""
+    for pid in children(os.getpid()):
+        if pid not in own and state(pid) == "Z":
+            os.waitpid(pid, 0)
 
 
 def pids() -> Iterator[int]:

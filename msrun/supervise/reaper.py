@@ -168,9 +168,9 @@ class Reaper:
             process.kill(self.forkserver)
         cgroup = self.configure.cgroup
         stuck = self._kill_until_gone(None, [cgroup] if cgroup else [])
-        if cgroup:
-            containment.remove(cgroup)
         shutil.rmtree(self.configure.run_dir, ignore_errors=True)
+        if cgroup and not containment.remove(cgroup):
+            containment.note_remains(cgroup, self.configure.run_dir)
         self.channel.send(Swept(generation=-1, stuck=stuck))
 
     def _kill_until_gone(self, spare: int | None, cgroups: Sequence[str]) -> list[str]:
