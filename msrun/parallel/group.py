@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,7 +41,11 @@ def join(
         return
     host, port = find_master(env, identity)
     if identity.source in ("msrun", "torchrun"):
-        served, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        options: dict[str, Any] = {} if limit is None else {"timeout": limit}
+        meeting = dist.rendezvous("env://", **options)  # type: ignore[attr-defined]
+        served, rank, world_size = next(meeting)
+        if limit is not None:
+            served.set_timeout(limit)
         # It outlives groups: without a prefix one would find the addresses of that before it.
         own = dist.PrefixStore(f"msrun_{next(_meetings)}", served)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, timeout=limit, rank=rank, world_size=world_size)
