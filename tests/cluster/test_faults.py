@@ -133,9 +133,12 @@ EARLY = """
 def test_a_rank_that_ends_before_the_others_have_met_it_is_named_within_seconds(pair, form):
     """F-14."""
     nodes = form(pair.hosts, "--workers-per-node", 2, script(pair.folder, EARLY))
-    until(lambda: nodes[0].log(0) == "" and "running" in nodes[0].err, "for the workers")
+    log = nodes[0].logs / "scheduler.log"
+    until(lambda: log.exists() and "received WorkerExited" in log.read_text(), "for its end")
+    ended_at = time.monotonic()
     for node in nodes:
         node.until_said("rank 0 has finished; still running: rank 1 on node a; rank 2-3 on node b")
+    assert time.monotonic() - ended_at <= 5.0
     nodes[0].send(signal.SIGTERM)
 
     assert codes(nodes) == [143, 143]

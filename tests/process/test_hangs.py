@@ -1,5 +1,7 @@
 """Real jobs of which a rank makes no progress: it is found, shown, and the job goes on."""
 
+import time
+
 import psutil
 import pytest
 from support import script, stalls, until
@@ -51,18 +53,22 @@ def test_without_a_restart_the_job_ends_with_the_code_of_a_hang(msrun, tmp_path)
     root = job.verdict()["root"]
     assert (root["rank"], root["code"], root["signum"]) == (1, None, None)
     assert 2.0 <= root["stalled"] <= root["ran_for"]
+    assert root["stalled"] <= 2.0 + 10.0
 
 
 def test_a_stopped_rank_is_found_although_it_shows_no_stack(msrun, tmp_path):
+    """F-11."""
     words = ["--workers-per-node", 2, "--max-restarts", 1, "--hang-timeout", "2s"]
     job = msrun(*words, script(tmp_path, BEAT))
     job.until_logged("\n", 0, 1)
     stopped = psutil.Process(int(job.log(1).split()[0]))
     stopped.suspend()
     until(lambda: stopped.status() == psutil.STATUS_STOPPED, "for the worker to stop")
+    stopped_at = time.monotonic()
 
     assert job.wait(60) == 0
-
+    # The timeout, stacks of all ranks, the next generation.
+    assert time.monotonic() - stopped_at <= 2.0 + 10.0
     assert "rank 1 without a stack: it is stopped, by SIGSTOP or a debugger" in job.err
     assert "warning: rank 1 (node " in job.err
     assert job.log(1).endswith("done\n")

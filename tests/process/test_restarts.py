@@ -5,7 +5,7 @@ import time
 
 import psutil
 import pytest
-from support import kill, shell, until
+from support import kill, script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -65,6 +65,61 @@ def test_nothing_of_a_generation_lives_when_the_next_one_starts(msrun):
 
     assert job.wait() == 0
     assert job.log().splitlines()[1:] == ["gone", "gone"]
+
+
+LOADERS = """
+    import os, signal
+    from pathlib import Path
+    from torch.utils.data import DataLoader
+
+    family = Path("family")
+    if os.environ["MSRUN_GENERATION"] == "0":
+        batches = iter(DataLoader(range(1000), num_workers=2))
+        next(batches)
+        family.write_text(" ".join(str(worker.pid) for worker in batches._workers))
+        os.kill(os.getpid(), signal.SIGKILL)
+    pids = family.read_text().split()
+    print(len(pids), [pid for pid in pids if Path("/proc", pid).exists()])
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.thorough
+def test_no_data_loader_of_a_killed_rank_lives_when_the_next_generation_starts(msrun, tmp_path):
+    """F-09."""
+    job = msrun("--max-restarts", 1, script(tmp_path, LOADERS))
+
+    assert job.wait() == 0
+    assert job.log().splitlines()[-1] == "2 []"
+
+
+# Rank 0 writes down when it is asked to stop.
+WATCHES = """
+    [ "$RANK" = 1 ] && { echo $$ up; exec sleep 600; }
+    trap 'date +%s%N; exit 0' TERM
+    echo up
+    sleep 600 & wait
+"""
+
+
+@pytest.mark.thorough
+def test_a_killed_rank_is_known_within_50_ms(msrun):
+    """P9."""
+    took = [seconds_to_notice(msrun) for _ in range(10)]
+
+    assert statistics.median(took) <= 0.05, took
+
+
+def seconds_to_notice(msrun):
+    """Return the seconds from the SIGKILL of a worker until another is asked to stop."""
+    job = msrun("--workers-per-node", 2, *shell(WATCHES))
+    job.until_logged("up", 0, 1)
+    job.until_said("msrun: running 2/2")
+    worker = psutil.Process(int(job.log(1).split()[0]))
+    killed_at = time.time_ns()
+    kill(worker)
+    assert job.wait() == 137
+    return (int(job.log(0).split()[-1]) - killed_at) / 1e9
 
 
 def test_the_next_generation_starts_within_300_ms_of_a_kill(msrun):

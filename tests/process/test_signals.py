@@ -1,5 +1,6 @@
 """What the launcher makes of the signals that it gets, in every phase of a job."""
 
+import random
 import signal
 import time
 from datetime import datetime
@@ -114,13 +115,30 @@ def test_a_second_signal_ends_at_once_what_ignores_the_first(msrun, signum):
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace(msrun):
-    job = msrun("--grace", "0.3s", *shell(DEAF))
-    job.until_logged("up")
+    """F-04 and F-10: nothing is left a second after the grace, in whatever session it sits."""
+    job = msrun("--workers-per-node", 2, "--grace", "0.3s", *shell(f"setsid sleep 600 & {DEAF}"))
+    job.until_logged("up", 0, 1)
+    job.until_said("msrun: running 2/2")
     began = time.monotonic()
     job.send(signal.SIGTERM)
 
     assert job.wait() == 143
-    assert time.monotonic() - began >= 0.3
+    assert 0.3 <= time.monotonic() - began <= 1.3
+    assert job.leftovers() == []
+
+
+@pytest.mark.thorough
+def test_an_agent_stopped_at_any_moment_leaves_nothing_and_has_one_code(msrun):
+    """F-18."""
+    for seed in range(20):
+        moment = random.Random(seed).uniform(0, 0.7)
+        job = msrun("--workers-per-node", 2, *shell("setsid sleep 600 & sleep 601"))
+        at = job.started_at + moment
+        until(lambda at=at: time.monotonic() >= at, "for the moment to stop")
+        job.send(signal.SIGTERM)
+
+        assert job.wait() == 143, f"stopped after {moment:.3f} s"
+        assert job.leftovers() == [], f"stopped after {moment:.3f} s"
 
 
 def test_sigterm_lets_a_worker_end_its_own_way(msrun):
