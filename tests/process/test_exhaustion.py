@@ -47,7 +47,7 @@ def bomb(msrun, tmp_path):
         yield start
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # two hundred processes would be felt by the tests beside it
 @pytest.mark.parametrize("wrapper", [[], NO_CGROUPS], ids=["cgroup", "no cgroup"])
 def test_a_fork_bomb_is_stopped_within_the_grace(bomb, wrapper):
     """F-22."""
