@@ -102,7 +102,7 @@ WATCHES = """
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # it measures
 def test_a_killed_rank_is_known_within_50_ms(msrun):
     """P9."""
     took = [seconds_to_notice(msrun) for _ in range(10)]
