@@ -66,15 +66,13 @@ def pids(processes):
 
 def test_orphans_of_workers_are_reaped_while_the_job_runs(contained):
     """F-20."""
-    job, first = contained(*shell(f"{START_ORPHANS}; echo up; {WAIT}"))
+    job, _ = contained(*shell(f"{START_ORPHANS}; echo up; {WAIT}"))
     reaper = job.find("msrun reaper")
     orphans = until(lambda: complete(orphans_of(reaper)), "for the orphans")
     kill(*orphans)
     until(lambda: not any(map(psutil.pid_exists, pids(orphans))), "for them to be reaped")
-    zombies = [p for p in first.children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE]
     (job.folder / "go").touch()
 
-    assert zombies == []
     assert job.wait() == 0
 
 
