@@ -60,4 +60,4 @@ def _is_new(event: Received) -> bool:
 
     Another was reached by an earlier scheduler, and what may run on it cannot wait.
     """
-    return isinstance(event.body, Register) and event.body.seen < 0
+    return isinstance(event.body, Register) and event.body.is_new

@@ -2,8 +2,8 @@
 
 Both ends number what must arrive, keep it until it is acknowledged and send it again
 after a while; a receiver takes the next number and drops every other (go-back-N).
-Until the first is acknowledged that while doubles: the other end may not be there yet, or
-have thousands of lines that begin.
+Until the first is acknowledged that while doubles, as the other end may not be there yet, and
+is longer where thousands of lines begin at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from msrun.cluster.lease import Lease
 from msrun.cluster.messages import FromAgent, FromScheduler
 
 RESEND_SECONDS = 1.0
 RESEND_SECONDS_MAX = 4.0
+# A scheduler hears those who come together one after the other.
+_RESEND_SECONDS_EACH = 0.002
 # Of what is sent again at once; the rest follows when these have arrived.
 RESEND_MAX = 64
 
@@ -30,19 +33,29 @@ class Parcel(msgspec.Struct, frozen=True):
     body: FromAgent | FromScheduler
 
 
+def first_resend(nnodes: int, lease: Lease) -> float:
+    """Return the seconds after which a first body is sent again, where so many nodes may come.
+
+    Early enough that the time of which it speaks is a recent one when it arrives.
+    """
+    return max(RESEND_SECONDS, min(RESEND_SECONDS + nnodes * _RESEND_SECONDS_EACH, lease.fence / 2))
+
+
 @dataclass(slots=True)
 class Link:
     """One end of one line.
 
     Args:
+        first: Seconds after which the first body is sent again.
         received: Number of the last body that was taken.
     """
 
+    first: float = RESEND_SECONDS
     received: int = 0
     _sent: int = 0
     _unacknowledged: deque[Parcel] = field(default_factory=deque)
     _resend_at: float | None = None
-    _pause: float = RESEND_SECONDS
+    _pause: float = 0.0
 
     @property
     def deadline(self) -> float | None:
@@ -55,7 +68,8 @@ class Link:
         parcel = Parcel(self._sent, generation, body)
         self._unacknowledged.append(parcel)
         if self._resend_at is None:
-            self._resend_at = now + RESEND_SECONDS
+            self._pause = self.first if parcel.seq == 1 else RESEND_SECONDS
+            self._resend_at = now + self._pause
         return parcel
 
     def take(self, seq: int) -> bool:
@@ -79,6 +93,6 @@ class Link:
         if self._resend_at is None or now < self._resend_at:
             return []
         if self._unacknowledged[0].seq == 1:
-            self._pause = min(self._pause * 2, RESEND_SECONDS_MAX)
+            self._pause = max(self.first, min(self._pause * 2, RESEND_SECONDS_MAX))
         self._resend_at = now + self._pause
         return list(itertools.islice(self._unacknowledged, RESEND_MAX))

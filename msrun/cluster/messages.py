@@ -104,6 +104,11 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
     warm: bool = False
     follows: int | None = None
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the node has taken part in nothing yet."""
+        return self.seen < 0 and self.running < 0
+
 
 class Warmed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The node has imported what its workers need, so that they start at once from now on."""

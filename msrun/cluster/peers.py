@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from msrun.cluster.lease import Lease
-from msrun.cluster.link import Link
+from msrun.cluster.link import RESEND_SECONDS, Link
 from msrun.cluster.messages import (
     TERM_MAX,
     Drained,
@@ -50,8 +50,9 @@ class _Peer:
     incarnation: int
     session: int
     heard_at: float
+    link: Link
     stamp: float = 0.0
-    link: Link = field(default_factory=Link)
+    answer_by: float = math.inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,11 +63,13 @@ class Peers:
         job_id: The job.
         lease: How long one may be silent.
         term: Which life of the scheduler this is, from 1; it never is behind what an agent knows.
+        first_resend: Seconds after which an agent registers again that nobody answers.
     """
 
     job_id: str
     lease: Lease
     term: int
+    first_resend: float = RESEND_SECONDS
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _lost: dict[str, tuple[int, int]] = field(default_factory=dict)
     _over: set[tuple[str, int]] = field(default_factory=set)
@@ -89,7 +92,7 @@ class Peers:
 
     def expect(self, node_id: str, incarnation: int, *, now: float) -> None:
         """Take a node for lost that does not register as if it had just been silent."""
-        self._peers[node_id] = _Peer(incarnation, session=0, heard_at=now)
+        self._peers[node_id] = self._new_peer(incarnation, 0, now)
         self._check_by(now)
 
     def send(
@@ -124,7 +127,7 @@ class Peers:
             if is_another and incarnation is not None:
                 events += self.lose(node_id, incarnation, "it was started anew")
                 self._over.add((node_id, incarnation))
-            peer = self._peers[node_id] = _Peer(*life, heard_at=now)
+            peer = self._peers[node_id] = self._new_peer(*life, now)
         peer.heard_at = now
         peer.stamp = max(peer.stamp, envelope.stamp)
         peer.link.acknowledge(envelope.ack, now=now)
@@ -132,6 +135,10 @@ class Peers:
         body = envelope.body
         if envelope.seq and peer.link.take(envelope.seq) and isinstance(body, _OF_AGENT):
             events.append(Received(node_id, envelope.incarnation, envelope.generation, body))
+            if isinstance(body, Register) and body.is_new:
+                # It mostly gets at once what it waits for, and thousands may come together.
+                peer.answer_by = now + self._patience
+                return events, []
         asks = envelope.seq or envelope.stamp
         return events, [self._frame(node_id, peer)] if asks else []
 
@@ -168,9 +175,18 @@ class Peers:
             for node_id, peer in self._peers.items()
             for parcel in peer.link.overdue(now=now)
         ]
-        has_lease = self.lease.lost != float("inf") and self._peers
-        self._check_at = None if not has_lease and self.all_delivered else now + _CHECK_SECONDS
+        frames += [
+            self._frame(node_id, peer)
+            for node_id, peer in self._peers.items()
+            if peer.answer_by <= now
+        ]
+        must_look = any(map(self._must_look_at, self._peers.values()))
+        self._check_at = now + _CHECK_SECONDS if must_look else None
         return losses, frames
+
+    def _must_look_at(self, peer: _Peer) -> bool:
+        is_mortal = self.lease.lost != math.inf
+        return is_mortal or peer.link.deadline is not None or peer.answer_by != math.inf
 
     def _last(self, node_id: str) -> tuple[int | None, int]:
         """Return the last life of a node that is known, lost or not, and its last session."""
@@ -198,6 +214,14 @@ class Peers:
         body = envelope.body
         return incarnation is None or (isinstance(body, Register) and body.follows == incarnation)
 
+    def _new_peer(self, incarnation: int, session: int, now: float) -> _Peer:
+        return _Peer(incarnation, session, now, Link(self.first_resend))
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a newcomer waits for an answer, before it would ask again."""
+        return min(self.first_resend / 2, self.lease.heartbeat)
+
     def _check_by(self, now: float) -> None:
         if self._check_at is None:
             self._check_at = now + _CHECK_SECONDS
@@ -210,6 +234,7 @@ class Peers:
         generation: int = -1,
         body: FromAgent | FromScheduler | None = None,
     ) -> Envelope:
+        peer.answer_by = math.inf
         return Envelope(
             job_id=self.job_id,
             node_id=node_id,

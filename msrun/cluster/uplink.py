@@ -12,7 +12,7 @@ import msgspec
 
 from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
 from msrun.cluster.lease import Lease
-from msrun.cluster.link import Link
+from msrun.cluster.link import RESEND_SECONDS, Link
 from msrun.cluster.messages import (
     DumpStacks,
     Envelope,
@@ -57,12 +57,14 @@ class Uplink:
         node_id: The node.
         incarnation: Which life of it.
         lease: How long it may go on alone.
+        first_resend: Seconds after which it registers again, while nobody answers.
     """
 
     job_id: str
     node_id: str
     incarnation: int
     lease: Lease
+    first_resend: float = RESEND_SECONDS
     _session: int = 0
     _link: Link = field(default_factory=Link)
     _term: int = 0
@@ -74,7 +76,7 @@ class Uplink:
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
         """Begin a new session, of which `register` is the first body."""
         self._session += 1
-        self._link = Link()
+        self._link = Link(self.first_resend)
         body = msgspec.structs.replace(register, follows=self._follows)
         return self.send(generation, body, now=now)
 
@@ -142,9 +144,19 @@ class Uplink:
             return []
         is_late = now >= stamp + self.lease.fence
         is_news = self._echo is None or (self._is_cut and not is_late)
+        if self._echo is None:
+            self._ask_from(stamp)
         self._echo = stamp
         self._is_cut = self._is_cut and is_late
         return [Reached()] if is_news else []
+
+    def _ask_from(self, at: float) -> None:
+        """Ask for the next sign of life some time after `at`.
+
+        Before the first answer there is nothing to ask for: a registration is sent again.
+        """
+        if self.lease.heartbeat != float("inf"):
+            self._beat_at = at + self.lease.heartbeat
 
     def _cut_at(self) -> float | None:
         return None if self._is_cut else self._fence_at()
@@ -161,8 +173,8 @@ class Uplink:
         generation: int = -1,
         body: FromAgent | FromScheduler | None = None,
     ) -> Envelope:
-        if stamp and self.lease.heartbeat != float("inf"):
-            self._beat_at = stamp + self.lease.heartbeat
+        if stamp and self._echo is not None:
+            self._ask_from(stamp)
         return Envelope(
             job_id=self.job_id,
             node_id=self.node_id,

@@ -37,6 +37,7 @@ from msrun.cluster.agent_events import (
     WorkerEnded,
 )
 from msrun.cluster.agent_state import AgentState, Phase
+from msrun.cluster.link import first_resend
 from msrun.cluster.messages import Envelope, FromAgent, Register, Restarting
 from msrun.cluster.uplink import Uplink, UplinkEvent
 from msrun.cluster.verdict import Verdict, render_seconds
@@ -128,6 +129,7 @@ class Agent:
             node_id=self._node.node_id,
             incarnation=secrets.randbits(63),
             lease=self._node.lease,
+            first_resend=first_resend(self._job.nnodes_max, self._node.lease),
         )
         self._state = AgentState(
             job_id=self._job.job_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from msrun.cluster.control import Control, Reply
 from msrun.cluster.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.controlled_state import ControlledState
 from msrun.cluster.lease import lease
+from msrun.cluster.link import first_resend
 from msrun.cluster.messages import Envelope, Refused, Register, Start
 from msrun.cluster.peers import Peers
 from msrun.cluster.pulse import Pulse
@@ -60,6 +62,9 @@ _MEMORY_BYTES = 1 << 30
 # What libzmq sets aside for a connection, of which it uses a third.
 _MEMORY_BYTES_EACH = 192 << 10
 _CROWD_MAX = 20_000
+# From so many nodes on, those that speak are heard together.
+_CROWD_MIN = 100
+_REST_SECONDS = 0.002
 _OTHER_JOBS = "messages of other jobs"
 
 
@@ -68,10 +73,10 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._loop = Loop()
+        nnodes = config.formation.nnodes_max
+        self._loop = Loop(_REST_SECONDS if nnodes >= _CROWD_MIN else 0.0)
         self._prober = Prober(self._loop)
         listening = socket.socket(fileno=config.listen_fd)
-        nnodes = config.formation.nnodes_max
         context = new_context(io_threads(nnodes, len(os.sched_getaffinity(0))))
         self._socket = SchedulerSocket(context, listening, config.secret, nnodes)
         self._dropped = Dropped(self._socket.dropped)
@@ -82,7 +87,12 @@ class Scheduler:
         os.write(config.began_fd, b"%d" % term)
         os.close(config.began_fd)
         times = lease(config.formation.lease)
-        self._peers = Peers(job_id=config.job_id, lease=times, term=term)
+        self._peers = Peers(
+            job_id=config.job_id,
+            lease=times,
+            term=term,
+            first_resend=first_resend(nnodes, times),
+        )
         self._state = ControlledState(
             job_id=config.job_id,
             formation=config.formation,
@@ -333,6 +343,7 @@ def main(arguments: list[str]) -> NoReturn:
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
     _log_to(config.log_file)
     _set_limits(config.formation.nnodes_max)
+    gc.freeze()  # What is there by now stays, and need not be looked at again.
     try:
         Scheduler(config).run()
     except Exception:

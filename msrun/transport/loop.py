@@ -20,9 +20,15 @@ def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
 
 
 class Loop:
-    """Calls handlers when sockets are readable, signals arrive or a time has come."""
+    """Calls handlers when sockets are readable, signals arrive or a time has come.
 
-    def __init__(self) -> None:
+    Args:
+        rest: Seconds between two looks at the sockets.  Among thousands that speak, to look
+            and to be woken costs more than what they say: after a rest, several have.
+    """
+
+    def __init__(self, rest: float = 0.0) -> None:
+        self._rest = rest
         self._poller = zmq.Poller()
         self._handlers: dict[object, Handler] = {}
         self._signals: dict[int, Callable[[int], None]] = {}
@@ -73,6 +79,8 @@ class Loop:
                 handler = self._handlers.get(source)
                 if handler and not self._stopped:
                     handler()
+            if self._rest:
+                pause(self._rest)
 
     def close(self) -> None:
         """Give up the signal pipe."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import itertools
 import os
 import select
@@ -60,9 +59,7 @@ class Prober:
         there was no answer within `PROBE_SECONDS`; EADDRNOTAVAIL that `host` is no numeric
         address, and looking up a name would hold up everything else.
         """
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
+        if not _is_numeric(host):
             answer(errno.EADDRNOTAVAIL)
             return
         self._waiting.append(_Probe(host, port, answer))
@@ -111,9 +108,8 @@ class Prober:
     def _start(self) -> None:
         while self._waiting and len(self._open) < _PROBES_MAX and self._retry_at is None:
             probe = self._waiting[0]
-            family = socket.AF_INET6 if ":" in probe.host else socket.AF_INET
             try:
-                sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                sock = socket.socket(_family(probe.host), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             except OSError as error:
                 if error.errno not in _NO_FILES:
                     raise
@@ -138,6 +134,18 @@ class Prober:
         sock, probe, _ = self._open.pop(descriptor)
         sock.close()
         probe.answer(code)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        socket.inet_pton(_family(host), host.partition("%")[0])
+    except OSError:
+        return False
+    return True
 
 
 def describe(code: int) -> str:

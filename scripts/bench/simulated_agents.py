@@ -21,12 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from msrun.cluster import codec
 from msrun.cluster.agent_events import Received
 from msrun.cluster.lease import lease
+from msrun.cluster.link import first_resend
 from msrun.cluster.messages import Envelope, Formation, Register, Start
 from msrun.cluster.uplink import Uplink
+from msrun.transport import frames
 from msrun.transport.keys import key_pair
 from msrun.transport.sockets import AGENT, SCHEDULER, endpoint, listen
 
 PATIENCE = 60.0
+# Several have heard something after it, which costs this process less than each by itself.
+REST_SECONDS = 0.002
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +71,13 @@ class Agents:
         times = lease(settings.formation.lease)
         names = [f"n{settings.first + i:05}" for i in range(settings.agents)]
         self._uplinks = {
-            name: Uplink(job_id=settings.job_id, node_id=name, incarnation=1, lease=times)
+            name: Uplink(
+                job_id=settings.job_id,
+                node_id=name,
+                incarnation=1,
+                lease=times,
+                first_resend=first_resend(settings.formation.nnodes_max, times),
+            )
             for name in names
         }
         self._due: list[tuple[float, str]] = []
@@ -114,12 +124,13 @@ class Agents:
 
     def _serve(self, patience: float) -> None:
         self._socket.poll(int(patience * 1000))
+        time.sleep(REST_SECONDS)
         while True:
             try:
-                _, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+                _, frame = frames.receive(self._socket)
             except zmq.Again:
                 break
-            self._take(codec.decode(frame))
+            self._take(codec.decode(frame.buffer))
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             _, name = heapq.heappop(self._due)
@@ -134,15 +145,15 @@ class Agents:
 
     def _take(self, envelope: Envelope) -> None:
         uplink = self._uplinks[envelope.node_id]
-        events, frames = uplink.receive(envelope, now=time.monotonic())
-        self._send(frames)
+        events, answers = uplink.receive(envelope, now=time.monotonic())
+        self._send(answers)
         for event in events:
             if isinstance(event, Received) and isinstance(event.body, Start):
                 self._waiting.discard(envelope.node_id)
 
-    def _send(self, frames: list[Envelope]) -> None:
-        for frame in frames:
-            self._socket.send_multipart([frame.node_id.encode(), codec.encode(frame)])
+    def _send(self, said: list[Envelope]) -> None:
+        for frame in said:
+            frames.send(self._socket, [frame.node_id.encode(), codec.encode(frame)])
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.sim
 
 # A mutant and a seed that breaks a promise while workers run, at an agent's end, at the very end.
 BROKEN = [
-    ("nowal", 2, "I3 a generation again"),
-    ("leavesworkers", 125, "I7 workers outlive their agent"),
-    ("revives", 499, "I6 nodes wait for ever"),
+    ("nowal", 12, "I3 a generation again"),
+    ("leavesworkers", 29, "I7 workers outlive their agent"),
+    ("revives", 890, "I6 nodes wait for ever"),
 ]
 
 

@@ -63,6 +63,25 @@ def test_a_readable_source_is_handled(loop):
     assert received == [b"x"]
 
 
+def test_a_loop_that_rests_lets_more_come_before_it_looks_again():
+    ours, theirs = socket.socketpair()
+    loop, looked = Loop(rest=0.02), []
+
+    def handle():
+        looked.append(loop.now())
+        if len(looked) == 2:
+            loop.stop()
+
+    loop.watch(ours.fileno(), handle)
+    theirs.send(b"x")
+    loop.run(lambda: None, lambda: None)
+    loop.close()
+    ours.close()
+    theirs.close()
+
+    assert looked[1] - looked[0] >= 0.02
+
+
 def test_a_closed_peer_makes_a_source_readable(loop):
     ours, theirs = socket.socketpair()
     loop.watch(ours.fileno(), loop.stop)

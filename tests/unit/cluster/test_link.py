@@ -2,7 +2,8 @@
 
 import random
 
-from msrun.cluster.link import RESEND_MAX, RESEND_SECONDS, Link
+from msrun.cluster.lease import Lease
+from msrun.cluster.link import RESEND_MAX, RESEND_SECONDS, Link, first_resend
 from msrun.cluster.messages import Drained
 
 
@@ -53,6 +54,19 @@ def test_whoever_has_acknowledged_nothing_is_asked_less_and_less_often():
 
     assert link.overdue(now=21.0) == others
     assert link.overdue(now=22.0) == others
+
+
+def test_in_a_crowd_the_first_body_has_more_time_to_arrive():
+    lines = [Link(first_resend(nnodes, Lease(10.0))) for nnodes in (1, 1_000, 10_000)]
+    for link in lines:
+        link.put(0, Drained(), now=0.0)
+
+    assert [link.deadline for link in lines] == [1.002, 3.0, 3.5]
+    assert [link.deadline for link in lines if link.overdue(now=3.5)] == [5.504, 7.5, 7.5]
+
+
+def test_a_short_lease_makes_nobody_hurry():
+    assert first_resend(10_000, Lease(0.5)) == RESEND_SECONDS
 
 
 def test_an_acknowledgement_covers_all_before_it():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from msrun.cluster.lease import Lease, lease
+from msrun.cluster.link import first_resend
 from msrun.cluster.messages import TERM_MAX, Drained, Envelope, Register, Stop, Unknown
 from msrun.cluster.peers import Peers
 from msrun.cluster.scheduler_events import Lost, Received
@@ -40,12 +41,47 @@ def tick_until(peers, now):
 
 
 def test_a_registration_is_passed_on_once_and_echoed(peers):
-    events, (answer,) = join(peers)
+    running = msgspec.structs.replace(REGISTER, running=0, seen=0)
+    events, (answer,) = peers.receive(frame(seq=1, stamp=1.0, body=running), now=100.0)
 
-    assert events == [Received("a", 7, -1, REGISTER)]
+    assert events == [Received("a", 7, -1, running)]
     assert (answer.ack, answer.stamp, answer.term, answer.body) == (1, 1.0, 1, None)
     assert "a" in peers
     assert join(peers)[0] == []
+
+
+def test_a_newcomer_is_answered_with_what_it_waits_for(peers):
+    assert join(peers) == ([Received("a", 7, -1, REGISTER)], [])
+    (start,) = peers.send("a", 0, STOP, now=100.4)
+
+    assert (start.ack, start.stamp) == (1, 1.0)
+    assert peers.tick(now=100.9) == ([], [])
+
+
+def test_a_newcomer_that_has_to_wait_is_answered_before_it_asks_again(peers):
+    join(peers)
+
+    assert peers.tick(now=100.25) == ([], [])
+    _, (answer,) = peers.tick(now=100.5)
+    assert (answer.ack, answer.stamp, answer.body) == (1, 1.0, None)
+    assert peers.tick(now=100.75) == ([], [])
+
+
+def test_a_newcomer_that_asks_again_is_answered_at_once(peers):
+    join(peers)
+    _, (answer,) = join(peers)
+
+    assert (answer.ack, answer.stamp) == (1, 1.0)
+
+
+def test_in_a_crowd_newcomers_are_answered_later_but_well_within_their_lease():
+    times = Lease(10.0)
+    peers = Peers(job_id="train", lease=times, term=1, first_resend=first_resend(10_000, times))
+    join(peers, now=100.0)
+
+    assert first_resend(10_000, times) == 3.5
+    assert peers.tick(now=101.7) == ([], [])
+    assert len(peers.tick(now=101.95)[1]) == 1
 
 
 def test_the_largest_stamp_is_echoed(peers):
@@ -223,9 +259,10 @@ def test_a_scheduler_that_lost_its_log_takes_a_larger_term_than_any_agent_knows(
 
 
 def test_no_term_is_larger_than_an_agent_can_read(peers):
-    _, (answer,) = join(peers, term=TERM_MAX)
+    join(peers, term=TERM_MAX)
+    (told,) = peers.send("a", 0, STOP, now=100.0)
 
-    assert answer.term == TERM_MAX
+    assert told.term == TERM_MAX
 
 
 def test_an_expected_node_is_lost_when_it_does_not_come(peers):
@@ -239,7 +276,7 @@ def test_an_expected_node_is_lost_when_it_does_not_come(peers):
 def test_a_single_node_is_never_lost():
     peers = Peers(job_id="train", lease=lease(0), term=1)
     join(peers, now=100.0)
-    peers.tick(now=1e9)
+    assert len(peers.tick(now=1e9)[1]) == 1
 
     assert peers.deadline() is None
     assert "a" in peers

@@ -42,6 +42,19 @@ def test_a_body_is_repeated_until_it_is_acknowledged(uplink):
     assert uplink.tick(now=101.5) == ([], [])
 
 
+def test_before_the_first_answer_there_is_only_the_registration(uplink):
+    times = [100.0 + i / 4 for i in range(1, 32)]
+    said = [(at, frame.seq) for at in times for frame in uplink.tick(now=at)[1]]
+
+    assert said == [(101.0, 1), (103.0, 1), (107.0, 1)]
+
+
+def test_after_a_late_first_answer_the_next_is_asked_for_at_once(uplink):
+    uplink.receive(frame(ack=1, stamp=100.0), now=103.5)
+
+    assert uplink.deadline() == 102.0
+
+
 def test_a_sign_of_life_is_asked_for_each_fifth_of_the_lease(uplink):
     uplink.receive(frame(ack=1, stamp=100.0), now=100.1)
 
