@@ -2,7 +2,7 @@
 
     python scripts/bench/bare_connections.py 1000
 
-Prints seconds from the first word to the last.  No scheduler that has a connection of its own
+Prints seconds from the first connection to the last answer.  No scheduler that has a connection of its own
 for each agent can be faster; rendezvous.py says how near ours comes.
 """
 
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
+from threading import Barrier
 
 import zmq
 
@@ -30,29 +31,33 @@ def main() -> None:
     sock.curve_publickey, sock.curve_secretkey = server_keys
     port = sock.bind_to_random_port("tcp://127.0.0.1")
     shares = [len(range(first, clients, PROCESSES)) for first in range(PROCESSES)]
+    together = started.Barrier(PROCESSES + 1)
     crowds = [
-        started.Process(target=connect, args=(port, share, server_keys[0], client_keys))
+        started.Process(target=connect, args=(port, share, server_keys[0], client_keys, together))
         for share in shares
     ]
     for crowd in crowds:
         crowd.start()
-    began = 0.0
+    together.wait()
+    began = time.monotonic()
     for _ in range(clients):
-        word = sock.recv_multipart()
-        began = began or time.monotonic()
-        sock.send_multipart(word)
+        sock.send_multipart(sock.recv_multipart())
+    together.wait()
     ended = time.monotonic()
     for crowd in crowds:
         crowd.join()
     sys.stdout.write(f"{ended - began}\n")
 
 
-def connect(port: int, clients: int, server: bytes, own: tuple[bytes, bytes]) -> None:
+def connect(
+    port: int, clients: int, server: bytes, own: tuple[bytes, bytes], together: Barrier
+) -> None:
     """Be so many clients, each with its connection."""
     sock = zmq.Context().socket(zmq.ROUTER)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
     sock.curve_serverkey = server
     sock.curve_publickey, sock.curve_secretkey = own
+    together.wait()
     for number in range(clients):
         name = b"n%d" % number
         sock.setsockopt(zmq.CONNECT_ROUTING_ID, name)
@@ -61,6 +66,7 @@ def connect(port: int, clients: int, server: bytes, own: tuple[bytes, bytes]) ->
         sock.send_multipart([name, WORD])
     for _ in range(clients):
         sock.recv_multipart()
+    together.wait()
 
 
 if __name__ == "__main__":
