@@ -2,8 +2,8 @@
 
     python scripts/bench/bare_connections.py 1000
 
-Prints seconds from the first connection to the last answer.  No scheduler that has a connection of its own
-for each agent can be faster; rendezvous.py says how near ours comes.
+Prints seconds from the first connection to the last answer.  No scheduler that has a
+connection of its own for each agent can be faster; rendezvous.py says how near ours comes.
 """
 
 from __future__ import annotations
