@@ -144,6 +144,14 @@ class Job:
         until(lambda: self.err.count(text) >= times or self._ended(), f"for {text!r} on stderr")
         assert self.err.count(text) >= times
 
+    def until_begun(self) -> float:
+        """Wait for the launcher's first words and return when they were there.
+
+        How long Python takes to start is the machine's, and counts for none of our promises.
+        """
+        self.until_said("contained by")
+        return time.monotonic()
+
     def until_logged(self, text: str, *ranks: int) -> None:
         """Wait until the logs of `ranks`, 0 alone by default, hold `text`."""
         for rank in ranks or (0,):
@@ -192,11 +200,14 @@ class Job:
         return until(lambda: self._find(name), f"for a process {name!r}")
 
     def _find(self, name: str) -> psutil.Process | None:
+        """Return the parent of all that have the name, which what it has just forked has too."""
+        found = {}
         for member in self.members():
             with contextlib.suppress(psutil.Error):
                 if name in member.name() or name in " ".join(member.cmdline()):
-                    return member
-        return None
+                    found[member.pid] = (member.ppid(), member)
+        firsts = (member for parent, member in found.values() if parent not in found)
+        return next(firsts, None)
 
     def cgroups(self) -> list[Path]:
         own = read_machine({}).cgroup

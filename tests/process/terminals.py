@@ -1,10 +1,10 @@
 """Processes of a cluster that were started by hand, one in each terminal."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
+from ports import free_port
 from support import PATIENCE, environment, until
 
 JOIN = "import msrun, os, sys, time; msrun.join()"
@@ -58,8 +58,7 @@ class Cluster:
     def __init__(self, folder, runtime):
         self._folder = folder
         self.env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.processes = []
 
     def start(self, role, *words, workers=4, **variables):

@@ -10,6 +10,8 @@ import psutil
 import pytest
 from support import PATIENCE, alive, environment, kill, listening, script, shell, until
 
+from msrun.supervise.process import is_alive
+
 pytestmark = pytest.mark.process
 
 # More than heartbeats of the connection take.
@@ -175,7 +177,7 @@ def test_the_next_start_ends_the_strays_of_a_job_whose_agent_and_reaper_were_kil
     following = msrun(*shell("true"))
 
     assert following.wait() == 0
-    until(lambda: not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE, "for its end")
+    until(lambda: not is_alive(stray.pid), "for its end")
     assert job.leftovers() == []
 
 
@@ -186,12 +188,13 @@ def test_a_verdict_that_the_scheduler_wrote_before_it_was_killed_is_kept(msrun):
     job.until_said("msrun: running 1/1")
     scheduler = job.find("msrun scheduler")
     ((_, port),) = listening([scheduler])
+    log = job.logs / "scheduler.log"
+    until(lambda: "received Running" in log.read_text(), "for the agent to have said all else")
     scheduler.suspend()
     (job.folder / "go").touch()
     until(lambda: waiting_bytes(port) > MESSAGE_BYTES_MIN, "for the worker's end to be told")
     job.send(signal.SIGSTOP)
     scheduler.resume()
-    log = job.logs / "scheduler.log"
     until(lambda: "wrote Decided" in log.read_text(), "for the scheduler to decide")
     kill(scheduler)
     job.send(signal.SIGCONT)

@@ -68,6 +68,8 @@ def send_and_close(port, data):
 def test_a_stranger_without_the_key_is_not_heard(waiting):
     """Not without authentication, nor with a key of its own making."""
     endpoint = f"tcp://127.0.0.1:{scheduler_port(waiting)}"
+    log = waiting.logs / "scheduler.log"
+    until(lambda: "received Running" in log.read_text(), "for the last that the agent says")
     before = heard(waiting)
     server, _ = zmq.curve_keypair()
     with zmq.Context() as context:
@@ -204,4 +206,5 @@ def readable(job):
     for folder in (job.logs, job.run_dir):
         for path in folder.rglob("*"):
             if path.is_file():
-                yield str(path), path.read_bytes()
+                with suppress(FileNotFoundError):  # The draft of a file that has its name by now.
+                    yield str(path), path.read_bytes()

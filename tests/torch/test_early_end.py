@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from datetime import timedelta
 
 import pytest
@@ -41,7 +42,8 @@ def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, lea
     assert job.log(leaver) == "step 0\n"
     stayed = job.log(1 - leaver)
     assert stayed.startswith("step 0\n")
-    assert "Connection closed by peer" in stayed
+    # Which of them is up to how far the one that left had come.
+    assert re.search("Connection (closed|reset) by peer|Broken pipe", stayed)
     newest = store.find_newest(tmp_path / "ckpt")
     assert store.read_manifest(newest).step == 1
 
@@ -57,7 +59,10 @@ def without_peer(rank, folder, answers):
     update = OPTIMIZERS["sgd"](network.parameters())
     runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
     checkpoints = runtime.checkpoints
+    # What rank 0 has yet to read of the step is lost when its peer closes the connection first.
+    store_file.set(f"trained {rank}", "")
     if rank == 1:
+        store_file.wait(["trained 0"])
         os._exit(0)
     with pytest.raises(msrun.errors.UsageError) as caught:
         checkpoints.finish_at_exit(timedelta(minutes=5))
