@@ -1,4 +1,4 @@
-"""A rank that ends early, right after a step whose checkpoint is due, makes nobody wait."""
+"""A rank that ends early, by itself or by a mistake, makes nobody wait."""
 
 import multiprocessing
 import os
@@ -46,6 +46,40 @@ def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, lea
     assert re.search("Connection (closed|reset) by peer|Broken pipe", stayed)
     newest = store.find_newest(tmp_path / "ckpt")
     assert store.read_manifest(newest).step == 1
+
+
+MISTAKE = """
+import torch, msrun
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        if rt.rank == 1 and done:
+            raise ValueError("a mistake of the user")
+        return super().forward(x)
+
+rt = msrun.init({
+    "mesh": {"pp": 2},
+    "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2},
+    "checkpoint": {"dir": "ckpt", "every": 1},
+})
+done = []
+model = rt.shard(torch.nn.Sequential(Layer(4, 4), Layer(4, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    rt.step(model, optimizer, torch.nn.functional.mse_loss, torch.ones(2, 4), torch.ones(2, 4))
+    done.append(True)
+"""
+
+
+def test_a_mistake_in_one_stage_ends_the_others_and_is_the_cause(finished, tmp_path):
+    job = finished(tmp_path, "--workers-per-node", 2, script(tmp_path, MISTAKE, "mistake.py"))
+
+    assert job.process.returncode == 1
+    assert job.block().startswith(
+        "error: rank 1 (node HOST, local_rank 1, pid N) exited with code 1 after Ns\n"
+        "  RuntimeError: [Stage 1] failed to run forward, caused by ValueError: a mistake of the user\n"
+    )
+    assert job.block().endswith("\ncollateral: rank 0 was killed by SIGTERM\n")
 
 
 def without_peer(rank, folder, answers):
