@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from ports import free_port
 
 from msrun.supervise import process
 from msrun.supervise.machine import read_machine
@@ -279,6 +281,14 @@ def listening(members: Sequence[psutil.Process]) -> Iterator[tuple[str, int]]:
             for connection in member.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     yield connection.laddr.ip, connection.laddr.port
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether somebody takes connections there."""
+    with socket.socket() as probe:
+        # The kernel might choose the very port, which would then answer itself.
+        probe.bind((host, free_port()))
+        return probe.connect_ex((host, port)) == 0
 
 
 STOPS = {

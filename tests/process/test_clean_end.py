@@ -1,14 +1,23 @@
 """After any end the machine is as it was before; a job that went well says so."""
 
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from support import PATIENCE, alive, environment, kill, listening, script, shell, until
+from support import (
+    PATIENCE,
+    alive,
+    answers,
+    environment,
+    kill,
+    listening,
+    script,
+    shell,
+    until,
+)
 
 from msrun.supervise.process import is_alive
 
@@ -136,20 +145,15 @@ def test_a_job_inside_a_program_leaves_it_as_it_was(tmp_path, runtime):
 def test_nothing_is_left_on_the_machine(msrun, runtime, program, code):
     job = msrun("--workers-per-node", 2, *shell(f"until [ -e go ]; do sleep 0.01; done; {program}"))
     job.until_said("msrun: running 2/2")
-    ports = {port for _, port in listening(job.members())}
-    assert ports
+    places = set(listening(job.members()))
+    assert places
     assert job.run_dir.is_dir()
     (job.folder / "go").touch()
 
     assert job.wait() == code
     assert job.leftovers() == []
     assert [path.name for path in (runtime / "msrun").iterdir()] == [".guard"]
-    assert not any(map(answers, ports))
-
-
-def answers(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    assert not [place for place in places if answers(*place)]
 
 
 STRAYS = """

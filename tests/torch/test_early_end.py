@@ -54,7 +54,7 @@ import torch, msrun
 class Layer(torch.nn.Linear):
     def forward(self, x):
         if rt.rank == 1 and done:
-            raise ValueError("a mistake of the user")
+            raise ValueError("a wrong label")
         return super().forward(x)
 
 rt = msrun.init({
@@ -77,9 +77,9 @@ def test_a_mistake_in_one_stage_ends_the_others_and_is_the_cause(finished, tmp_p
     assert job.process.returncode == 1
     assert job.block().startswith(
         "error: rank 1 (node HOST, local_rank 1, pid N) exited with code 1 after Ns\n"
-        "  RuntimeError: [Stage 1] failed to run forward, caused by ValueError: a mistake of the user\n"
+        "  RuntimeError: [Stage 1] failed to run forward, caused by ValueError: a wrong label\n"
     )
-    assert job.block().endswith("\ncollateral: rank 0 was killed by SIGTERM\n")
+    assert "\ncollateral: rank 0 " in job.block()  # by SIGTERM, or by what it could not send
 
 
 def without_peer(rank, folder, answers):
