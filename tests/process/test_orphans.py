@@ -81,6 +81,18 @@ def last_seen_alive(runtime, members=()):
     return last
 
 
+@contextlib.contextmanager
+def first_in_line():
+    """Watch inside without waiting for a CPU oneself, as far as this user may."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
 def ends(members):
     """Yield the pid of each process as it ends."""
     poller, pids = select.poll(), {}
@@ -112,8 +124,9 @@ def kill_agents(msrun, runtime, program, moments):
         until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
         members = job.members()
         has_reaper = any(map(is_reaper, members))
-        job.process.kill()
-        took.append(last_seen_alive(runtime, members)._replace(killed_at=moment))
+        with first_in_line():
+            job.process.kill()
+            took.append(last_seen_alive(runtime, members)._replace(killed_at=moment))
         assert job.wait() == 128 + signal.SIGKILL
         if has_reaper:
             assert not job.leftovers(), f"killed after {moment:.3f} s"
@@ -207,9 +220,11 @@ def name_of(member):
 
 
 def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):
-    family.process.kill()
+    with first_in_line():
+        family.process.kill()
+        last = last_seen_alive(runtime)
 
-    assert last_seen_alive(runtime).seconds <= 0.5
+    assert last.seconds <= 0.5
     assert not family.leftovers()
 
 
@@ -217,9 +232,10 @@ def kill_reaper(family):
     """Kill the reaper and return the seconds until the last of what it would have reaped died."""
     reaper = family.find("msrun reaper")
     below = [reaper, *reaper.children(recursive=True)]
-    began = time.monotonic()
-    kill(reaper)
-    *_, took = (time.monotonic() - began for _ in ends(below))
+    with first_in_line():
+        began = time.monotonic()
+        kill(reaper)
+        *_, took = (time.monotonic() - began for _ in ends(below))
     return took
 
 
