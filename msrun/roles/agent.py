@@ -44,7 +44,7 @@ from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.errors import ExitCode, UsageError, VersionError
 from msrun.job import JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
-from msrun.roles import background, ending, worker_end
+from msrun.roles import background, ending, first_process, worker_end
 from msrun.roles.console import Console, Status, open_console
 from msrun.roles.node_control import NodeControl
 from msrun.roles.node_resources import NodeResources, node_name
@@ -108,9 +108,7 @@ class Agent:
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
-        if os.getpid() == 1:
-            # Of a container, where the kernel gives it every orphan, of strangers too.
-            loop.on_signals((signal.SIGCHLD,), lambda _: process.reap_adopted(self._node.pids))
+        first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
         tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 from msrun.errors import signal_exit_code
+from msrun.roles import first_process
 from msrun.transport.loop import Loop
 
 _POLL_SECONDS = 2.0
@@ -23,6 +24,8 @@ def follow(ended: Callable[[], int | None], cancel: Callable[[], None]) -> int:
     followed = _Followed(loop, ended, cancel)
     try:
         loop.on_signals(_SIGNALS, followed.on_signal)
+        # What the batch system is asked with has ended whenever the loop goes on.
+        first_process.reap_orphans(loop, tuple)
         loop.run(lambda: followed.due, followed.poll)
     finally:
         loop.close()

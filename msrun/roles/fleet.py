@@ -19,6 +19,7 @@ from typing import IO
 from msrun import environ
 from msrun.errors import ExitCode, MsrunError, UsageError, signal_exit_code
 from msrun.fleet import ORDER_BYTES_MAX, Report, StartCommand, parse_report
+from msrun.roles import first_process
 from msrun.supervise.process import descendants, die_with_parent
 from msrun.transport.loop import Loop
 
@@ -195,6 +196,7 @@ class _Run:
     def start(self, commands: Sequence[StartCommand], secret: str) -> None:
         """Start all commands."""
         self._loop.on_signals(_SIGNALS, self._on_signal)
+        first_process.reap_orphans(self._loop, lambda: {c.process.pid for c in self._running})
         for number, plan in enumerate(commands):
             try:
                 command = _Command(plan, secret)

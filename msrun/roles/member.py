@@ -18,7 +18,7 @@ from msrun.cluster.scheduler_lives import Lives
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
-from msrun.roles import control_file, ending, run_dir
+from msrun.roles import control_file, ending, first_process, run_dir
 from msrun.roles.agent import STOPS, open_journal
 from msrun.roles.console import Console
 from msrun.roles.control_file import Card
@@ -69,6 +69,7 @@ class Keeper:
         self._lives = Lives()
         self._signum = 0
         loop.on_signals(STOPS, self._on_signal)
+        first_process.reap_orphans(loop, lambda: {self._scheduler.pid})
         journal = open_journal(job.log_dir, f"msrun_{machine.host}.log")
         self._console = Console(journal, ())
         secret = job_secret(job)

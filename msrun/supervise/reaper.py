@@ -97,6 +97,8 @@ class Reaper:
     _lease: LiveUntil | None = None
     _no_child_left: bool = field(default=False)
     _killed: set[int] = field(default_factory=set)
+    # What was waited for in vain, so that nobody is kept waiting for it a second time.
+    _stuck: set[int] = field(default_factory=set)
 
     def serve(self) -> None:
         """Carry out orders until the agent is gone, then end everything."""
@@ -178,7 +180,8 @@ class Reaper:
 
         A process that forks while it is being killed is why this is a loop; what forks
         faster than that is killed with its cgroup, one of `cgroups`.
-        Trackers of shared memory get a moment to unlink what the killed left.
+        Trackers of shared memory get a moment to unlink what the killed left; what stayed
+        the last time gets no more.
         """
         started = time.monotonic()
         # At the end the kernel tells when there is no child left; a sweep has to look.
@@ -186,11 +189,14 @@ class Reaper:
         while True:
             waited = time.monotonic() - started
             alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
+            self._stuck.intersection_update(alive)  # a pid of the others may become a worker's
             if not alive and (spare is not None or self._no_child_left):
                 shared_memory.remove(self._killed)
                 self._killed.clear()
                 return []
-            if waited > SWEEP_TIMEOUT:
+            if waited > SWEEP_TIMEOUT or (alive and self._stuck.issuperset(alive)):
+                self._stuck.update(alive)
+                shared_memory.remove(self._killed.difference(alive))
                 return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
             self._wait(pause)
             pause = min(pause * 2, _PAUSE_MAX)

@@ -24,9 +24,10 @@ from msrun.transport.loop import Loop
 SCHEDULER = "scheduler"
 AGENT = "agent"
 CONTROL = "control"
-# An agent gives up first, so that it has said within 5 s that nobody answers.
-_HANDSHAKE_MS = 5_000
-_ANSWER_MS = 3_500
+# Within 5 s strangers are sent away, also the last of a crowd, and an agent has said that nobody
+# answers, which gives up first.
+_HANDSHAKE_MS = 4_700
+_ANSWER_MS = 3_200
 # All nodes of a job may come at once, and each handshake is half a millisecond of arithmetic.
 _HANDSHAKE_MS_EACH = 2
 _CROWD_MAX = 20_000

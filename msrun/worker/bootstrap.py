@@ -149,9 +149,11 @@ def record_error(error: BaseException) -> None:
     if not path or Path(path).exists():
         return
     text = "".join(traceback.format_exception(error))
-    lines = "".join(traceback.format_exception_only(error)).splitlines()
-    # Before the message come a syntax error's indented lines, after it lines of advice.
-    message = next((line for line in lines if line[:1].strip()), type(error).__name__)
+    message, first = _sentence(error), _first_cause(error)
+    if (
+        first is not error
+    ):  # a pipeline's stage puts what the user's code raised into one of torch's
+        message = f"{message}, caused by {_sentence(first)}"
     extra = {
         "py_callstack": text[-_ERROR_TEXT_MAX:],
         "timestamp": str(int(time.time())),
@@ -162,3 +164,25 @@ def record_error(error: BaseException) -> None:
         Path(path).write_text(json.dumps(content))
     except OSError:
         return
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the exception from which all others up to `error` were raised."""
+    seen = {id(error)}
+    while error.__cause__ and id(error.__cause__) not in seen:
+        error = error.__cause__
+        seen.add(id(error))
+    return error
+
+
+def _sentence(error: BaseException) -> str:
+    """Return the name of `error` and the first line of its message that is not empty."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    # Before the message come a syntax error's indented lines, after it lines of advice.
+    at = next((n for n, line in enumerate(lines) if line[:1].strip()), None)
+    if at is None:
+        return type(error).__name__
+    if not lines[at].endswith(": "):
+        return lines[at]
+    rest = next((line.strip() for line in lines[at + 1 :] if line.strip()), "")
+    return f"{lines[at]}{rest.rstrip(':')}"

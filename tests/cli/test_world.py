@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from msrun.cli.world import RealWorld
 
@@ -29,8 +30,7 @@ def name():
 
 
 def test_a_free_port(real):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
 
     assert real.port_problem("127.0.0.1", port) is None
     assert real.port_problem(socket.gethostname(), port) is None

@@ -12,8 +12,10 @@ from nodes import Node
 from support import script, until
 
 LEASE = 5.0
-LIVING = ["--lease", f"{LEASE:g}s", "--max-restarts", 5, "--last-call", "1s", "--grace", "2s"]
+LIVING = ["--lease", f"{LEASE:g}s", "--max-restarts", 5, "--grace", "2s"]
 """Options of jobs that go on when something fails."""
+AT_ONCE = ["--last-call", "0s"]
+"""Options of jobs that begin with the fewest nodes; others wait for all, however slow they are."""
 
 # Alive every few milliseconds until it is told that the job is done, or to fail.
 PROGRAM = """

@@ -106,11 +106,9 @@ def test_a_signal_reaches_a_rank_of_another_host_and_no_other(lab, form, ask):
 PLACES = """
     import os, time
     def at_home():
-        print("up")
-        time.sleep(600)
+        print("up"); time.sleep(600)  # in one line, so that all ranks are seen in one place
     def elsewhere():
-        print("up")
-        time.sleep(600)
+        print("up"); time.sleep(600)
     at_home() if os.environ["RANK"] != "1" else elsewhere()
 """
 

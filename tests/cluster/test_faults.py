@@ -3,11 +3,13 @@
 `tests/process` has each of them on one machine; here somebody else has to learn of it.
 """
 
+import contextlib
 import signal
 import sys
 import time
 
 import memory
+import psutil
 import pytest
 from audit import codes
 from support import STOPS, script, shell, until
@@ -81,13 +83,21 @@ LOADERS = """
 """
 
 
+def loaders(host):
+    """Return how many processes of a host have the name of a loader's worker."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [p.name()[:14] for p in host.processes()].count("pt_data_worker")
+    return 0
+
+
 @pytest.mark.torch
 def test_data_loaders_end_with_their_nodes_agent_and_the_job_with_it(pair, form):
     """F-03."""
     nodes = form(pair.hosts, "--max-restarts", 0, script(pair.folder, LOADERS))
     until_up(nodes)
     b = pair.host("b")
-    assert len([p for p in b.processes() if p.name().startswith("pt_data_worker")]) == 2
+    # The first batch is that of the first of them.
+    until(lambda: loaders(b) == 2, "for both loaders")
 
     nodes[1].send(signal.SIGKILL)
     nodes[1].wait()

@@ -201,6 +201,7 @@ def test_other_job_ids_stay_outside(lab, form, launch):
     (first,) = form([a], *tell_who())
     until_registered(first)
     other = launch(b, "--nnodes", 3, "--master-addr", "a", "--job-id", "another", *tell_who())
+    other.until_begun()
 
     assert other.wait(5) == 2
     assert first.name in other.block()
@@ -238,6 +239,7 @@ def test_a_node_that_does_not_fit_is_refused_with_the_reason(lab, form, first, s
         second, env = (), {"PYTHONPATH": str(lab.folder)}
         script(lab.folder, OLDER, "sitecustomize.py")
     (other,) = form([b], *words, *second, *tell_who(), env=env)
+    other.until_begun()
 
     assert other.wait(5) == 2
     assert sentence in other.block()
@@ -253,6 +255,7 @@ def test_a_node_with_another_torch_is_refused_where_workers_are_python(lab, form
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Name: torch\nVersion: 99.0\n")
     (other,) = form([b], "program.py", env={"PYTHONPATH": str(installed.parent)})
+    other.until_begun()
 
     assert other.wait(5) == 2
     assert "node b has torch 99.0, the scheduler torch 2." in other.block()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from audit import LEASE, LIVING, codes, wait
+from audit import AT_ONCE, LEASE, LIVING, codes, wait
 from support import script, shell, until
 
 ROOT = Path(__file__).parents[2]
@@ -164,10 +164,11 @@ def test_a_node_that_its_user_stops_leaves_at_once(lab, living, audit):
 
 
 def test_a_node_that_comes_is_taken_in(lab, living, audit):
-    nodes = living(lab.hosts[:2], "--nnodes", "1:3")
+    words = ["--nnodes", "2:3", *AT_ONCE]
+    nodes = living(lab.hosts[:2], *words)
     audit.until_running(0, "a", "b")
-    started_at = time.monotonic()
-    nodes += living(lab.hosts[2:], "--nnodes", "1:3")
+    nodes += living(lab.hosts[2:], *words)
+    started_at = nodes[2].until_begun()
     began = audit.until_running(1, "a", "b", "c")
     audit.finish()
 
@@ -187,10 +188,10 @@ IMPORTS = """
 def test_a_job_goes_on_while_a_newcomer_does_its_imports(lab, form, audit):
     script(lab.folder, IMPORTS, "imports.py")
     env = {"PYTHONPATH": f"{lab.folder}:{ROOT}"}
-    words = [*LIVING, "--nnodes", "1:3", "--preload", "imports", *audit.python_words]
-    nodes = form(lab.hosts[:2], *words, env=env)
+    words = [*LIVING, *AT_ONCE, "--nnodes", "2:3", "--preload", "imports"]
+    nodes = form(lab.hosts[:2], *words, *audit.python_words, env=env)
     audit.until_running(0, "a", "b")
-    nodes += form(lab.hosts[2:], *words, env=env)
+    nodes += form(lab.hosts[2:], *words, *audit.python_words, env=env)
     nodes[2].until_said("joins them when its imports are done")
     wait(2.0)
     assert {life.generation for life in audit.lives()} == {0}
@@ -252,7 +253,7 @@ def test_a_node_on_which_workers_fail_again_and_again_is_left_out(lab, living, a
 
 
 def test_nodes_that_are_wanted_back_use_no_restart(lab, form, audit):
-    words = ["--lease", "5s", "--nnodes", "1:3", "--last-call", "1s", *audit.words]
+    words = ["--lease", "5s", "--nnodes", "1:3", *audit.words]
     a, *others = form(lab.hosts, *words)
     audit.until_running(0, "a", "b", "c")
     for generation, node in enumerate(others, 1):

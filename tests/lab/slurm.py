@@ -1,7 +1,7 @@
 """A real Slurm of one controller and some nodes, on this machine or on the hosts of a lab.
 
 All files are in one directory.  All daemons run in the foreground as our children, on this
-machine on ports that the kernel chose, without munge; cgroups and accounting stay untouched.
+machine on ports that are free, without munge; cgroups and accounting stay untouched.
 Needs root, as whom slurmd runs.
 """
 
@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from ports import free_port
 
 if TYPE_CHECKING:
     from hosts import Host
@@ -84,9 +86,7 @@ def cluster(folder: Path, nodes: int = 1) -> contextlib.AbstractContextManager[d
     """Run Slurm on this machine; as `run`."""
     host = socket.gethostname().partition(".")[0]
     names = ("controller", *(f"n{i}" for i in range(nodes)))
-    ports = _free_ports(len(names))
-    places = zip(names, ports, strict=True)
-    return run(folder, *(Place(name, host, "127.0.0.1", port) for name, port in places))
+    return run(folder, *(Place(name, host, "127.0.0.1", free_port()) for name in names))
 
 
 def cluster_on(folder: Path, *hosts: Host) -> contextlib.AbstractContextManager[dict[str, str]]:
@@ -131,14 +131,6 @@ def _config(folder: Path, head: Place, nodes: Sequence[Place]) -> str:
         where = f"NodeHostname={node.hostname} NodeAddr={node.address} Port={node.port}"
         lines.append(f"NodeName={node.name} {where} CPUs=2 State=UNKNOWN")
     return _CONFIG.format(head=head, folder=folder, nodes="\n".join(lines))
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def _start(

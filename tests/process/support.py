@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 import psutil
 import pytest
+from ports import free_port
 
 from msrun.supervise import process
 from msrun.supervise.machine import read_machine
@@ -144,6 +146,14 @@ class Job:
         until(lambda: self.err.count(text) >= times or self._ended(), f"for {text!r} on stderr")
         assert self.err.count(text) >= times
 
+    def until_begun(self) -> float:
+        """Wait for the launcher's first words and return when they were there.
+
+        How long Python takes to start is the machine's, and counts for none of our promises.
+        """
+        self.until_said("contained by")
+        return time.monotonic()
+
     def until_logged(self, text: str, *ranks: int) -> None:
         """Wait until the logs of `ranks`, 0 alone by default, hold `text`."""
         for rank in ranks or (0,):
@@ -192,11 +202,14 @@ class Job:
         return until(lambda: self._find(name), f"for a process {name!r}")
 
     def _find(self, name: str) -> psutil.Process | None:
+        """Return the parent of all that have the name, which what it has just forked has too."""
+        found = {}
         for member in self.members():
             with contextlib.suppress(psutil.Error):
                 if name in member.name() or name in " ".join(member.cmdline()):
-                    return member
-        return None
+                    found[member.pid] = (member.ppid(), member)
+        firsts = (member for parent, member in found.values() if parent not in found)
+        return next(firsts, None)
 
     def cgroups(self) -> list[Path]:
         own = read_machine({}).cgroup
@@ -268,6 +281,14 @@ def listening(members: Sequence[psutil.Process]) -> Iterator[tuple[str, int]]:
             for connection in member.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     yield connection.laddr.ip, connection.laddr.port
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether somebody takes connections there."""
+    with socket.socket() as probe:
+        # The kernel might choose the very port, which would then answer itself.
+        probe.bind((host, free_port()))
+        return probe.connect_ex((host, port)) == 0
 
 
 STOPS = {

@@ -1,10 +1,10 @@
 """Processes of a cluster that were started by hand, one in each terminal."""
 
-import socket
 import subprocess
 import sys
 
 import pytest
+from ports import free_port
 from support import PATIENCE, environment, until
 
 JOIN = "import msrun, os, sys, time; msrun.join()"
@@ -14,14 +14,14 @@ print(*(os.environ[n] for n in "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MS_N
 
 
 class Process:
-    """A process of a cluster, started by hand with `python WORDS`."""
+    """A process of a cluster, started by hand with `python WORDS`, which `wrapper` may run."""
 
-    def __init__(self, folder, name, words, env):
+    def __init__(self, folder, name, words, env, wrapper):
         self.name = name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *words],
+                [*wrapper, sys.executable, *words],
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -58,11 +58,10 @@ class Cluster:
     def __init__(self, folder, runtime):
         self._folder = folder
         self.env = environment(runtime) | {"XDG_CONFIG_HOME": str(folder / "config")}
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.processes = []
 
-    def start(self, role, *words, workers=4, **variables):
+    def start(self, role, *words, workers=4, wrapper=(), **variables):
         given = {
             "MS_ROLE": role,
             "MS_SCHED_HOST": "127.0.0.1",
@@ -72,7 +71,7 @@ class Cluster:
         }
         env = self.env | {name: str(value) for name, value in given.items() if value is not None}
         name = f"{len(self.processes)}-{role}"
-        self.processes.append(Process(self._folder, name, words, env))
+        self.processes.append(Process(self._folder, name, words, env, wrapper))
         return self.processes[-1]
 
     def scheduler(self, code, **options):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ports import free_port
 from support import PATIENCE, shell, until
 
 from msrun.cluster.messages import (
@@ -135,11 +136,6 @@ def peak_memory(pid):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def visit(port, *greetings, start=b"", more=b"", most=0):
     """Send `greetings`, each with an answer, then `start`, then `more` up to `most` bytes.
 
@@ -221,7 +217,7 @@ def test_strangers_who_wait_are_sent_away(siege):
     began_at = time.monotonic()
     until(lambda: siege.join() or are_gone(waiting), "for the end of the handshakes")
 
-    assert time.monotonic() - began_at < 10
+    assert time.monotonic() - began_at <= 5
     siege.assert_unharmed()
 
 
@@ -341,9 +337,9 @@ def test_another_key_is_an_error_within_seconds(siege):
     """S-09."""
     siege.secret_file.write_bytes(os.urandom(32))
     second = siege.start_node(1)
-    code, took = second.wait(), time.monotonic() - second.started_at
+    second.until_begun()
 
-    assert (code, took <= 5) == (122, True)
+    assert second.wait(5) == 122
     assert "refuses this node: it has another secret" in second.block()
     siege.secret_file.write_bytes(siege.secret_bytes)
     siege.assert_unharmed()
@@ -399,8 +395,9 @@ def lonely(msrun, tmp_path):
 def test_a_port_that_keeps_silent_is_named_within_seconds(lonely, serve):
     """S-07."""
     node = lonely(serve(b""))
+    began_at = node.until_begun()
     node.until_said("does not answer as a scheduler does; is that the port of another program?")
-    took = time.monotonic() - node.started_at
+    took = time.monotonic() - began_at
     node.send(signal.SIGTERM)
 
     assert node.wait() == 143
@@ -414,6 +411,7 @@ def test_a_port_that_keeps_silent_is_named_within_seconds(lonely, serve):
 def test_a_port_of_another_program_is_an_error_within_seconds(lonely, serve, answer):
     """S-08."""
     node = lonely(serve(answer))
+    node.until_begun()
 
     assert node.wait(5) == 122
     assert "or is no scheduler of msrun" in node.block()

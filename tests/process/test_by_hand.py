@@ -168,9 +168,9 @@ def test_a_signal_stops_a_scheduler_that_waits_for_workers(cluster):
 
 
 def test_a_missing_worker_ends_the_others_at_the_deadline(cluster):
-    cluster.scheduler(TELL, MS_TOPO_TIMEOUT="4")
     for _ in range(2):
-        cluster.worker(TELL, MSRUN_JOIN_TIMEOUT="40s")
+        cluster.worker(TELL, MSRUN_JOIN_TIMEOUT="40s").until_said("waiting for the scheduler")
+    cluster.scheduler(TELL, MS_TOPO_TIMEOUT="4")
 
     assert cluster.codes() == [121] * 3
     for process in cluster.processes:

@@ -1,14 +1,25 @@
 """After any end the machine is as it was before; a job that went well says so."""
 
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from support import PATIENCE, alive, environment, kill, listening, script, shell, until
+from support import (
+    PATIENCE,
+    alive,
+    answers,
+    environment,
+    kill,
+    listening,
+    script,
+    shell,
+    until,
+)
+
+from msrun.supervise.process import is_alive
 
 pytestmark = pytest.mark.process
 
@@ -134,20 +145,15 @@ def test_a_job_inside_a_program_leaves_it_as_it_was(tmp_path, runtime):
 def test_nothing_is_left_on_the_machine(msrun, runtime, program, code):
     job = msrun("--workers-per-node", 2, *shell(f"until [ -e go ]; do sleep 0.01; done; {program}"))
     job.until_said("msrun: running 2/2")
-    ports = {port for _, port in listening(job.members())}
-    assert ports
+    places = set(listening(job.members()))
+    assert places
     assert job.run_dir.is_dir()
     (job.folder / "go").touch()
 
     assert job.wait() == code
     assert job.leftovers() == []
     assert [path.name for path in (runtime / "msrun").iterdir()] == [".guard"]
-    assert not any(map(answers, ports))
-
-
-def answers(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    assert not [place for place in places if answers(*place)]
 
 
 STRAYS = """
@@ -175,7 +181,7 @@ def test_the_next_start_ends_the_strays_of_a_job_whose_agent_and_reaper_were_kil
     following = msrun(*shell("true"))
 
     assert following.wait() == 0
-    until(lambda: not stray.is_running() or stray.status() == psutil.STATUS_ZOMBIE, "for its end")
+    until(lambda: not is_alive(stray.pid), "for its end")
     assert job.leftovers() == []
 
 
@@ -186,12 +192,13 @@ def test_a_verdict_that_the_scheduler_wrote_before_it_was_killed_is_kept(msrun):
     job.until_said("msrun: running 1/1")
     scheduler = job.find("msrun scheduler")
     ((_, port),) = listening([scheduler])
+    log = job.logs / "scheduler.log"
+    until(lambda: "received Running" in log.read_text(), "for the agent to have said all else")
     scheduler.suspend()
     (job.folder / "go").touch()
     until(lambda: waiting_bytes(port) > MESSAGE_BYTES_MIN, "for the worker's end to be told")
     job.send(signal.SIGSTOP)
     scheduler.resume()
-    log = job.logs / "scheduler.log"
     until(lambda: "wrote Decided" in log.read_text(), "for the scheduler to decide")
     kill(scheduler)
     job.send(signal.SIGCONT)

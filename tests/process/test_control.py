@@ -28,13 +28,11 @@ IDLE = "echo up; exec sleep 600"
 PLACES = """
     import os, time
     def inside():
-        time.sleep(600)
+        print("up"); time.sleep(600)  # in one line, which is where they are seen
     def waiting():
-        print("up")
         inside()
     def elsewhere():
-        print("up")
-        time.sleep(600)
+        print("up"); time.sleep(600)
     waiting() if os.environ["RANK"] != "1" else elsewhere()
 """
 

@@ -145,6 +145,19 @@ def test_an_exception_that_came_first_is_the_cause_although_its_rank_ended_last(
     assert job.block().endswith("collateral: rank 0 exited with code 1\n")
 
 
+def test_an_exception_that_was_raised_from_another_is_named_with_that(msrun, tmp_path):
+    program = """
+        try:
+            {}["missing"]
+        except KeyError as error:
+            raise RuntimeError("\\n    the stage failed:\\n    args: ()") from error
+    """
+    job = msrun("--start-method", "exec", script(tmp_path, program))
+
+    assert job.wait() == 1
+    assert "\n  RuntimeError: the stage failed, caused by KeyError: 'missing'\n" in job.block()
+
+
 def test_a_program_that_is_missing_inside_the_worker_is_127_and_not_tried_again(msrun):
     job = msrun("--max-restarts", 3, *shell("exec no-such-program"))
 

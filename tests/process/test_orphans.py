@@ -81,6 +81,18 @@ def last_seen_alive(runtime, members=()):
     return last
 
 
+@contextlib.contextmanager
+def first_in_line():
+    """Watch inside without waiting for a CPU oneself, as far as this user may."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    try:
+        yield
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
 def ends(members):
     """Yield the pid of each process as it ends."""
     poller, pids = select.poll(), {}
@@ -112,8 +124,9 @@ def kill_agents(msrun, runtime, program, moments):
         until(lambda at=at: time.monotonic() >= at, "for the moment to kill")
         members = job.members()
         has_reaper = any(map(is_reaper, members))
-        job.process.kill()
-        took.append(last_seen_alive(runtime, members)._replace(killed_at=moment))
+        with first_in_line():
+            job.process.kill()
+            took.append(last_seen_alive(runtime, members)._replace(killed_at=moment))
         assert job.wait() == 128 + signal.SIGKILL
         if has_reaper:
             assert not job.leftovers(), f"killed after {moment:.3f} s"
@@ -142,14 +155,16 @@ def test_data_loaders_end_with_their_agent(msrun, runtime, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", ["shell", "loaders"])
-def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(msrun, runtime, tmp_path, kind):
-    """The promise is 0.1 s, on a machine that has nothing else to do."""
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("kind", "count"), [("shell", 800), ("loaders", 200)])
+def test_an_agent_killed_at_any_of_many_moments_leaves_nothing(
+    msrun, runtime, tmp_path, kind, count
+):
+    """F-19: the promise is 0.1 s, on a machine that has nothing else to do."""
     program, span = (shell(FAMILY), 0.8)
     if kind == "loaders":
         program, span = [script(tmp_path, LOADERS)], 3.0
-    moments = [random.Random(seed).uniform(0, span) for seed in range(200)]
+    moments = [random.Random(seed).uniform(0, span) for seed in range(count)]
     took = kill_agents(msrun, runtime, program, moments)
     print(f"last seen, of {len(took)}:", *took[-10:], sep="\n")
 
@@ -181,7 +196,11 @@ def is_reaper(member):
 
 @pytest.fixture
 def family(msrun):
-    """A job that runs, each of its two workers with the whole family."""
+    return start_family(msrun)
+
+
+def start_family(msrun):
+    """Return a job that runs, each of its two workers with the whole family."""
     job = msrun("--workers-per-node", 2, "--grace", "0.2s", *shell(FAMILY))
     job.until_logged("up", 0, 1)
     job.until_said("msrun: running 2/2")
@@ -201,19 +220,45 @@ def name_of(member):
 
 
 def test_a_killed_agent_takes_a_running_family_with_it(family, runtime):
-    family.process.kill()
+    with first_in_line():
+        family.process.kill()
+        last = last_seen_alive(runtime)
 
-    assert last_seen_alive(runtime).seconds <= 0.5
+    assert last.seconds <= 0.5
     assert not family.leftovers()
 
 
-def test_a_killed_reaper_ends_the_job(family):
+def kill_reaper(family):
+    """Kill the reaper and return the seconds until the last of what it would have reaped died."""
     reaper = family.find("msrun reaper")
-    kill(reaper)
+    below = [reaper, *reaper.children(recursive=True)]
+    with first_in_line():
+        began = time.monotonic()
+        kill(reaper)
+        *_, took = (time.monotonic() - began for _ in ends(below))
+    return took
+
+
+def test_a_killed_reaper_ends_the_job(family):
+    """F-21: nobody of its tree outlives it for long, in whatever session it sits."""
+    took = kill_reaper(family)
 
     assert family.wait() == 120
     assert family.block() == "error: the reaper (pid N) ended\n"
     assert not family.leftovers()
+    assert took <= 0.5
+
+
+@pytest.mark.slow  # it measures
+def test_a_killed_reaper_is_noticed_within_50_ms(msrun):
+    """F-21."""
+    took = []
+    for _ in range(10):
+        job = start_family(msrun)
+        took.append(kill_reaper(job))
+        assert job.wait() == 120
+
+    assert statistics.median(took) <= 0.05, took
 
 
 def test_a_killed_forkserver_ends_the_job(family):

@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import slurm
+from ports import free_port
 from support import environment, shell, until
 
 import msrun as package
@@ -146,10 +146,8 @@ def test_one_msrun_a_node_is_one_job_without_options(cluster, runtime, tmp_path)
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
     secret.write_bytes(os.urandom(32))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     # The nodes are one machine here, whose name is neither's.
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     msrun = [sys.executable, "-m", "msrun", "--secret-file", secret, "--log-dir", tmp_path / "logs"]
     done = subprocess.run(
         [

@@ -1,7 +1,8 @@
-"""A rank that ends early, right after a step whose checkpoint is due, makes nobody wait."""
+"""A rank that ends early, by itself or by a mistake, makes nobody wait."""
 
 import multiprocessing
 import os
+import re
 from datetime import timedelta
 
 import pytest
@@ -41,9 +42,44 @@ def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, lea
     assert job.log(leaver) == "step 0\n"
     stayed = job.log(1 - leaver)
     assert stayed.startswith("step 0\n")
-    assert "Connection closed by peer" in stayed
+    # Which of them is up to how far the one that left had come.
+    assert re.search("Connection (closed|reset) by peer|Broken pipe", stayed)
     newest = store.find_newest(tmp_path / "ckpt")
     assert store.read_manifest(newest).step == 1
+
+
+MISTAKE = """
+import torch, msrun
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        if rt.rank == 1 and done:
+            raise ValueError("a wrong label")
+        return super().forward(x)
+
+rt = msrun.init({
+    "mesh": {"pp": 2},
+    "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2},
+    "checkpoint": {"dir": "ckpt", "every": 1},
+})
+done = []
+model = rt.shard(torch.nn.Sequential(Layer(4, 4), Layer(4, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    rt.step(model, optimizer, torch.nn.functional.mse_loss, torch.ones(2, 4), torch.ones(2, 4))
+    done.append(True)
+"""
+
+
+def test_a_mistake_in_one_stage_ends_the_others_and_is_the_cause(finished, tmp_path):
+    job = finished(tmp_path, "--workers-per-node", 2, script(tmp_path, MISTAKE, "mistake.py"))
+
+    assert job.process.returncode == 1
+    assert job.block().startswith(
+        "error: rank 1 (node HOST, local_rank 1, pid N) exited with code 1 after Ns\n"
+        "  RuntimeError: [Stage 1] failed to run forward, caused by ValueError: a wrong label\n"
+    )
+    assert "\ncollateral: rank 0 " in job.block()  # by SIGTERM, or by what it could not send
 
 
 def without_peer(rank, folder, answers):
@@ -57,7 +93,10 @@ def without_peer(rank, folder, answers):
     update = OPTIMIZERS["sgd"](network.parameters())
     runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
     checkpoints = runtime.checkpoints
+    # What rank 0 has yet to read of the step is lost when its peer closes the connection first.
+    store_file.set(f"trained {rank}", "")
     if rank == 1:
+        store_file.wait(["trained 0"])
         os._exit(0)
     with pytest.raises(msrun.errors.UsageError) as caught:
         checkpoints.finish_at_exit(timedelta(minutes=5))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+from ports import free_port
 
 from msrun.cluster import codec, control_messages
 from msrun.cluster.control_messages import Answer, Done, GetStatus, Question
@@ -126,7 +127,7 @@ def test_another_jobs_key_is_refused_at_once(start, connect):
 
 
 def test_a_handshake_that_fails_after_an_answer_is_no_other_key(start, connect):
-    first = start()
+    first = start(port=free_port())
     control = connect(first, control_keys(SECRET))
     assert control.ask(QUESTION, PATIENCE) == ANSWER
     first.close()

@@ -102,8 +102,7 @@ def test_a_forgotten_source_is_not_handled_though_it_is_readable(loop):
         loop.watch(own.fileno(), lambda own=own, other=other: handle(own, other))
     for _, theirs in (first, second):
         theirs.send(b"x")
-    end = loop.now() + 0.01
-    loop.run(lambda: end, loop.stop)
+    loop.run(lambda: loop.now() if handled else None, loop.stop)
     for sock in (*first, *second):
         sock.close()
 

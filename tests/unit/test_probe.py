@@ -6,6 +6,7 @@ import resource
 import socket
 
 import pytest
+from ports import free_port
 
 from msrun.transport.loop import Loop
 from msrun.transport.probe import Prober
@@ -41,9 +42,7 @@ def test_a_probe_of_a_port_at_which_nobody_listens_is_refused():
     loop = Loop()
     prober = Prober(loop)
     answers = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    prober.probe("127.0.0.1", port, answers.append)
+    prober.probe("127.0.0.1", free_port(), answers.append)
     loop.run(lambda: prober.deadline() if not answers else stop(loop), prober.tick)
     loop.close()
 
