@@ -150,9 +150,8 @@ def record_error(error: BaseException) -> None:
         return
     text = "".join(traceback.format_exception(error))
     message, first = _sentence(error), _first_cause(error)
-    if (
-        first is not error
-    ):  # a pipeline's stage puts what the user's code raised into one of torch's
+    # A pipeline's stage puts what the user's code raised into one of torch's.
+    if first is not error:
         message = f"{message}, caused by {_sentence(first)}"
     extra = {
         "py_callstack": text[-_ERROR_TEXT_MAX:],
