@@ -91,7 +91,7 @@ THOROUGH = (
 )
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")
-# What tests/torch/ranks.py calls its processes, which wait for the next test of their file.
+# What tests/torch/ranks.py calls its processes, which wait for the next test.
 WAITING = "warm rank"
 # A process that was told to end may need a moment to be gone.
 GRACE = 0.5
@@ -166,7 +166,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def _counts(member: psutil.Process) -> bool:
-    """Whether `member` runs and is not one that ends by itself, with this one or its file."""
+    """Whether `member` runs and is not one that ends by itself, with the tests that share it."""
     try:
         if member.status() == psutil.STATUS_ZOMBIE:
             return False

@@ -107,6 +107,8 @@ def _train(
             share = batch_size(part) / samples
             with sharded.computing():
                 loss = number(loss_fn(model(*part[:-1]), part[-1]))
+                if sharded.order:
+                    sharded.order.check_trains(loss)
                 if loss.requires_grad or not may_skip:
                     (loss * (share * runtime.batch_weight)).backward()
         total = total + loss.detach() * share

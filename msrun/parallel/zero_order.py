@@ -92,6 +92,18 @@ class UnitOrder:
             self._refuse([*events, (last,)] if is_full else events)
         return flat[0].to(value.dtype).view_as(value)
 
+    def check_trains(self, loss: Tensor) -> None:
+        """Refuse a loss with which this rank would take no part in what the others reduce.
+
+        They wait for it in a collective of their own, so it is refused here alone.
+
+        Raises:
+            UsageError: It depends on no parameter that is trained.
+        """
+        if self._group.size() > 1 and not loss.requires_grad:
+            told = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
+            raise self._refusal(told)
+
     def _on_gather(self, name: str) -> None:
         self._add("gathered", name or self._name)
 
@@ -117,7 +129,10 @@ class UnitOrder:
         ranks = dist.get_process_group_ranks(self._group)
         steps = itertools.zip_longest(*found, fillvalue=_END)
         told = _told(ranks, next(events for events in steps if len(set(events)) > 1))
-        raise UsageError(
+        raise self._refusal(told)
+
+    def _refusal(self, told: str) -> UsageError:
+        return UsageError(
             f"{ROOT}.optimizer.zero: level {self._level} needs all ranks to use the same modules "
             f"in one order, and {told}; no weight was changed",
             hint="choose zero 0, or have every rank call them all, times 0 where it has no use",

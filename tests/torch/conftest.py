@@ -13,11 +13,10 @@ from support import Job, environment
 PATIENCE = 60.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _warm():
-    """End the ranks that the tests of a file shared."""
-    yield
-    if "ranks" in sys.modules:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem):
+    """End the ranks that tests share when the next one is of a file that has no use for them."""
+    if "ranks" in sys.modules and not hasattr(getattr(nextitem, "module", None), "run_warm"):
         sys.modules["ranks"].end_warm()
 
 

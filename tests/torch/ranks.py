@@ -13,9 +13,11 @@ import itertools
 import multiprocessing
 import os
 import random
+import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +44,7 @@ import msrun.parallel.tensor
 import msrun.parallel.warm
 import msrun.parallel.zero
 import msrun.parallel.zero_order
+from msrun.supervise.process import die_with_parent
 
 TIMEOUT = 60.0
 WAITING = "warm rank"
@@ -62,10 +65,11 @@ def run_ranks(function, world_size, *args, timeout=TIMEOUT):
 
 
 def run_warm(function, world_size, *args, timeout=TIMEOUT):
-    """Return the same from ranks that stay for the next test of the file, and so do torch's caches.
+    """Return the same from ranks that stay for the next test, and so do torch's caches.
 
-    They are those of a job in which one program runs after the other.  After a failure the next
-    test gets new ones.
+    They are those of a job in which one program runs after the other: what `function` changes
+    beside directory, environment, warnings and random numbers, it changes back.  After a failure
+    the next test gets new ones.
     """
     ranks = _warm.pop(world_size, None) or Ranks(world_size)
     try:
@@ -97,7 +101,7 @@ class Ranks:
             here, there = context.Pipe()
             place = (rank, world_size)
             process = context.Process(
-                target=_rank, args=(place, f"{self._folder.name}/store", there)
+                target=_rank, args=(os.getpid(), place, f"{self._folder.name}/store", there)
             )
             process.start()
             there.close()
@@ -106,13 +110,21 @@ class Ranks:
 
     def call(self, function, args, timeout):
         """Return what each rank returned; when one did not, the test fails."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send((function, args, _surroundings()))
         answers = _collect(self._pipes, time.monotonic() + timeout)
+        # Idle threads of gloo wake a hundred times a second, in every group of every rank.
+        self._signal(signal.SIGSTOP)
         failed = [f"rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
         if failed:
             pytest.fail("\n".join(failed))
         return [value for _, value in answers]
+
+    def _signal(self, number):
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
 
     def end(self):
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -138,27 +150,44 @@ def _collect(pipes, deadline):
     return [answer or (False, "did not return in time") for answer in answers]
 
 
-def _rank(place, store, pipe):
+def _surroundings():
+    """Return what a process that is forked now would find around it."""
+    return Path.cwd(), dict(os.environ), warnings.filters
+
+
+def _enter(surroundings, place):
+    """Make this rank one that was forked in these surroundings."""
+    folder, environ, filters = surroundings
     rank, world_size = place
-    # By this name the check for processes that a test left behind knows it.
-    Path("/proc/self/comm").write_text(WAITING)
-    gc.freeze()  # a look at all objects of the parent would copy them
-    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.clear()
     os.environ.update(
+        environ,
         GLOO_SOCKET_IFNAME="lo",  # here alone: programs of other tests run on hosts of a lab
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
     )
-    environ = dict(os.environ)
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)
+    # As in a job, no two ranks draw the same numbers unless something sees to it.
+    torch.manual_seed(1000 + rank)
+    random.seed(1000 + rank)
+
+
+def _rank(parent, place, store, pipe):
+    rank, world_size = place
+    die_with_parent(parent)  # a stopped one would not see that the pipe is closed
+    # By this name the check for processes that a test left behind knows it.
+    Path("/proc/self/comm").write_text(WAITING)
+    gc.freeze()  # a look at all objects of the parent would copy them
+    torch.set_num_threads(1)
     _share_groups()
     for number in itertools.count():
-        function, args = pipe.recv()
+        function, args, surroundings = pipe.recv()
         try:
-            # As in a job, no two ranks draw the same numbers unless something sees to it.
-            torch.manual_seed(1000 + rank)
-            random.seed(1000 + rank)
+            _enter(surroundings, place)
             if number == 0:
                 dist.init_process_group(
                     "gloo",
@@ -174,8 +203,6 @@ def _rank(place, store, pipe):
         pipe.send(answer)
         if msrun.parallel.runtime._current is not None:
             msrun.init().close()
-        os.environ.clear()
-        os.environ.update(environ)
 
 
 def _share_groups():

@@ -50,6 +50,7 @@ def _compare(axes, shape):
             wrong.append(("whole", dims, placed))
         if placements(dims_of(placed, mesh, 2), mesh, 2) != placed:
             wrong.append(("back", dims, placed))
+    logging.disable(logging.NOTSET)
     return wrong
 
 

@@ -15,7 +15,7 @@ SEQUENCE = [
 ]
 
 
-def apart(config, monkeypatch):
+def apart(config):
     """Train; return the losses, and how often gradients of weights came apart."""
     calls = []
     compute = torch_stage.stage_backward_weight
@@ -24,8 +24,9 @@ def apart(config, monkeypatch):
         calls.append(1)
         return compute(*args, **kwargs)
 
-    monkeypatch.setattr(torch_stage, "stage_backward_weight", counted)
-    return train(config, "transformer", "sgd"), len(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_stage, "stage_backward_weight", counted)
+        return train(config, "transformer", "sgd"), len(calls)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,8 @@ def apart(config, monkeypatch):
         (4, pp(TURNS, "interleaved_zb") | PP_TP | COMM_SAVED, False),
     ],
 )
-def test_divided_weights(ranks, config, is_apart, monkeypatch):
-    found = run_warm(apart, ranks, config, monkeypatch)
+def test_divided_weights(ranks, config, is_apart):
+    found = run_warm(apart, ranks, config)
 
     assert_equal_curves([losses for losses, _ in found], oracle("transformer", "sgd"))
     # Four micro-batches in each step, in a chunk at least.

@@ -111,6 +111,35 @@ def test_gradients_of_other_parameters_of_one_module_are_refused(level, go):
         assert last == steps[0]
 
 
+class Skipping(nn.Module):
+    """Its one parameter lies in a module that the way may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = Branches()
+
+    def forward(self, x, way):
+        return x[:, :2] + self.branches(x, way)
+
+
+def skipping(options, ways):
+    runtime = msrun.init({"optimizer": options | {"modules": ["branches.layers.*"]}})
+    network = runtime.shard(Skipping())
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    step(runtime, network, update, ways[runtime.rank])
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_rank_that_uses_no_divided_module_is_refused(level):
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_warm(skipping, 2, {"zero": level}, [LEFT, []])
+
+    told = "the loss of rank 1 depends on no parameter that is trained"
+    # In a job the end of this one is the end of the other.
+    assert caught.value.msg.startswith("rank 0: did not return in time\nrank 1: ")
+    assert f"UsageError: {refused(level, told)}\n" in caught.value.msg
+
+
 class Chosen(nn.Module):
     """Many layers, of which the sum of some is taken."""
 
