@@ -477,14 +477,16 @@ def init(
 def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
     """Leave the group of a process that ends well; after an exception peers learn of its death."""
     found = runtime()
-    if found is not None and not hasattr(sys, "last_value"):
-        if "checkpoints" in found.__dict__:
-            found.checkpoints.finish_at_exit()
-        found.close()
-        # Threads of a group that something holds may still let go of a tensor, and Python, once
-        # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
-        for name in ("_mesh", "_root_mesh"):
-            vars(found).pop(name, None)
+    has_failed = hasattr(sys, "last_value")
+    if found is None or (has_failed and (found.world_size > 1 or found.device.type != "cpu")):
+        return
+    if not has_failed and "checkpoints" in found.__dict__:
+        found.checkpoints.finish_at_exit()
+    found.close()
+    # Threads of a group that something holds may still let go of a tensor, and Python, once
+    # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
+    for name in ("_mesh", "_root_mesh"):
+        vars(found).pop(name, None)
 
 
 def seed_everything(seed: int) -> None:
