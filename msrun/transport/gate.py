@@ -14,7 +14,7 @@ DOMAIN = "msrun"
 _ADDRESS = "inproc://zeromq.zap.01"
 # Of handshakes answered at once, so that they keep the loop from nothing else.
 _ANSWERS_MAX = 1024
-_RENEW_AFTER = 64
+_RENEW_AFTER = 256
 
 
 class Gate:
@@ -24,8 +24,8 @@ class Gate:
     so that the process's own loop answers them and no thread is needed.
 
     ZeroMQ keeps two queues to that socket, 10 KiB, for every connection that has asked, as long
-    as both live.  So another takes its place now and then: what is under way has come
-    long before that one is closed, and who asks between the two has to connect again.
+    as both live.  So among thousands another takes its place now and then: what is under way has
+    come long before that one is closed, and who asks between the two has to connect again.
 
     Args:
         context: ZeroMQ context of the servers.

@@ -1,13 +1,19 @@
 """How long one of thousands of nodes that come at once may wait for its handshake."""
 
 import contextlib
+import resource
 
 import pytest
 import zmq
 
+from msrun.cluster import codec
 from msrun.cluster.messages import Envelope, Stop
+from msrun.supervise.limits import raise_open_files
+from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context
 from msrun.transport.sockets import (
+    AGENT,
+    SCHEDULER,
     AgentSocket,
     SchedulerSocket,
     endpoint,
@@ -15,7 +21,7 @@ from msrun.transport.sockets import (
     listen,
 )
 
-NODES = 200
+NODES = 600
 SECRET = bytes(range(32))
 
 
@@ -39,26 +45,50 @@ def test_many_nodes_are_served_by_several_threads_where_there_are_cpus(nnodes, c
 
 
 def test_all_of_many_are_admitted_and_none_keeps_a_place_at_the_gate():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raise_open_files() > 2 * NODES + 100
     theirs, ours = new_context(), new_context(4)
     listening = listen("127.0.0.1", 0)
     address = endpoint("127.0.0.1", listening.getsockname()[1])
     end = SchedulerSocket(ours, listening, SECRET, NODES)
     first = end.gate.socket
     with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
         stack.callback(theirs.destroy, linger=0)
         stack.callback(ours.destroy, linger=0)
-        agents = []
+        crowd = crowd_socket(theirs)
         # Each half is enough for another gate, also where it is answered all at once.
         for half in range(2):
             numbers = range(half * NODES // 2, (half + 1) * NODES // 2)
-            agents += [AgentSocket(theirs, address, SECRET, NODES) for _ in numbers]
             for number in numbers:
-                agents[number].send(says(number))
+                connect(crowd, address, number)
             assert heard(end, len(numbers)) == {f"n{number}" for number in numbers}
         for number in range(NODES):
             end.send(says(number))
-        assert all(agent.socket.poll(10_000) for agent in agents)
+        assert {answered(crowd) for _ in range(NODES)} == {f"n{n}" for n in range(NODES)}
         assert first.closed
+
+
+def crowd_socket(context):
+    """Return a socket that has a connection for each node, as nodes have."""
+    crowd = context.socket(zmq.ROUTER)
+    own = key_pair(SECRET, AGENT)
+    crowd.curve_publickey, crowd.curve_secretkey = own.public, own.secret
+    crowd.curve_serverkey = key_pair(SECRET, SCHEDULER).public
+    return crowd
+
+
+def connect(crowd, address, number):
+    crowd.setsockopt(zmq.CONNECT_ROUTING_ID, b"n%d" % number)
+    crowd.setsockopt(zmq.ROUTING_ID, b"a%d" % number)
+    crowd.connect(address)
+    crowd.send_multipart([b"n%d" % number, codec.encode(says(number))])
+
+
+def answered(crowd):
+    """Return the next node that gets something."""
+    assert crowd.poll(10_000)
+    return codec.decode(crowd.recv_multipart()[1]).node_id
 
 
 def says(number):
