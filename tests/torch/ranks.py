@@ -6,6 +6,7 @@ test gets what they return, by rank.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -88,6 +89,8 @@ def end_warm():
 
 
 _warm: dict[int, Ranks] = {}
+# Else the end of a program that uses them would wait for those that are stopped.
+atexit.register(end_warm)
 
 
 class Ranks:
