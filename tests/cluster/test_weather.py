@@ -140,16 +140,15 @@ def test_a_cluster_may_have_ipv6_alone(new_lab, living, audit):
 def test_an_address_that_nobody_reaches_is_named(lab, living):
     a, b, _ = lab.hosts
     b.run(["ip", "addr", "add", "10.99.0.2/32", "dev", "lo"])
-    (first,) = living([a])
+    # Long enough for the other to start, however busy the machine is.
+    (first,) = living([a], "--join-timeout", "20s")
     (wrong,) = living([b], "--local-addr", "10.99.0.2")
     wrong.until_begun()
 
     assert wrong.wait(5) == 2
     assert "node b gave its address as 10.99.0.2:" in wrong.block()
     assert "which the scheduler cannot reach" in wrong.block()
-    assert "msrun: running" not in first.err
-    first.send(signal.SIGTERM)
-    assert first.wait() == 143
+    assert first.wait() == 121
 
 
 # Clocks.
