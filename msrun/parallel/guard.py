@@ -46,6 +46,7 @@ _ASKING = """
 _MOVING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
 # Calls of other parts, or over other dims, of which a program may have any number.
 _CALLS_MAX = 1000
+_SEQUENCES = (tuple, list)
 VERIFIED = frozenset(_VERIFIED.split())
 ASKING = frozenset(_ASKING.split())
 
@@ -102,10 +103,9 @@ class Guard(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
-        if not any(map(_is_divided, (*args, *kwargs.values()))):
-            return func(*args, **kwargs)
+        # All of a step passes here, most of it asking or plain: that has to be known fast.
         name = getattr(func, "__name__", "")
-        if name in ASKING:
+        if name in ASKING or not _has_divided(args, kwargs):
             return func(*args, **kwargs)
         args = tuple(map(self._lift, args))
         kwargs = {key: self._lift(value) for key, value in kwargs.items()}
@@ -121,7 +121,7 @@ class Guard(TorchFunctionMode):
             return value
         if isinstance(value, Tensor):
             return DTensor.from_local(value, self._mesh, self._whole, run_check=False)
-        if isinstance(value, tuple | list) and any(map(_is_divided, value)):
+        if isinstance(value, _SEQUENCES) and _divided(value):
             return type(value)(map(self._lift, value))
         return value
 
@@ -130,8 +130,8 @@ class Guard(TorchFunctionMode):
     ) -> Any:
         """Run `func`, and at the first such call look whether torch gathers parts for it."""
         values = (*args, *kwargs.values())
-        numbers = (value for value in values if isinstance(value, int))
-        call = (name, *(part.placements for part in _divided(values)), *numbers)
+        numbers = [value for value in values if isinstance(value, int)]
+        call = (name, *[part.placements for part in _divided(values)], *numbers)
         if call in self._calls or len(self._calls) == _CALLS_MAX:
             return func(*args, **kwargs)
         self._calls.add(call)
@@ -171,7 +171,7 @@ class Guard(TorchFunctionMode):
         """Return `value` with whole, plain tensors."""
         if isinstance(value, DTensor):
             return value.redistribute(self._mesh, self._whole).to_local()
-        if isinstance(value, tuple | list) and any(map(_is_divided, value)):
+        if isinstance(value, _SEQUENCES) and _divided(value):
             return type(value)(map(self._gather, value))
         return value
 
@@ -228,10 +228,11 @@ def _draw(x: Tensor, share: float) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(share)
 
 
-def _is_divided(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(isinstance(item, DTensor) for item in value)
-    return isinstance(value, DTensor)
+def _has_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, DTensor) or (isinstance(value, _SEQUENCES) and _divided(value)):
+            return True
+    return False
 
 
 def _divided(values: Iterable[Any]) -> list[DTensor]:
@@ -239,6 +240,6 @@ def _divided(values: Iterable[Any]) -> list[DTensor]:
     for value in values:
         if isinstance(value, DTensor):
             found.append(value)
-        elif isinstance(value, tuple | list):
+        elif isinstance(value, _SEQUENCES):
             found += [item for item in value if isinstance(item, DTensor)]
     return found

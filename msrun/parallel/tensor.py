@@ -7,14 +7,17 @@ on the parts.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
@@ -24,6 +27,9 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.placements import placements
 from msrun.parallel.tensor_plan import ModulePlan, ModuleShape
 from msrun.parallel.torch_compat import join_axes
+
+# Of how many shapes of one tensor it is kept where they go; sequences may have any length.
+_SHAPES_MAX = 100
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
@@ -107,48 +113,68 @@ class _Hooks:
     """Places the first input and the output of one planned module."""
 
     def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh) -> None:
-        self._name, self._plan, self._mesh = name, plan, mesh
+        self._missing = f"{plan.key}: {name} was called without a tensor"
+        self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
+        self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
+        self._has_output = plan.out is not None
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        where = f"{self._plan.key}.in of {self._name}"
         if args and isinstance(args[0], Tensor):
-            return (_place(args[0], self._plan.inputs, self._mesh, where), *args[1:]), kwargs
+            return (self._input.put(args[0]), *args[1:]), kwargs
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
-                placed = _place(value, self._plan.inputs, self._mesh, where)
-                return args, {**kwargs, key: placed}
-        raise UsageError(f"{self._plan.key}: {self._name} was called without a tensor")
+                return args, {**kwargs, key: self._input.put(value)}
+        raise UsageError(self._missing)
 
     def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
-        if self._plan.out is None or not isinstance(output, Tensor):
+        if not self._has_output or not isinstance(output, Tensor):
             return output
-        where = f"{self._plan.key}.out of {self._name}"
-        placed = _place(output, self._plan.out, self._mesh, where)
+        placed = self._output.put(output)
         is_whole = all(placement.is_replicate() for placement in placed.placements)
         return placed.to_local() if is_whole else placed
 
 
-def _place(x: Tensor, dims: Dims | None, mesh: DeviceMesh, where: str) -> DTensor:
-    """Return `x` on `mesh`, divided as `dims` says; a plain tensor is the same on every rank."""
-    placed = x
-    if not isinstance(placed, DTensor):
-        placed = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if dims is None:
-        return placed
-    try:
-        wanted = placements(dims, mesh, x.dim())
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.message}") from None
-    for dim, size in enumerate(x.shape):
-        parts = 1
-        for axis, placement in enumerate(wanted):
-            parts *= mesh.size(axis) if placement.is_shard(dim) else 1
-        if size % parts:
-            raise UsageError(f"{where}: dim {dim} of {size} can not be split in {parts} parts")
-    return placed if placed.placements == wanted else placed.redistribute(mesh, wanted)
+class _Place:
+    """Where the plan wants a tensor.
+
+    Args:
+        dims: What it says; nothing where any place will do.
+        mesh: What the tensor is divided over.
+        where: What the tensor is, for messages.
+    """
+
+    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
+        self._dims, self._mesh, self._where = dims, mesh, where
+        self._whole = (Replicate(),) * mesh.ndim
+        self._wanted = lru_cache(maxsize=_SHAPES_MAX)(self._find)
+
+    def put(self, x: Tensor) -> DTensor:
+        """Return `x` there; a plain tensor is the same on every rank."""
+        placed = x
+        if not isinstance(placed, DTensor):
+            placed = DTensor.from_local(x, self._mesh, self._whole, run_check=False)
+        if self._dims is None:
+            return placed
+        wanted = self._wanted(x.shape)
+        return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
+
+    def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of that shape, if these divide it evenly."""
+        try:
+            wanted = placements(self._dims or [], self._mesh, len(shape))
+        except UsageError as error:
+            raise UsageError(f"{self._where}: {error.message}") from None
+        for dim, size in enumerate(shape):
+            cuts = (i for i, placement in enumerate(wanted) if placement.is_shard(dim))
+            parts = math.prod(map(self._mesh.size, cuts))
+            if size % parts:
+                raise UsageError(
+                    f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
+                )
+        return wanted
 
 
 def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
