@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from msrun.parallel import torch_compat
+from msrun.parallel.placements import on_mesh
 
 Function = Callable[..., Any]
 
@@ -38,9 +39,9 @@ _VERIFIED = """
 # They say something about a tensor, or move it, and compute nothing.
 _ASKING = """
     backward data_ptr dim element_size full_tensor get_device has_names is_complex is_contiguous
-    is_floating_point item ndimension nelement numel redistribute register_hook requires_grad_
-    retain_grad size storage_offset stride to_local tolist __format__ __get__ __hash__ __len__
-    __repr__ __set__
+    is_floating_point is_inference item ndimension nelement numel redistribute register_hook
+    requires_grad_ retain_grad size storage_offset stride to_local tolist __format__ __get__
+    __hash__ __len__ __repr__ __set__
 """
 # What torch does for a function on parts that need one another; sums it has to make anyway.
 _MOVING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
@@ -60,12 +61,15 @@ class Guard(TorchFunctionMode):
     Attributes:
         draw: Draws the mask of a dropout.
         has_loss: Whether the loss is guarded too, which then takes divided tensors.
+        shared: Of the innermost `active`, the input that was placed last, if any; None outside.
+            What may run again by itself has one of its own, and so finds then what it found.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.draw = _draw
         self.has_loss = False
+        self.shared: list[Any] | None = None
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
         self._told: set[str] = set()
@@ -80,8 +84,12 @@ class Guard(TorchFunctionMode):
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Guard what runs inside, also where it is guarded already."""
-        with contextlib.nullcontext() if torch_compat.is_active(self) else self:
-            yield
+        outer, self.shared = self.shared, []
+        try:
+            with contextlib.nullcontext() if torch_compat.is_active(self) else self:
+                yield
+        finally:
+            self.shared = outer
 
     @contextlib.contextmanager
     def active_with_loss(self) -> Iterator[None]:
@@ -120,7 +128,7 @@ class Guard(TorchFunctionMode):
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
-            return DTensor.from_local(value, self._mesh, self._whole, run_check=False)
+            return on_mesh(value, self._mesh, self._whole)
         if isinstance(value, _SEQUENCES) and _divided(value):
             return type(value)(map(self._lift, value))
         return value
@@ -189,7 +197,7 @@ class Guard(TorchFunctionMode):
         if mask is not None or drops or not is_apart or not is_alike:
             return self._run_whole(function, function.__name__, (query, key, value, *args), kw)
         output = function(query.to_local(), key.to_local(), value.to_local(), *args, **kw)
-        return DTensor.from_local(output, self._mesh, placed, run_check=False)
+        return on_mesh(output, self._mesh, placed)
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
         """Drop what one process would: the whole mask is drawn, and this rank's part used."""
@@ -199,7 +207,7 @@ class Guard(TorchFunctionMode):
         if any(placement.is_partial() for placement in x.placements):
             x = x.redistribute(self._mesh, self._whole)
         keep = self.draw(x, 1 - p)
-        mask = DTensor.from_local(keep, self._mesh, self._whole, run_check=False)
+        mask = on_mesh(keep, self._mesh, self._whole)
         return x * mask.redistribute(self._mesh, x.placements).div(1 - p)
 
     def _embed(self, *args: Any, **options: Any) -> Any:

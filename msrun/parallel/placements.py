@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from msrun.errors import UsageError
@@ -39,6 +41,27 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
             found[index] = strided_shard(dim, parts) if parts > 1 else Shard(dim)
             before.append(index)
     return tuple(found)
+
+
+def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
+    """Return the tensor of which `part` lies here; gradients of gradients flow through, too.
+
+    torch alone drops those where the first gradient is still a sum over ranks.
+
+    Args:
+        part: Of the size that the placements say, on every rank.
+        mesh: Where the whole lies.
+        placed: How; nothing of it is a pending sum.
+    """
+    found = DTensor.from_local(part, mesh, placed, run_check=False)
+    if found.requires_grad:
+        found.register_hook(partial(_settled, tuple(placed)))
+    return found
+
+
+def _settled(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
+    """Return the gradient as the tensor lies."""
+    return gradient.redistribute(placements=placed)
 
 
 def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Dim]:

@@ -24,9 +24,9 @@ from msrun.errors import UsageError
 from msrun.parallel.config import Dims
 from msrun.parallel.guard import Guard
 from msrun.parallel.local import local_gradient
-from msrun.parallel.placements import placements
+from msrun.parallel.placements import on_mesh, placements
 from msrun.parallel.tensor_plan import ModulePlan, ModuleShape
-from msrun.parallel.torch_compat import join_axes
+from msrun.parallel.torch_compat import join_axes, write_count
 
 # Of how many shapes of one tensor it is kept where they go; sequences may have any length.
 _SHAPES_MAX = 100
@@ -64,6 +64,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         join_axes(mesh[axes])
     done: dict[int, Parameter] = {}
+    guard = Guard(mesh)
     for name, plan in plans.items():
         module = model.get_submodule(name)
         for param, tensor in list(module.named_parameters(recurse=False)):
@@ -71,10 +72,9 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
                 done[id(tensor)] = _divide(tensor, plan.params.get(param, ["..."]), mesh)
                 done[id(done[id(tensor)])] = done[id(tensor)]
             setattr(module, param, done[id(tensor)])
-        hooks = _Hooks(name, plan, mesh)
+        hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
-    guard = Guard(mesh)
     model.forward = partial(_guarded, guard, model.forward)
     return guard
 
@@ -112,7 +112,8 @@ def _complete(param: Tensor) -> None:
 class _Hooks:
     """Places the first input and the output of one planned module."""
 
-    def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh) -> None:
+    def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh, guard: Guard) -> None:
+        self._guard = guard
         self._missing = f"{plan.key}: {name} was called without a tensor"
         self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
         self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
@@ -122,11 +123,24 @@ class _Hooks:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args and isinstance(args[0], Tensor):
-            return (self._input.put(args[0]), *args[1:]), kwargs
+            return (self._take(args[0]), *args[1:]), kwargs
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
-                return args, {**kwargs, key: self._input.put(value)}
+                return args, {**kwargs, key: self._take(value)}
         raise UsageError(self._missing)
+
+    def _take(self, x: Tensor) -> DTensor:
+        """Return `x` where the module wants it, for siblings that want it there too but once.
+
+        Query, key and value then give one gradient, which is summed over ranks once.
+        """
+        shared = self._guard.shared
+        if shared is None or not torch.is_grad_enabled() or x.is_inference():
+            return self._input.put(x)
+        if not shared or not shared[0].is_right(x, self._input):
+            shared[:] = [_Placed(x, self._input)]
+        placed: DTensor = shared[0].result
+        return placed
 
     def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
@@ -135,6 +149,28 @@ class _Hooks:
         placed = self._output.put(output)
         is_whole = all(placement.is_replicate() for placement in placed.placements)
         return placed.to_local() if is_whole else placed
+
+
+class _Placed:
+    """An input where modules want it, as long as nobody changes it."""
+
+    def __init__(self, x: Tensor, place: _Place) -> None:
+        self.result = place.put(x)
+        self._x, self._place = x, place
+        self._versions = self._count(x)
+
+    def is_right(self, x: Tensor, place: _Place) -> bool:
+        """Return whether the result is what a module gets that wants `x` at `place`."""
+        return (
+            x is self._x
+            and place.is_like(self._place, x)
+            and self._count(x) == self._versions
+            # Which it may have been told since.
+            and x.requires_grad == self.result.requires_grad
+        )
+
+    def _count(self, x: Tensor) -> tuple[int, int]:
+        return write_count(x), write_count(self.result)
 
 
 class _Place:
@@ -155,11 +191,17 @@ class _Place:
         """Return `x` there; a plain tensor is the same on every rank."""
         placed = x
         if not isinstance(placed, DTensor):
-            placed = DTensor.from_local(x, self._mesh, self._whole, run_check=False)
+            placed = on_mesh(x, self._mesh, self._whole)
         if self._dims is None:
             return placed
         wanted = self._wanted(x.shape)
         return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
+
+    def is_like(self, other: _Place, x: Tensor) -> bool:
+        """Return whether `x` goes to the same place here and there."""
+        if self._dims is None or other._dims is None:
+            return self._dims is other._dims
+        return self._wanted(x.shape) == other._wanted(x.shape)
 
     def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
         """Return the placements of a tensor of that shape, if these divide it evenly."""

@@ -110,6 +110,7 @@ def watch_units(
     gathered: Callable[[str], None],
     reduced: Callable[[list[str]], None],
     sparse: Callable[[str], None],
+    differentiated: Callable[[], None],
 ) -> None:
     """Have the modules of `fully_shard` in `model` tell in which order they communicate.
 
@@ -119,6 +120,7 @@ def watch_units(
         reduced: Gets the names of those parameters of a module that have a gradient, when
             these are to be reduced; with none they are not.
         sparse: Gets the name of a parameter with a sparse gradient, before torch fails at it.
+        differentiated: Called when gradients shall have gradients, before torch fails at that.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -126,7 +128,7 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                _watch_unit(group, partial(gathered, name), reduced, sparse)
+                _watch_unit(group, partial(gathered, name), reduced, sparse, differentiated)
 
 
 def _watch_unit(
@@ -134,14 +136,21 @@ def _watch_unit(
     gathered: Callable[[], None],
     reduced: Callable[[list[str]], None],
     sparse: Callable[[str], None],
+    differentiated: Callable[[], None],
 ) -> None:
     unshard, post_backward = group.unshard, group.post_backward
+    pre_backward = group.pre_backward
 
     def watched_unshard(*options: Any, **named: Any) -> None:
         had_result = group._all_gather_result is not None  # noqa: SLF001
         unshard(*options, **named)
         if not had_result and group._all_gather_result is not None:  # noqa: SLF001
             gathered()
+
+    def watched_pre_backward(*options: Any) -> None:
+        if torch.is_grad_enabled():
+            differentiated()
+        pre_backward(*options)
 
     def watched_post_backward(*unused: Any) -> None:
         for param in group.fsdp_params:
@@ -153,6 +162,7 @@ def _watch_unit(
         post_backward(*unused)
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
+    group.pre_backward = watched_pre_backward
 
 
 def _has_gradient(param: Any) -> bool:

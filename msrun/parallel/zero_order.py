@@ -60,7 +60,9 @@ class UnitOrder:
         self._events: list[Event] = []
         self._digest = 0
         self._is_planned = False
-        torch_compat.watch_units(divided, self._on_gather, self._on_reduce, _on_sparse)
+        torch_compat.watch_units(
+            divided, self._on_gather, self._on_reduce, _on_sparse, _on_second_gradient
+        )
 
     @contextlib.contextmanager
     def compared_later(self) -> Iterator[None]:
@@ -143,6 +145,14 @@ def _on_sparse(name: str) -> None:
     raise UsageError(
         f"{ROOT}.optimizer.zero: {name} has a sparse gradient, which is for tables that stay whole",
         hint="pass sparse=False, or use nn.Embedding(sparse=True) with a threshold above its size",
+    )
+
+
+def _on_second_gradient() -> None:
+    raise UsageError(
+        f"{ROOT}.optimizer.zero: gradients of gradients (create_graph=True) need parameters that "
+        "stay whole",
+        hint="choose zero 0",
     )
 
 

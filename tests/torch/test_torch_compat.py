@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def _told():
     model, told = build("mlp"), []
     for module in (*model.children(), model):
         fully_shard(module)
-    watch_units(model, lambda name: told.append(f"+{name}"), told.append, told.append)
+    watch_units(model, lambda name: told.append(f"+{name}"), told.append, told.append, told.append)
     model.fc2.bias.requires_grad_(requires_grad=False)
     x, y = batches("mlp", steps=1)[0]
     functional.cross_entropy(model(x), y).backward()
@@ -200,7 +201,7 @@ def _sparse():
     model, told = torch.nn.Module(), []
     model.table = torch.nn.Parameter(torch.ones(4, 2))
     model.forward = lambda x: functional.embedding(x, model.table, sparse=True)
-    watch_units(fully_shard(model), list, list, told.append)
+    watch_units(fully_shard(model), list, list, told.append, list)
     with pytest.raises(NotImplementedError):
         model(torch.arange(2)).sum().backward()
     return told
@@ -208,6 +209,21 @@ def _sparse():
 
 def test_watched_units_tell_of_a_sparse_gradient_before_torch_fails_at_it():
     assert run_ranks(_sparse, 2) == [["table"], ["table"]]
+
+
+def _second():
+    model, told = build("mlp"), []
+    watch_units(fully_shard(model), list, list, list, partial(told.append, "second"))
+    x, y = batches("mlp", steps=1)[0]
+    loss = functional.cross_entropy(model(x.requires_grad_()), y)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="storage"):
+        gradient.sum().backward()
+    return told
+
+
+def test_watched_units_tell_of_gradients_of_gradients_before_torch_fails_at_them():
+    assert run_ranks(_second, 2) == [["second"], ["second"]]
 
 
 def _seen(call):
