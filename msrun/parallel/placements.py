@@ -61,7 +61,7 @@ def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTen
 
 def _settled(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
     """Return the gradient as the tensor lies."""
-    return gradient.redistribute(placements=placed)
+    return gradient if gradient.placements == placed else gradient.redistribute(placements=placed)
 
 
 def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Dim]:
