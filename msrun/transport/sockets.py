@@ -51,7 +51,7 @@ _FRAMES_MAX = 1024
 _LIBZMQ_MIN = (4, 3, 5)
 
 # What a scheduler drops, in words for its log.
-STRANGERS = "connections without the job's key"
+STRANGERS = "connections that ended before any message"
 GARBAGE = "frames that are no message"
 FORGED = "frames in the name of another connection's node"
 

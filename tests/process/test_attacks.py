@@ -206,8 +206,8 @@ def test_random_bytes_and_http_have_no_effect(siege):
 def strangers(siege):
     """Return the numbers of connections of strangers that the log tells of."""
     for line in siege.logged():
-        if " connections without the job's key" in line:
-            yield int(line.split(" connections without")[0].rpartition(" ")[2])
+        if " connections that ended before any message" in line:
+            yield int(line.split(" connections that ended")[0].rpartition(" ")[2])
 
 
 @pytest.mark.slow
