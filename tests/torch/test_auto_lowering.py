@@ -40,6 +40,19 @@ class Wide(nn.Module):
         return functional.mse_loss(x, y)
 
 
+class Gated(nn.Module):
+    """Two layers take what no module makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.gate, self.up, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x, y):
+        h = torch.tanh(self.first(x))
+        return functional.mse_loss(self.down(functional.gelu(self.gate(h)) * self.up(h)), y)
+
+
 class Tied(GPT):
     """Its vocabulary is cut in embedding and head, which are one parameter."""
 
@@ -65,6 +78,7 @@ class Dropping(GPT):
 
 KINDS = {
     "wide": (Wide, MODELS["perceptron"][1]),
+    "gated": (Gated, MODELS["perceptron"][1]),
     "gpt": (GPT, MODELS["gpt"][1]),
     "tied": (Tied, MODELS["gpt"][1]),
     "llama": (Llama, MODELS["llama"][1]),
@@ -158,6 +172,20 @@ def test_modules_divided_by_styles_are_the_runtimes_own(name, divides, mesh, tmp
     calls = assert_as_one_process(name, config, runs_on="styles")
     # Two of each pair of layers, and the buckets.
     assert calls <= {"wide": 4, "gpt": 8}[name] + 4 * ("dp" in mesh)
+
+
+def gated(module, packet, choices):
+    """Have the gate cut like the layer beside it."""
+    if module == "gate":
+        return "n"
+    return "d1" if packet == "mul" else megatron(module, packet, choices)
+
+
+def test_layers_of_one_tensor_that_no_module_makes(tmp_path):
+    config = auto(tmp_path / "plan.json", "gated", {"tp": 2}, divides=gated)
+    calls = assert_as_one_process("gated", config, runs_on="styles")
+    # The sum of the rows, and the gradient of what both columns take.
+    assert calls <= 3
 
 
 def test_styles_beside_state_in_parts(tmp_path):

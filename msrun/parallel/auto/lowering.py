@@ -356,22 +356,9 @@ class _Matched:
     # What is handed to the runtime.
 
     def _rules(self) -> list[PlanRule]:
-        """Return how modules are divided, those that are and those that hand on what these share.
-
-        Who hands a whole value to several divided modules leaves it to the runtime's tensors, which
-        know that its gradient is a sum, and sum it once.
-        """
-        found = {step.name: self._rule(step) for step in self._dividing.values()}
-        divided = {name for name, rule in found.items() if _is_divided(rule)}
-        for value, readings in self._readings.uses.items():
-            readers = [use.step.name for use in readings if use.step]
-            if len(divided.intersection(readers)) > 1:
-                _demand(value in self._ends or value in self._program.params)
-                for maker in (step for step in self._dividing.values() if value in step.outputs):
-                    divided.add(maker.name)
-                    if not any(found[maker.name].out or ()):
-                        found[maker.name] = msgspec.structs.replace(found[maker.name], out=None)
-        return [rule for name, rule in found.items() if name in divided]
+        """Return how modules are divided, those that are."""
+        found = map(self._rule, self._dividing.values())
+        return [rule for rule in found if _is_divided(rule)]
 
     def _rule(self, step: Step) -> PlanRule:
         """Return how a module is divided."""
