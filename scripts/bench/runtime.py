@@ -3,6 +3,7 @@
     python scripts/bench/runtime.py    # every configuration at 1, 2 and 4 ranks, `hybrid` at 8
     python scripts/bench/runtime.py --ranks 2 --only tp
     python scripts/bench/runtime.py --check            # exit 1 and name the missed bars
+    python scripts/bench/runtime.py --markdown         # and the table of docs/parallel.md
 
 Both models live in the same ranks and take turns, a few steps each, so that whatever else the
 machine does meets both.  Beside the time stands the CPU time of all ranks, which others disturb
@@ -55,6 +56,7 @@ STEPS_A_TURN = 3
 TURNS = 21
 RATIO_MIN = 0.98
 INIT_MS_MAX = 20.0
+TABLE = ["| configuration | ranks | tokens/s | of plain torch |", "|---|---|---|---|"]
 
 Step = Callable[[Tensor, Tensor], Any]
 Turns = dict[str, list[float]]
@@ -84,10 +86,11 @@ def main() -> int:
     parser.add_argument("--only", choices=CONFIGS, nargs="+", default=list(CONFIGS))
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     compileall.compile_dir(ROOT / "msrun", quiet=1)  # as an installation has it
     print(f"load {os.getloadavg()[0]:.2f}, {os.cpu_count()} CPUs, torch {torch.__version__}")
-    missed = []
+    missed, table = [], [*TABLE]
     import_ms = _import_ms()
     print(f"import of the runtime where no parent has it: {import_ms:.1f} ms")
     rows = [(ranks, name) for ranks in options.ranks for name in options.only if name != "hybrid"]
@@ -107,8 +110,11 @@ def main() -> int:
             f"ratio {ratio:.3f}, by CPU {cpu_ratio:.3f}",
             flush=True,
         )
+        table.append(f"| {name} | {ranks} | {ours:,.0f} | {ratio:.2f} |")
         if ratio < RATIO_MIN:
             missed.append(f"{name} at {ranks} ranks: {ratio:.3f} of plain torch")
+    if options.markdown:
+        print("\n".join(table))
     if options.check:
         for text in missed:
             print(f"missed: {text}", file=sys.stderr)
