@@ -71,6 +71,29 @@ class Late(Siblings):
         return torch.sin(first) + second + gradient
 
 
+class Renewed(Siblings):
+    """Makes the input another leaf after it was used."""
+
+    def forward(self, x):
+        x = x * 1
+        first = self.b(x)
+        x.detach_().requires_grad_()
+        second = self.b(x) + self.c(x)
+        (gradient,) = torch.autograd.grad(second.square().sum(), x, create_graph=True)
+        return torch.sin(first) + second + gradient
+
+
+class Exchanged(Siblings):
+    """Gives the input other memory after it was used."""
+
+    def forward(self, x):
+        x = x * 1
+        self.b.requires_grad_(requires_grad=False)
+        first = self.b(x)
+        x.data = x.data * 2
+        return torch.sin(first) + self.b(x)
+
+
 class Checkpointed(Siblings):
     """Recomputes two of them by itself."""
 
@@ -110,7 +133,10 @@ def gradients(kind, config):
     return output.detach(), found, dict(counted.calls)
 
 
-@pytest.mark.parametrize("kind", [Siblings, Written, Untracked, Late, Checkpointed, Between])
+@pytest.mark.parametrize(
+    "kind",
+    [Siblings, Written, Untracked, Late, Renewed, Exchanged, Checkpointed, Between],
+)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
