@@ -85,6 +85,7 @@ class Guard(TorchFunctionMode):
             functional.dropout: self._dropout,
             functional.cross_entropy: self._cross_entropy,
             functional.embedding: self._embed,
+            Tensor.copy_: self._copy,
         }
 
     @contextlib.contextmanager
@@ -211,6 +212,11 @@ class Guard(TorchFunctionMode):
             )
         self._overwrite(target, result)
         return None if name == "__setitem__" else target
+
+    def _copy(self, target: DTensor, src: DTensor, *_: Any, **__: Any) -> DTensor:
+        same = src if src.shape == target.shape else src.expand(target.shape)
+        self._overwrite(target, same)
+        return target
 
     def _overwrite(self, target: DTensor, value: Tensor) -> None:
         placed: DTensor = self._lift(value)

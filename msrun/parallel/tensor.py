@@ -8,6 +8,7 @@ on the parts.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -119,6 +120,7 @@ class _Hooks:
         self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
         self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
         self._has_output = plan.out is not None
+        self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,6 +138,13 @@ class _Hooks:
 
         Query, key and value then give one gradient, which is summed over ranks once.
         """
+        placed = self._put(x)
+        self._taken = None
+        if placed is not x and not placed.is_inference():
+            self._taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
+        return placed
+
+    def _put(self, x: Tensor) -> DTensor:
         shared = self._guard.shared
         if shared is None or not torch.is_grad_enabled() or x.is_inference():
             return self._input.put(x)
@@ -146,6 +155,9 @@ class _Hooks:
 
     def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
+        if self._taken is not None:
+            self._write_back(*self._taken)
+            self._taken = None
         if not torch_compat.is_active(self._guard):  # a script calls a part of the model
             return _plain(output, may_be_divided=False)
         if not self._has_output or not isinstance(output, Tensor):
@@ -153,6 +165,16 @@ class _Hooks:
         placed = self._output.put(output)
         is_whole = all(placement.is_replicate() for placement in placed.placements)
         return placed.to_local() if is_whole else placed
+
+    def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
+        """Write in the input, where anybody can see it, what the module wrote in the placed one."""
+        target, written = x(), placed()
+        if target is None or written is None or torch_compat.write_count(written) == count:
+            return
+        if isinstance(target, DTensor):
+            target.copy_(written.redistribute(placements=target.placements))
+        else:
+            target.copy_(written.full_tensor())
 
 
 class _Placed:

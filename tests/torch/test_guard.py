@@ -126,6 +126,7 @@ CALLS = {
     "log_softmax": lambda x: functional.log_softmax(x, -1),
     # Their results stay unused: what counts is what they wrote.
     "clamp_": lambda x: written(x, lambda y: y.clamp_(min=0)),
+    "copy_": lambda x: written(x, lambda y: y.copy_(x[0] * 2)),
     "masked_fill_": lambda x: written(x, lambda y: y.masked_fill_(y > 0, 0.5)),
     "__setitem__": lambda x: written(x, lambda y: y.__setitem__((slice(None), 0), 0.5)),
     "dropout in place": lambda x: written(x, lambda y: functional.dropout(y, 0.5, inplace=True)),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import Counted, run_warm
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import msrun
@@ -94,6 +95,17 @@ class Exchanged(Siblings):
         return torch.sin(first) + self.b(x)
 
 
+class Writing(Siblings):
+    """Has a module that writes its input, which the next one sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.b.forward = lambda x: functional.linear(x.mul_(2), self.b.weight)
+
+    def branches(self, x):
+        return self.b(x * 1), self.b(x), self.c(x)
+
+
 class Checkpointed(Siblings):
     """Recomputes two of them by itself."""
 
@@ -135,7 +147,7 @@ def gradients(kind, config):
 
 @pytest.mark.parametrize(
     "kind",
-    [Siblings, Written, Untracked, Late, Renewed, Exchanged, Checkpointed, Between],
+    [Siblings, Written, Untracked, Late, Renewed, Exchanged, Writing, Checkpointed, Between],
 )
 @pytest.mark.parametrize(
     ("plan", "options"),
