@@ -53,7 +53,6 @@ _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
 # What else writes its first argument than what has a name such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
-_BACKWARD = Tensor.backward
 VERIFIED = frozenset(_VERIFIED.split())
 ASKING = frozenset(_ASKING.split())
 
@@ -99,7 +98,7 @@ class Guard(TorchFunctionMode):
             self.shared = outer
 
     def resume(self) -> None:
-        """Guard the rest of what a script recomputes by itself in a backward pass of its own."""
+        """Guard the rest of what a script recomputes by itself, once a planned module is called."""
         if torch_compat.is_in_backward() and not torch_compat.is_active(self):
             # torch leaves it at the end of the node that recomputes.
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -127,8 +126,6 @@ class Guard(TorchFunctionMode):
         # All of a step passes here, most of it asking or plain: that has to be known fast.
         name = getattr(func, "__name__", "")
         if name in ASKING or not _has_divided(args, kwargs):
-            if func is _BACKWARD:
-                return self._run_backward(*args, **kwargs)
             if name == "__set__" and self.shared:  # as in `x.data = y`, which nobody counts
                 self.shared.clear()
             return func(*args, **kwargs)
@@ -143,11 +140,6 @@ class Guard(TorchFunctionMode):
         if name not in VERIFIED:
             return self._run_whole(func, name, args, kwargs)
         return self._run_parts(func, name, args, kwargs)
-
-    def _run_backward(self, tensor: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Run the backward pass of `tensor` with what a script recomputes by itself guarded."""
-        with self:
-            torch.autograd.backward(tensor, gradient, **options)
 
     def _lift(self, value: Any) -> Any:
         """Return `value` with plain tensors, which all ranks have, on the mesh."""

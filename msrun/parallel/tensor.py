@@ -122,6 +122,9 @@ class _Hooks:
         self._has_output = plan.out is not None
         self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": None}  # what a forward that failed left
+
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -434,6 +434,9 @@ def named_twice():
     network, x = Twice(), torch.randn(3, 4)
     expected = network(x).detach()
     network = runtime.shard(network)
+    wide = torch.randn(3, 5)
+    with pytest.raises(RuntimeError):
+        network(wide)
     saved = io.BytesIO()
     torch.save(network, saved)
     return torch.allclose(network(x), expected, atol=1e-6), len(saved.getvalue()) > 0
