@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.placements import on_mesh
 
@@ -38,16 +39,20 @@ _VERIFIED = """
 """
 # They say something about a tensor, or move it, and compute nothing.
 _ASKING = """
-    backward data_ptr dim element_size full_tensor get_device has_names is_complex is_contiguous
-    is_floating_point is_inference item ndimension nelement numel redistribute register_hook
-    requires_grad_ retain_grad size storage_offset stride to_local tolist __format__ __get__
-    __hash__ __len__ __repr__ __set__
+    backward data_ptr detach_ dim element_size full_tensor get_device grad has_names is_complex
+    is_contiguous is_floating_point is_inference ndimension nelement numel redistribute
+    register_hook requires_grad_ retain_grad size storage_offset stride to_local
+    __format__ __get__ __hash__ __len__ __repr__ __set__
 """
 # What torch does for a function on parts that need one another; sums it has to make anyway.
 _MOVING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
+# Operators that write their left side.
+_ASSIGNING = "add and floordiv lshift mod mul or pow rshift sub truediv xor"
 # Calls of other parts, or over other dims, of which a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
+# What else writes its first argument than what has a name such as `clamp_`.
+_WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
 VERIFIED = frozenset(_VERIFIED.split())
 ASKING = frozenset(_ASKING.split())
 
@@ -79,6 +84,7 @@ class Guard(TorchFunctionMode):
             functional.dropout: self._dropout,
             functional.cross_entropy: self._cross_entropy,
             functional.embedding: self._embed,
+            Tensor.copy_: self._copy,
         }
 
     @contextlib.contextmanager
@@ -90,6 +96,12 @@ class Guard(TorchFunctionMode):
                 yield
         finally:
             self.shared = outer
+
+    def resume(self) -> None:
+        """Guard the rest of what a script recomputes by itself, once a planned module is called."""
+        if torch_compat.is_in_backward() and not torch_compat.is_active(self):
+            # torch leaves it at the end of the node that recomputes.
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def active_with_loss(self) -> Iterator[None]:
@@ -114,7 +126,13 @@ class Guard(TorchFunctionMode):
         # All of a step passes here, most of it asking or plain: that has to be known fast.
         name = getattr(func, "__name__", "")
         if name in ASKING or not _has_divided(args, kwargs):
+            if name == "__set__" and self.shared:  # as in `x.data = y`, which nobody counts
+                self.shared.clear()
             return func(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
+            is_verified = name in VERIFIED or func in self._special
+            if not is_verified or not isinstance(args[0], DTensor):
+                return self._write(func, name, args, kwargs)
         args = tuple(map(self._lift, args))
         kwargs = {key: self._lift(value) for key, value in kwargs.items()}
         if func in self._special:
@@ -140,7 +158,9 @@ class Guard(TorchFunctionMode):
         values = (*args, *kwargs.values())
         numbers = [value for value in values if isinstance(value, int)]
         call = (name, *[part.placements for part in _divided(values)], *numbers)
-        if call in self._calls or len(self._calls) == _CALLS_MAX:
+        is_known = call in self._calls or len(self._calls) == _CALLS_MAX
+        # Others who look, as a recomputation that keeps results, would see other operators.
+        if is_known or torch_compat.is_dispatching():
             return func(*args, **kwargs)
         self._calls.add(call)
         with torch_compat.dispatching(partial(self._look, name)):
@@ -164,6 +184,36 @@ class Guard(TorchFunctionMode):
             self._told.add(name)
             warnings.warn(f"msrun: {text}", stacklevel=5)
 
+    def _write(
+        self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run `func`, which writes its first argument, on whole tensors, and write that."""
+        target, *others = args
+        if not isinstance(target, DTensor):  # who else knows it shall see what is written
+            return self._run_whole(func, name, args, kwargs)
+        if "inplace" in kwargs:
+            result = self._run_whole(func, name, args, {**kwargs, "inplace": False})
+        else:
+            result = self._gather(target).clone()
+            self._run_whole(func, name, (result, *others), kwargs)
+        if result.shape != target.shape:
+            raise UsageError(
+                f"{name} changes the shape of a divided tensor in place, from "
+                f"{list(target.shape)} to {list(result.shape)}",
+                hint="use the result of the function without the underscore",
+            )
+        self._overwrite(target, result)
+        return None if name == "__setitem__" else target
+
+    def _copy(self, target: DTensor, src: DTensor, *_: Any, **__: Any) -> DTensor:
+        same = src if src.shape == target.shape else src.expand(target.shape)
+        self._overwrite(target, same)
+        return target
+
+    def _overwrite(self, target: DTensor, value: Tensor) -> None:
+        placed: DTensor = self._lift(value)
+        target.copy_(placed.redistribute(self._mesh, target.placements))
+
     def _run_whole(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -172,8 +222,15 @@ class Guard(TorchFunctionMode):
         is_divided = any(not p.is_replicate() and not p.is_partial() for p in placed)
         if is_divided:
             self._tell(name, f"{name} is computed whole on every rank")
+        out = kwargs.get("out")
+        if isinstance(out, DTensor):
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
         kwargs = {key: self._gather(value) for key, value in kwargs.items()}
-        return func(*map(self._gather, args), **kwargs)
+        result = func(*map(self._gather, args), **kwargs)
+        if not isinstance(out, DTensor):
+            return result
+        self._overwrite(out, result)
+        return out
 
     def _gather(self, value: Any) -> Any:
         """Return `value` with whole, plain tensors."""
@@ -201,14 +258,18 @@ class Guard(TorchFunctionMode):
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
         """Drop what one process would: the whole mask is drawn, and this rank's part used."""
-        del inplace
         if not training or p == 0.0:
             return x
+        target = x
         if any(placement.is_partial() for placement in x.placements):
             x = x.redistribute(self._mesh, self._whole)
         keep = self.draw(x, 1 - p)
         mask = on_mesh(keep, self._mesh, self._whole)
-        return x * mask.redistribute(self._mesh, x.placements).div(1 - p)
+        found = x * mask.redistribute(self._mesh, x.placements).div(1 - p)
+        if not inplace:
+            return found
+        self._overwrite(target, found)
+        return target
 
     def _embed(self, *args: Any, **options: Any) -> Any:
         """Look rows up; with divided rows the sum is taken at once, as torch can do it once."""
@@ -234,6 +295,11 @@ class Guard(TorchFunctionMode):
 def _draw(x: Tensor, share: float) -> Tensor:
     """Return ones for that `share` of the elements of the whole of `x`, and zeros."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(share)
+
+
+def _is_writing(name: str, kwargs: dict[str, Any]) -> bool:
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    return is_named_so or name in _WRITING or bool(kwargs.get("inplace"))
 
 
 def _has_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

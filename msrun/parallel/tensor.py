@@ -8,9 +8,10 @@ on the parts.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.guard import Guard
 from msrun.parallel.local import local_gradient
 from msrun.parallel.placements import on_mesh, placements
 from msrun.parallel.tensor_plan import ModulePlan, ModuleShape
-from msrun.parallel.torch_compat import join_axes, write_count
 
 # Of how many shapes of one tensor it is kept where they go; sequences may have any length.
 _SHAPES_MAX = 100
@@ -35,9 +36,10 @@ _SHAPES_MAX = 100
 def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
     """Return what a plan must know of each module of `model`, by name."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names[id(param)].append(name)
     found = {}
+    for name, module in model.named_modules():  # of a module with several names the first
+        for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
+            names[id(tensor)].append(param)
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         prefix = f"{name}." if name else ""
@@ -62,7 +64,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         What guards the model, and has to guard its loss and whatever runs again in backward.
     """
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
-        join_axes(mesh[axes])
+        torch_compat.join_axes(mesh[axes])
     done: dict[int, Parameter] = {}
     guard = Guard(mesh)
     for name, plan in plans.items():
@@ -118,10 +120,15 @@ class _Hooks:
         self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
         self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
         self._has_output = plan.out is not None
+        self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": None}  # what a forward that failed left
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._guard.resume()
         if args and isinstance(args[0], Tensor):
             return (self._take(args[0]), *args[1:]), kwargs
         for key, value in kwargs.items():
@@ -134,6 +141,13 @@ class _Hooks:
 
         Query, key and value then give one gradient, which is summed over ranks once.
         """
+        placed = self._put(x)
+        self._taken = None
+        if placed is not x and not placed.is_inference():
+            self._taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
+        return placed
+
+    def _put(self, x: Tensor) -> DTensor:
         shared = self._guard.shared
         if shared is None or not torch.is_grad_enabled() or x.is_inference():
             return self._input.put(x)
@@ -144,11 +158,26 @@ class _Hooks:
 
     def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
+        if self._taken is not None:
+            self._write_back(*self._taken)
+            self._taken = None
+        if not torch_compat.is_active(self._guard):  # a script calls a part of the model
+            return _plain(output, may_be_divided=False)
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
         is_whole = all(placement.is_replicate() for placement in placed.placements)
         return placed.to_local() if is_whole else placed
+
+    def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
+        """Write in the input, where anybody can see it, what the module wrote in the placed one."""
+        target, written = x(), placed()
+        if target is None or written is None or torch_compat.write_count(written) == count:
+            return
+        if isinstance(target, DTensor):
+            target.copy_(written.redistribute(placements=target.placements))
+        else:
+            target.copy_(written.full_tensor())
 
 
 class _Placed:
@@ -156,7 +185,7 @@ class _Placed:
 
     def __init__(self, x: Tensor, place: _Place) -> None:
         self.result = place.put(x)
-        self._x, self._place = x, place
+        self._x, self._place, self._source = x, place, x.grad_fn
         self._versions = self._count(x)
 
     def is_right(self, x: Tensor, place: _Place) -> bool:
@@ -165,12 +194,13 @@ class _Placed:
             x is self._x
             and place.is_like(self._place, x)
             and self._count(x) == self._versions
-            # Which it may have been told since.
+            # Which it may have been told since, as where its gradients go.
             and x.requires_grad == self.result.requires_grad
+            and x.grad_fn is self._source
         )
 
     def _count(self, x: Tensor) -> tuple[int, int]:
-        return write_count(x), write_count(self.result)
+        return torch_compat.write_count(x), torch_compat.write_count(self.result)
 
 
 class _Place:
@@ -185,7 +215,7 @@ class _Place:
     def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
         self._dims, self._mesh, self._where = dims, mesh, where
         self._whole = (Replicate(),) * mesh.ndim
-        self._wanted = lru_cache(maxsize=_SHAPES_MAX)(self._find)
+        self._found: dict[torch.Size, tuple[Placement, ...]] = {}
 
     def put(self, x: Tensor) -> DTensor:
         """Return `x` there; a plain tensor is the same on every rank."""
@@ -202,6 +232,13 @@ class _Place:
         if self._dims is None or other._dims is None:
             return self._dims is other._dims
         return self._wanted(x.shape) == other._wanted(x.shape)
+
+    def _wanted(self, shape: torch.Size) -> tuple[Placement, ...]:
+        if shape not in self._found:
+            if len(self._found) == _SHAPES_MAX:
+                self._found.clear()
+            self._found[shape] = self._find(shape)
+        return self._found[shape]
 
     def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
         """Return the placements of a tensor of that shape, if these divide it evenly."""

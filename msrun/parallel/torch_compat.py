@@ -193,6 +193,19 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
     return Mode()  # type: ignore[no-untyped-call]
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass.
+
+    At the end of each of its nodes the modes are again those that were active at its start.
+    """
+    return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
+
+
+def is_dispatching() -> bool:
+    """Return whether operators that are called here and now go to some mode."""
+    return int(torch._C._len_torch_dispatch_stack()) > 0  # noqa: SLF001 - no public form
+
+
 def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
     """Return which arguments `operator` writes: positions of those in place, names of outputs."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form

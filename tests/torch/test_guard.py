@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import msrun
+from msrun.errors import UsageError
 from msrun.parallel.guard import VERIFIED, Guard
 
 pytestmark = pytest.mark.torch
@@ -123,6 +124,16 @@ CALLS = {
     "conv1d": lambda x: functional.conv1d(x, KERNEL, padding=1),
     "max_pool1d": lambda x: functional.max_pool1d(x, 2),
     "log_softmax": lambda x: functional.log_softmax(x, -1),
+    # Their results stay unused: what counts is what they wrote.
+    "clamp_": lambda x: written(x, lambda y: y.clamp_(min=0)),
+    "copy_": lambda x: written(x, lambda y: y.copy_(x[0] * 2)),
+    "masked_fill_": lambda x: written(x, lambda y: y.masked_fill_(y > 0, 0.5)),
+    "__setitem__": lambda x: written(x, lambda y: y.__setitem__((slice(None), 0), 0.5)),
+    "dropout in place": lambda x: written(x, lambda y: functional.dropout(y, 0.5, inplace=True)),
+    "relu in place": lambda x: written(x, lambda y: functional.relu(y, inplace=True)),
+    "hardtanh in place": lambda x: written(x, lambda y: functional.hardtanh(y, inplace=True)),
+    # A sum that is still pending must not be taken for the whole.
+    "item": lambda x: x * x.sum().item(),
     "einsum": lambda x: torch.einsum("bsd,bsd->bd", x, x),
 }
 # Of integers, so it has a test of its own.
@@ -131,6 +142,12 @@ WEIGHT = torch.linspace(-1, 1, 64).view(8, 8)
 KERNEL = torch.linspace(-1, 1, 6 * 6 * 3).view(6, 6, 3)
 FILTER = torch.linspace(-1, 1, 2 * 3 * 3).view(1, 2, 3, 3).transpose(0, 1).contiguous()
 FILTERS = torch.linspace(-1, 1, 2 * 4 * 3 * 3).view(2, 4, 3, 3)
+
+
+def written(x, write):
+    y = x * 1
+    write(y)
+    return y
 
 
 def add_in_place(x, y):
@@ -199,6 +216,53 @@ def test_uneven_parts_are_right_or_refused():
     # A plan makes no such parts, but a view may: 4 and 8 in three.
     for wrong, _ in run_warm(sweep, 3, (Shard(0), Shard(2))):
         assert [entry for entry in wrong if "uneven" not in entry] == []
+
+
+def written_plain():
+    """Return what is wrong of plain tensors and outputs into which parts are written."""
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    wrong = []
+    for placement in (Replicate(), Shard(0), Shard(2)):
+        part = distribute_tensor(x.clone(), mesh, [placement], src_data_rank=None).requires_grad_()
+        with warnings.catch_warnings(), Guard(mesh):
+            warnings.simplefilter("ignore")
+            added, other = torch.ones(SHAPE), torch.ones(SHAPE)
+            alias = other
+            added.add_(part)
+            other *= part
+            sums = torch.zeros_like(part.detach())
+            torch.cumsum(part.detach(), -1, out=sums)
+            (added.square() + alias).sum().backward()
+            with torch.no_grad():
+                part.clamp_(min=0)
+        expected = ((added, x + 1), (alias, x), (whole(part.grad), 2 * (x + 1) + 1))
+        expected += ((whole(sums), x.cumsum(-1)), (whole(part), x.clamp(min=0)))
+        wrong += [
+            f"{index} {placement}"
+            for index, (found, right) in enumerate(expected)
+            if not torch.allclose(found, right, atol=1e-6)
+        ]
+    return wrong
+
+
+def test_what_is_written_is_what_others_see():
+    assert run_warm(written_plain, 2) == [[], []]
+
+
+def reshaped():
+    runtime = msrun.init({"mesh": {"tp": -1}, "mode": "manual"})
+    mesh = runtime.mesh["tp"]
+    part = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)], src_data_rank=None)
+    with pytest.raises(UsageError) as caught, Guard(mesh):
+        part.unsqueeze_(0)
+    return caught.value.message
+
+
+def test_a_new_shape_in_place_is_refused():
+    sentence = "unsqueeze_ changes the shape of a divided tensor in place, from [2, 4] to [1, 2, 4]"
+    assert run_warm(reshaped, 2) == [sentence, sentence]
 
 
 def embedded():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import Counted, run_warm
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import msrun
@@ -71,6 +72,40 @@ class Late(Siblings):
         return torch.sin(first) + second + gradient
 
 
+class Renewed(Siblings):
+    """Makes the input another leaf after it was used."""
+
+    def forward(self, x):
+        x = x * 1
+        first = self.b(x)
+        x.detach_().requires_grad_()
+        second = self.b(x) + self.c(x)
+        (gradient,) = torch.autograd.grad(second.square().sum(), x, create_graph=True)
+        return torch.sin(first) + second + gradient
+
+
+class Exchanged(Siblings):
+    """Gives the input other memory after it was used."""
+
+    def forward(self, x):
+        x = x * 1
+        self.b.requires_grad_(requires_grad=False)
+        first = self.b(x)
+        x.data = x.data * 2
+        return torch.sin(first) + self.b(x)
+
+
+class Writing(Siblings):
+    """Has a module that writes its input, which the next one sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.b.forward = lambda x: functional.linear(x.mul_(2), self.b.weight)
+
+    def branches(self, x):
+        return self.b(x * 1), self.b(x), self.c(x)
+
+
 class Checkpointed(Siblings):
     """Recomputes two of them by itself."""
 
@@ -110,7 +145,10 @@ def gradients(kind, config):
     return output.detach(), found, dict(counted.calls)
 
 
-@pytest.mark.parametrize("kind", [Siblings, Written, Untracked, Late, Checkpointed, Between])
+@pytest.mark.parametrize(
+    "kind",
+    [Siblings, Written, Untracked, Late, Renewed, Exchanged, Writing, Checkpointed, Between],
+)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

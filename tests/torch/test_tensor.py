@@ -1,5 +1,6 @@
 """Operator-level parallel: an unmodified model, divided by a plan, equals one process."""
 
+import io
 import warnings
 
 import pytest
@@ -18,6 +19,7 @@ from ranks import (
 )
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import msrun
 from msrun.errors import UsageError
@@ -101,6 +103,7 @@ def dropping(config):
     [
         {"plan": LAYERS},
         {"plan": LAYERS + VOCABULARY, "recompute": {"modules": ["layers.*"]}},
+        {"plan": LAYERS, "recompute": {"modules": ["layers.*"], "save": ["matmul"]}},
     ],
 )
 def test_dropout_is_that_of_one_process(config):
@@ -143,6 +146,59 @@ def test_dropout_of_divided_activations_is_that_of_one_process(recompute):
     config = {"seed": 5, "mesh": {"tp": 4}, "plan": plan, **recompute}
 
     assert_equal_curves(run_warm(dropping_hidden, 4, config), alone)
+
+
+class Repeated(Hidden):
+    """Recomputes by itself what needs the guard: a dropout, and a function that runs whole."""
+
+    is_reentrant = False
+
+    def body(self, x):
+        return self.down(torch.tanh(self.drop(self.up(x)).cumsum(-1) / 8))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return checkpoint(self.body, x, use_reentrant=self.is_reentrant)
+
+
+class RepeatedReentrant(Repeated):
+    is_reentrant = True
+
+
+COLUMNS_AND_ROWS = [{"match": "up", "style": "colwise"}, {"match": "down", "style": "rowwise"}]
+
+
+def repeated(kind, config, is_by_hand):
+    warnings.simplefilter("ignore")  # it says what runs whole
+    runtime = msrun.init(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = kind()
+    network = runtime.shard(network)
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    losses = []
+    for x, y in batches("mlp"):
+        if is_by_hand:
+            update.zero_grad()
+            loss = functional.cross_entropy(network(x), y)
+            loss.backward()
+            update.step()
+        else:
+            loss = runtime.step(network, update, functional.cross_entropy, x, y)
+        losses.append(loss.item())
+    return losses, network.up(torch.ones(1, 16)).detach().cumsum(-1)
+
+
+@pytest.mark.parametrize("is_by_hand", [True, False])
+@pytest.mark.parametrize("kind", [Repeated, RepeatedReentrant])
+def test_what_a_script_recomputes_by_itself_is_that_of_one_process(kind, is_by_hand):
+    alone, part = run_warm(repeated, 1, kind, {"seed": 5}, is_by_hand)[0]
+    config = {"seed": 5, "mesh": {"tp": 2}, "plan": COLUMNS_AND_ROWS}
+    found = run_warm(repeated, 2, kind, config, is_by_hand)
+
+    assert_equal_curves([losses for losses, _ in found], alone)
+    for _, own in found:  # a part of the model that is called apart gives whole tensors
+        torch.testing.assert_close(own, part)
 
 
 class Stack(nn.Module):
@@ -359,6 +415,35 @@ def test_channels_that_a_batch_norm_gathers_are_said_once(mesh):
     said = [f"msrun: {name} is computed whole on every rank" for name in ("conv2d", "batch_norm")]
 
     assert run_warm(said_of_channels, 4, mesh) == 4 * [said]
+
+
+class Twice(nn.Module):
+    """Has one module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def named_twice():
+    runtime = msrun.init({"mesh": {"tp": 2}, "plan": [{"match": "first", "style": "colwise"}]})
+    torch.manual_seed(0)
+    network, x = Twice(), torch.randn(3, 4)
+    expected = network(x).detach()
+    network = runtime.shard(network)
+    wide = torch.randn(3, 5)
+    with pytest.raises(RuntimeError):
+        network(wide)
+    saved = io.BytesIO()
+    torch.save(network, saved)
+    return torch.allclose(network(x), expected, atol=1e-6), len(saved.getvalue()) > 0
+
+
+def test_a_module_may_have_two_names_and_the_model_can_be_pickled():
+    assert run_warm(named_twice, 2) == 2 * [(True, True)]
 
 
 def at_once(accumulate):

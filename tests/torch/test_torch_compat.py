@@ -19,6 +19,8 @@ from msrun.parallel.torch_compat import (
     dispatching,
     functional_collective,
     is_active,
+    is_dispatching,
+    is_in_backward,
     join_axes,
     parts_before,
     reduce_sharded,
@@ -89,6 +91,31 @@ def _strided():
     placed = (strided_shard(0, 2), Shard(0))
     tensor = distribute_tensor(torch.arange(8), mesh, placed, src_data_rank=None)
     return tensor.to_local().tolist(), tensor.full_tensor().tolist()
+
+
+def test_a_mode_entered_in_a_node_of_a_backward_ends_with_it():
+    mode, seen = TorchFunctionMode(), []
+
+    def enter(_):
+        seen.append(is_in_backward())
+        mode.__enter__()
+        seen.append(is_active(mode))
+
+    x = torch.ones((), requires_grad=True)
+    between = x * 2
+    between.register_hook(enter)
+    x.register_post_accumulate_grad_hook(lambda _: seen.append(is_active(mode)))
+    between.exp().backward()
+
+    assert seen == [True, True, False]
+    assert (is_in_backward(), is_active(mode)) == (False, False)
+
+
+def test_is_dispatching():
+    assert not is_dispatching()
+    with Counted():
+        assert is_dispatching()
+    assert not is_dispatching()
 
 
 def test_a_strided_shard_cuts_after_later_axes():
