@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -75,6 +76,7 @@ class Guard(TorchFunctionMode):
         self.draw = _draw
         self.has_loss = False
         self.shared: list[Any] | None = None
+        self._region: weakref.ref[Any] | None = None
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
         self._told: set[str] = set()
@@ -91,6 +93,7 @@ class Guard(TorchFunctionMode):
     def active(self) -> Iterator[None]:
         """Guard what runs inside, also where it is guarded already."""
         outer, self.shared = self.shared, []
+        self._begin_region()
         try:
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
@@ -99,6 +102,7 @@ class Guard(TorchFunctionMode):
 
     def resume(self) -> None:
         """Guard the rest of what a script recomputes by itself, once a planned module is called."""
+        self._begin_region()
         if torch_compat.is_in_backward() and not torch_compat.is_active(self):
             # torch leaves it at the end of the node that recomputes.
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -129,6 +133,8 @@ class Guard(TorchFunctionMode):
             if name == "__set__" and self.shared:  # as in `x.data = y`, which nobody counts
                 self.shared.clear()
             return func(*args, **kwargs)
+        if name not in VERIFIED or func in self._special:
+            self._demand_guarded(name)
         if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
             is_verified = name in VERIFIED or func in self._special
             if not is_verified or not isinstance(args[0], DTensor):
@@ -140,6 +146,24 @@ class Guard(TorchFunctionMode):
         if name not in VERIFIED:
             return self._run_whole(func, name, args, kwargs)
         return self._run_parts(func, name, args, kwargs)
+
+    def _begin_region(self) -> None:
+        """Note that what `torch.utils.checkpoint` runs here is guarded from now on, again too."""
+        region = torch_compat.checkpointed()
+        self._region = None if region is None else weakref.ref(region)
+
+    def _demand_guarded(self, name: str) -> None:
+        """Refuse a function that a script runs again by itself where nobody will guard it.
+
+        What begins outside of `active` is guarded from the first planned module on.
+        """
+        region = torch_compat.checkpointed()
+        if region is not None and (self._region is None or self._region() is not region):
+            raise UsageError(
+                f"torch.utils.checkpoint would run {name} of a divided tensor again without msrun, "
+                "and get something else",
+                hint="let it begin with a module of parallel.plan, or use parallel.recompute",
+            )
 
     def _lift(self, value: Any) -> Any:
         """Return `value` with plain tensors, which all ranks have, on the mesh."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.variable import Variable
+from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor.placement_types import Placement
     from torch.overrides import TorchFunctionMode
+
+_REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -199,6 +204,24 @@ def is_in_backward() -> bool:
     At the end of each of its nodes the modes are again those that were active at its start.
     """
     return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
+
+
+def checkpointed() -> object | None:
+    """Return what stands for the innermost `torch.utils.checkpoint` that runs here; None outside.
+
+    It can be referred to weakly.
+    """
+    if torch.is_grad_enabled():
+        ignores_tracing = False
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001
+        pack = (top(ignores_tracing) or [None])[0]
+        return pack if getattr(pack, "__module__", "") == checkpoint.__name__ else None
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - a reentrant one has no other trace
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return frame.f_locals["ctx"]  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return None
 
 
 def is_dispatching() -> bool:

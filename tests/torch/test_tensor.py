@@ -19,7 +19,6 @@ from ranks import (
 )
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import msrun
 from msrun.errors import UsageError
@@ -146,59 +145,6 @@ def test_dropout_of_divided_activations_is_that_of_one_process(recompute):
     config = {"seed": 5, "mesh": {"tp": 4}, "plan": plan, **recompute}
 
     assert_equal_curves(run_warm(dropping_hidden, 4, config), alone)
-
-
-class Repeated(Hidden):
-    """Recomputes by itself what needs the guard: a dropout, and a function that runs whole."""
-
-    is_reentrant = False
-
-    def body(self, x):
-        return self.down(torch.tanh(self.drop(self.up(x)).cumsum(-1) / 8))
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        return checkpoint(self.body, x, use_reentrant=self.is_reentrant)
-
-
-class RepeatedReentrant(Repeated):
-    is_reentrant = True
-
-
-COLUMNS_AND_ROWS = [{"match": "up", "style": "colwise"}, {"match": "down", "style": "rowwise"}]
-
-
-def repeated(kind, config, is_by_hand):
-    warnings.simplefilter("ignore")  # it says what runs whole
-    runtime = msrun.init(config)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        network = kind()
-    network = runtime.shard(network)
-    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
-    losses = []
-    for x, y in batches("mlp"):
-        if is_by_hand:
-            update.zero_grad()
-            loss = functional.cross_entropy(network(x), y)
-            loss.backward()
-            update.step()
-        else:
-            loss = runtime.step(network, update, functional.cross_entropy, x, y)
-        losses.append(loss.item())
-    return losses, network.up(torch.ones(1, 16)).detach().cumsum(-1)
-
-
-@pytest.mark.parametrize("is_by_hand", [True, False])
-@pytest.mark.parametrize("kind", [Repeated, RepeatedReentrant])
-def test_what_a_script_recomputes_by_itself_is_that_of_one_process(kind, is_by_hand):
-    alone, part = run_warm(repeated, 1, kind, {"seed": 5}, is_by_hand)[0]
-    config = {"seed": 5, "mesh": {"tp": 2}, "plan": COLUMNS_AND_ROWS}
-    found = run_warm(repeated, 2, kind, config, is_by_hand)
-
-    assert_equal_curves([losses for losses, _ in found], alone)
-    for _, own in found:  # a part of the model that is called apart gives whole tensors
-        torch.testing.assert_close(own, part)
 
 
 class Stack(nn.Module):

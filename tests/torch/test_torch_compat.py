@@ -1,6 +1,7 @@
 """The private names of torch still mean what we use them for."""
 
 import threading
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,9 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from msrun.parallel.torch_compat import (
     after_backward,
+    checkpointed,
     dispatching,
     functional_collective,
     is_active,
@@ -282,6 +285,27 @@ def test_written_arguments():
     assert written_arguments(aten.add.out) == ([], ["out"])
     assert written_arguments(aten.frexp.Tensor_out) == ([], ["mantissa", "exponent"])
     assert written_arguments(aten._foreach_add_.Scalar) == ([0], [])
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_is_checkpointed_is_told_apart(is_reentrant):
+    found, x = [], torch.ones(2, requires_grad=True)
+
+    def inner(y):
+        found.extend([checkpointed(), checkpointed()])
+        return y * y
+
+    for _ in range(2):
+        checkpoint(inner, x * 2, use_reentrant=is_reentrant)
+
+    assert found[0] is found[1] is not None
+    assert found[2] is found[3] is not None
+    assert found[0] is not found[2]
+    assert all(weakref.ref(region)() for region in found)
+    with torch.autograd.graph.save_on_cpu():
+        assert checkpointed() is None
+    with torch.no_grad():
+        assert checkpointed() is None
 
 
 def test_takes_device():
