@@ -76,7 +76,7 @@ class Guard(TorchFunctionMode):
         self.draw = _draw
         self.has_loss = False
         self.shared: list[Any] | None = None
-        self._region: weakref.ref[Any] | None = None
+        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._mesh = mesh
         self._whole = (Replicate(),) * mesh.ndim
         self._told: set[str] = set()
@@ -88,6 +88,13 @@ class Guard(TorchFunctionMode):
             functional.embedding: self._embed,
             Tensor.copy_: self._copy,
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        passing = ("shared", "_regions")
+        return {name: value for name, value in vars(self).items() if name not in passing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, shared=None, _regions=weakref.WeakSet())
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -150,7 +157,8 @@ class Guard(TorchFunctionMode):
     def _begin_region(self) -> None:
         """Note that what `torch.utils.checkpoint` runs here is guarded from now on, again too."""
         region = torch_compat.checkpointed()
-        self._region = None if region is None else weakref.ref(region)
+        if region is not None:
+            self._regions.add(region)
 
     def _demand_guarded(self, name: str) -> None:
         """Refuse a function that a script runs again by itself where nobody will guard it.
@@ -158,7 +166,7 @@ class Guard(TorchFunctionMode):
         What begins outside of `active` is guarded from the first planned module on.
         """
         region = torch_compat.checkpointed()
-        if region is not None and (self._region is None or self._region() is not region):
+        if region is not None and region not in self._regions:
             raise UsageError(
                 f"torch.utils.checkpoint would run {name} of a divided tensor again without msrun, "
                 "and get something else",

@@ -1,5 +1,6 @@
 """What a script recomputes by itself in a divided model: as in one process, or refused."""
 
+import io
 import warnings
 
 import pytest
@@ -36,6 +37,14 @@ class Repeated(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.is_reentrant)
 
 
+class RepeatedWithin(Repeated):
+    """Recomputes a part of what it recomputes apart."""
+
+    def body(self, x):
+        hidden = checkpoint(self.up, x, use_reentrant=False)
+        return self.down(self.drop(self.up(x) + hidden))
+
+
 class RepeatedReentrant(Repeated):
     is_reentrant = True
 
@@ -58,11 +67,12 @@ def repeated(kind, config, is_by_hand):
         else:
             loss = runtime.step(network, update, functional.cross_entropy, x, y)
         losses.append(loss.item())
+        torch.save(network, io.BytesIO())
     return losses, network.up(torch.ones(1, 16)).detach().cumsum(-1)
 
 
 @pytest.mark.parametrize("is_by_hand", [True, False])
-@pytest.mark.parametrize("kind", [Repeated, RepeatedReentrant])
+@pytest.mark.parametrize("kind", [Repeated, RepeatedReentrant, RepeatedWithin])
 def test_what_a_script_recomputes_by_itself_is_that_of_one_process(kind, is_by_hand):
     alone, part = run_warm(repeated, 1, kind, {"seed": 5}, is_by_hand)[0]
     config = {"seed": 5, "mesh": {"tp": 2}, "plan": COLUMNS_AND_ROWS}
