@@ -9,7 +9,7 @@ from msgspec import structs
 from msrun import environ
 from msrun.job import JobSpec, Program, ProgramKind
 from msrun.launch import LaunchPlan, WorkerPlan
-from msrun.roles import run_dir
+from msrun.processes import run_dir
 from msrun.supervise import containment, node_plan
 from msrun.topology import Machine
 
@@ -40,7 +40,7 @@ class DynamicLauncher:
 
     def submit(self, plan: LaunchPlan) -> int:
         """Run the job on this node to its end and return its exit code."""
-        from msrun.roles.agent import run  # `plan` needs no ZeroMQ.
+        from msrun.processes.agent.agent import run  # `plan` needs no ZeroMQ.
 
         return run(plan)
 

@@ -28,8 +28,8 @@ from msrun.fleet import (
     make_order,
     render_order,
 )
-from msrun.hostlist import Host
-from msrun.roles.fleet import run_fleet
+from msrun.hosts.hostlist import Host
+from msrun.processes.fleet import run_fleet
 from msrun.units import shown
 
 _SECONDS = 30.0

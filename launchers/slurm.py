@@ -29,8 +29,8 @@ from msrun.fleet import (
     make_order,
     render_order,
 )
-from msrun.roles.batch import follow
-from msrun.roles.fleet import run_fleet
+from msrun.processes.batch import follow
+from msrun.processes.fleet import run_fleet
 from msrun.units import parse_duration, shown
 
 SCRIPT = "job.sbatch"

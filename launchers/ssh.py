@@ -19,8 +19,8 @@ from msrun.fleet import (
     order_of_node,
     render_order,
 )
-from msrun.hostlist import Host
-from msrun.roles.fleet import run_fleet
+from msrun.hosts.hostlist import Host
+from msrun.processes.fleet import run_fleet
 
 # No question may wait for an answer, and a host that is silent for 15 s is gone.
 _OPTIONS = {

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from msrun.errors import UsageError
-from msrun.hostlist import Host
+from msrun.hosts.hostlist import Host
 
 # A pipe can be made to hold it, so that no launcher waits for a node to read.
 ORDER_BYTES_MAX = 1 << 19

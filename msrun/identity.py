@@ -172,7 +172,7 @@ def _table_path(env: Mapping[str, str]) -> str:
 
 
 def _read(path: str) -> RankTable:
-    from msrun.table_file import read_table  # A user's folder may have the name `ranktable`.
+    from msrun.rank_table.file import read_table  # A user's folder may have the name `ranktable`.
 
     return read_table(path)
 
@@ -225,7 +225,7 @@ def _of_table(env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _of_slurm(env: Mapping[str, str]) -> tuple[str, str]:
-    from msrun import hostlist  # Where Slurm is not, this would be a slow import for nothing.
+    from msrun.hosts import hostlist  # Where Slurm is not, this would be a slow import for nothing.
 
     nodes = env.get("SLURM_STEP_NODELIST", "")
     try:

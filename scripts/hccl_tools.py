@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, too
 
 from msrun.errors import UsageError
+from msrun.rank_table.file import write_table
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
-from msrun.table_file import write_table
 from ranktable import Inventory, InventoryDevice, RankTableError, build_table
 
 _RANGE = re.compile(r"\s*\[\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)\s*")

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, too
 
 from msrun.errors import UsageError
-from msrun.table_file import merge_files, write_table
+from msrun.rank_table.file import merge_files, write_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

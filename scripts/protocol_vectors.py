@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from msrun.cluster import codec, control_messages
-from msrun.cluster.control_messages import Answer, Question
-from msrun.cluster.messages import PROTOCOL_VERSION, Envelope
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import Answer, Question
+from msrun.cluster.wire.messages import PROTOCOL_VERSION, Envelope
 
 PAGE = Path(__file__).parents[1] / "docs" / "protocol.md"
 Message = Envelope | Question | Answer

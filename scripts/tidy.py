@@ -64,8 +64,8 @@ PHRASES = (
 OTHER_VOCABULARY = (
     "ranktable/",
     "msrun/environ.py",
-    "msrun/cli/options.py",
-    "msrun/cli/peer_options.py",
+    "msrun/cli/options/catalog.py",
+    "msrun/cli/options/peers.py",
 )
 EMPTY_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
 EMPTY_CLASS = re.compile(r"_*Base[A-Z]|.*(?:Manager|Helper|Utils?)$")

@@ -20,15 +20,15 @@ from msgspec import structs
 
 import msrun
 from msrun import environ
-from msrun.cli import options
-from msrun.cli.command_line import CommandLine
+from msrun.cli.job.prepare import Prepared, prepare, read_request
 from msrun.cli.main import guarded
-from msrun.cli.option import Option
+from msrun.cli.options import catalog as options
+from msrun.cli.options.command_line import CommandLine
+from msrun.cli.options.option import Option
+from msrun.cli.options.parsers import span
+from msrun.cli.options.peers import TABLE
 from msrun.cli.output import say_notes
-from msrun.cli.parsers import span
-from msrun.cli.peer_options import TABLE
-from msrun.cli.prepare import Prepared, prepare, read_request
-from msrun.cli.world import RealWorld, World
+from msrun.cli.system import RealWorld, World
 from msrun.errors import UsageError
 from msrun.identity import Hand
 from msrun.job import JobSpec
@@ -97,7 +97,9 @@ def take_place(words: Sequence[str], world: World) -> int:
         if not job.serves:
             msg = f"environment {Hand.HOST}={membership.host} is no address of this machine"
             raise UsageError(msg, hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there")
-        from msrun.roles.member import serve  # Only one process of the cluster needs it.
+        from msrun.processes.scheduler_host import (
+            serve,  # Only one process of the cluster needs it.
+        )
 
         return serve(job, prepared.draft.machine)
     say_notes(prepared.notes)

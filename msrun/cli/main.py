@@ -14,26 +14,26 @@ from typing import NoReturn
 import click
 
 from msrun.cli.output import say, say_error
-from msrun.cli.world import RealWorld, World
+from msrun.cli.system import RealWorld, World
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
 
 Verb = Callable[[Sequence[str], World], int]
 
 # Verb -> where it is; only the one that is called is loaded, since all of them take their time.
 VERBS: dict[str, str] = {
-    "run": "msrun.cli.run:run",
-    "plan": "msrun.cli.plan:plan",
-    "ls": "msrun.cli.status:ls",
-    "status": "msrun.cli.status:status",
-    "logs": "msrun.cli.inspect:logs",
-    "stacks": "msrun.cli.inspect:stacks",
-    "signal": "msrun.cli.control:send_signal",
-    "drain": "msrun.cli.control:drain",
-    "stop": "msrun.cli.control:stop",
-    "convert": "msrun.cli.convert:convert",
-    "ranktable": "msrun.cli.ranktable:ranktable",
-    "search": "msrun.cli.search:search",
-    "calibrate": "msrun.cli.calibrate:calibrate",
+    "run": "msrun.cli.verbs.run:run",
+    "plan": "msrun.cli.verbs.plan:plan",
+    "ls": "msrun.cli.verbs.status:ls",
+    "status": "msrun.cli.verbs.status:status",
+    "logs": "msrun.cli.verbs.inspect:logs",
+    "stacks": "msrun.cli.verbs.inspect:stacks",
+    "signal": "msrun.cli.verbs.control:send_signal",
+    "drain": "msrun.cli.verbs.control:drain",
+    "stop": "msrun.cli.verbs.control:stop",
+    "convert": "msrun.cli.verbs.convert:convert",
+    "ranktable": "msrun.cli.verbs.ranktable:ranktable",
+    "search": "msrun.cli.verbs.search:search",
+    "calibrate": "msrun.cli.verbs.calibrate:calibrate",
 }
 
 

@@ -339,6 +339,6 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "torch.distributed.pipelining": config.pipeline is not None,
         "torch.distributed.checkpoint": config.checkpoint is not None,
         "msrun.parallel.runtime": True,
-        "msrun.parallel.warm": True,
+        "msrun.parallel.preload": True,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)

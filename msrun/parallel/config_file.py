@@ -29,7 +29,7 @@ from msrun.parallel.config import (
     Rule,
     Section,
 )
-from msrun.parallel.rule_notation import check_notation
+from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
 _ELSEWHERE = {

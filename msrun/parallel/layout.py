@@ -22,8 +22,8 @@ from msrun.parallel.config import (
     ParallelConfig,
     Rule,
 )
-from msrun.parallel.notation import axes_of_dims, shown_dims
-from msrun.parallel.rule_notation import check_notation
+from msrun.parallel.notation.dims import axes_of_dims, shown_dims
+from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
 # Of a plan, where `fully_shard` divides its parameters once more.

@@ -33,12 +33,12 @@ from msrun.parallel.layout import MeshLayout, resolve, root_axes
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from msrun.parallel.auto.draws import Draws
-    from msrun.parallel.checkpoint import Checkpoints
+    from msrun.parallel.auto.dropout_rng import Draws
+    from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import MeshLoader
-    from msrun.parallel.deferred import DeferredInit
+    from msrun.parallel.deferred.init import DeferredInit
     from msrun.parallel.pipeline.model import PipelineModel
-    from msrun.parallel.sharded import ShardedModel
+    from msrun.parallel.sharded_model import ShardedModel
     from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
@@ -165,8 +165,8 @@ class Runtime:
         Its tensors have no memory until `shard` gives each rank its part, with the values that
         one process would have drawn.
         """
-        from msrun.parallel.deferred import DeferredInit
-        from msrun.parallel.deferred_fill import share_random_state
+        from msrun.parallel.deferred.fill import share_random_state
+        from msrun.parallel.deferred.init import DeferredInit
 
         block = self._deferred
         if block is None or not (block.log.is_open or block.is_pending()):
@@ -210,8 +210,8 @@ class Runtime:
             UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or it
                 is of a kind that cannot work here.
         """
-        from msrun.parallel.gradients import split_groups
-        from msrun.parallel.optimizer_kinds import check_kind
+        from msrun.parallel.data_parallel.gradients import split_groups
+        from msrun.parallel.data_parallel.optimizer_kinds import check_kind
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
@@ -257,7 +257,7 @@ class Runtime:
         Raises:
             UsageError: The batch or the kind of the optimizer does not allow it.
         """
-        from msrun.parallel.optimizer_kinds import check_kind
+        from msrun.parallel.data_parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
 
         check_kind(optimizer)
@@ -273,7 +273,7 @@ class Runtime:
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
         """What saves and loads; made at its first use, which all ranks make together."""
-        from msrun.parallel.checkpoint import Checkpoints
+        from msrun.parallel.checkpoint.api import Checkpoints
 
         return Checkpoints(self)
 

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel import batch_norm, recompute, tables
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, Rule
+from msrun.parallel.data_parallel import sparse_embedding
+from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
+from msrun.parallel.layers import batch_norm, recompute
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
-from msrun.parallel.reducer import GradientReducer, fill_buckets
-from msrun.parallel.sharded import Contents, Context, Reduction, ShardedModel
-from msrun.parallel.tensor_plan import ModulePlan, plan_modules
+from msrun.parallel.sharded_model import Contents, Context, Reduction, ShardedModel
+from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 
 if TYPE_CHECKING:
-    from msrun.parallel.guard import Guard
+    from msrun.parallel.data_parallel.collective_order import UnitOrder
     from msrun.parallel.runtime import Runtime
-    from msrun.parallel.zero_order import UnitOrder
+    from msrun.parallel.tensor.guard import Guard
 
 _BROADCAST_BYTES = 25 * 2**20
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -59,14 +60,14 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
     params = [name for name, _ in model.named_parameters()]
     plans = {}
     if config.plan and config.mode != "auto":
-        shapes = _late("msrun.parallel.tensor").describe_modules(model)
+        shapes = _late("msrun.parallel.tensor.hooks").describe_modules(model)
         source = config.plan if isinstance(config.plan, str) else None
         plans = plan_modules(_rules(runtime, model), runtime.layout, shapes, source)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     if config.mode != "auto":
-        tables.check(config, runtime.layout, model, plans)
+        sparse_embedding.check(config, runtime.layout, model, plans)
         if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
-            tables.check_whole(model, _whole(runtime, model, excluded))
+            sparse_embedding.check_whole(model, _whole(runtime, model, excluded))
     return _Choice(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
@@ -76,7 +77,9 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
 
 def _whole(runtime: Runtime, model: nn.Module, excluded: Collection[str]) -> set[Parameter]:
     """Return the parameters of `model` that optimizer parallel leaves whole."""
-    small: set[Parameter] = _late("msrun.parallel.zero").small_parameters(runtime.config, model)
+    small: set[Parameter] = _late("msrun.parallel.data_parallel.zero").small_parameters(
+        runtime.config, model
+    )
     return small | {param for name, param in model.named_parameters() if name in excluded}
 
 
@@ -87,7 +90,7 @@ def _rules(runtime: Runtime, model: nn.Module) -> list[Rule]:
         return config.plan
     named = model.named_parameters(remove_duplicate=False)
     shapes = {name: param.shape for name, param in named}
-    read = _late("msrun.parallel.strategy_file").read_strategy
+    read = _late("msrun.parallel.checkpoint.strategy_file").read_strategy
     rules: list[Rule] = read(config.plan, layout, shapes)
     resolve(msgspec.structs.replace(config, plan=rules), layout.world_size)
     return rules
@@ -105,7 +108,7 @@ def shard_model(
     choice = _choose(runtime, model)
     if choice.excluded and _is_on_meta(model):
         raise UsageError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
-    late = _late("msrun.parallel.deferred_fill") if _is_on_meta(model) else None
+    late = _late("msrun.parallel.deferred.fill") if _is_on_meta(model) else None
     weights = late.find(model) if late else None
     if late:
         late.move(model, runtime.device)
@@ -161,9 +164,9 @@ def _make_parallel(
     if weights is not None:
         is_offloaded = divided is not None and config.optimizer.offload
         on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
-        _late("msrun.parallel.deferred_fill").fill(model, weights, runtime.device, on_host)
+        _late("msrun.parallel.deferred.fill").fill(model, weights, runtime.device, on_host)
     if guard:
-        _late("msrun.parallel.tensor").watch(model)
+        _late("msrun.parallel.tensor.hooks").watch(model)
     contents = _contents(runtime, model, divided)
     reductions = _reduce(runtime, model, choice, divided, contents.check)
     return ShardedModel(
@@ -219,7 +222,7 @@ def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guar
         batch_norm.synchronize(model, runtime.group(DATA_AXIS))
     inside: list[Context] = [guard.active] if guard else []
     if _is_dropout_exact(runtime):
-        exact = _late("msrun.parallel.dropout").ExactDropout(runtime)
+        exact = _late("msrun.parallel.layers.dropout").ExactDropout(runtime)
         inside.insert(0, exact.active)
         if guard:
             guard.draw = exact.draw
@@ -251,7 +254,7 @@ def _divide_operators(
     axes = plan_axes(runtime.layout)
     if not plans or math.prod(map(runtime.layout.size, axes)) == 1:
         return None
-    guard: Guard = _late("msrun.parallel.tensor").apply(model, plans, runtime.root_mesh[axes])
+    guard: Guard = _late("msrun.parallel.tensor.hooks").apply(model, plans, runtime.root_mesh[axes])
     return guard
 
 
@@ -270,11 +273,11 @@ class _Divided(msgspec.Struct, frozen=True):
 
 
 def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _Divided:
-    zero = _late("msrun.parallel.zero")
+    zero = _late("msrun.parallel.data_parallel.zero")
     whole = _whole(runtime, model, choice.excluded)
     units = zero.units(runtime.config, model, choice.plans)
     module = zero.apply(runtime, model, units, whole)
-    watch = _late("msrun.parallel.zero_order").UnitOrder
+    watch = _late("msrun.parallel.data_parallel.collective_order").UnitOrder
     level = runtime.config.optimizer.zero
     order = watch(module, runtime.group(DATA_AXIS), runtime.device, level=level)
     divided = _Divided(module, whole, order)
@@ -301,7 +304,7 @@ def _reduce(
     ]
     reductions: list[Reduction] = []
     if divided is not None:
-        zero, level = _late("msrun.parallel.zero"), config.optimizer.zero
+        zero, level = _late("msrun.parallel.data_parallel.zero"), config.optimizer.zero
         reductions.append(
             Reduction(
                 partial(zero.paused, divided.model, level),
@@ -311,7 +314,7 @@ def _reduce(
         params = [(name, param) for name, param in params if param in divided.whole]
     if params:
         dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
-        buckets = fill_buckets(params, config.reduce.fuse, dtype, tables.sparse(model))
+        buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse_embedding.sparse(model))
         scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
         reducer = GradientReducer(buckets, group, scale=scale, check=check)
         reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))

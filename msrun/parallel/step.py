@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT
-from msrun.parallel.gradients import clip_gradients
+from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.local import number
 
 if TYPE_CHECKING:
+    from msrun.parallel.data_parallel.collective_order import UnitOrder
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.runtime import Runtime
-    from msrun.parallel.zero_order import UnitOrder
 
 LossFunction = Callable[[Any, Any], Tensor]
 

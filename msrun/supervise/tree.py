@@ -44,7 +44,7 @@ class ProcessTree:
         descriptors = [reaper_there.fileno(), forkserver_there.fileno(), listen.fileno(), lock]
         self._cgroup = configure.cgroup
         self._process = subprocess.Popen(
-            python_command("msrun.roles.node:main", *map(str, descriptors)),
+            python_command("msrun.processes.node:main", *map(str, descriptors)),
             pass_fds=descriptors,
             start_new_session=True,
             env=dict(env),

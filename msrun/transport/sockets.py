@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import zmq
 
-from msrun.cluster import codec, control_messages
-from msrun.cluster.messages import Envelope
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.messages import Envelope
 from msrun.errors import ProtocolError, UsageError, VersionError
 from msrun.transport import frames
 from msrun.transport.gate import DOMAIN, Gate

@@ -16,7 +16,7 @@ from scipy.optimize import (  # type: ignore[import-untyped]  # it has no types
 )
 from scipy.sparse import coo_matrix  # type: ignore[import-untyped]  # as above
 
-from msrun.parallel.auto.problem import Edge, Problem
+from msrun.parallel.search.solve.problem import Edge, Problem
 
 # HiGHS takes costs below about 1e-7 for nothing.
 _SCALE = 1e3

@@ -35,14 +35,14 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import msrun
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.calibrate import measure
-from msrun.parallel.auto.codes import Array
-from msrun.parallel.auto.eliminate import solve
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.problem import Edge, Problem, Setting
 from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.calibrate import measure
 from msrun.parallel.local import local_part
+from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting
 from scripts.bench.search import preferred
 
 RANKS = 4

@@ -30,10 +30,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from msrun.cluster.messages import Formation
+from msrun.cluster.wire.messages import Formation
 from msrun.job import RestartLimits
-from msrun.roles.scheduler_config import SchedulerConfig
-from msrun.roles.scheduler_process import SchedulerProcess
+from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.processes.scheduler.handle import SchedulerProcess
 from msrun.transport.sockets import listen
 from scripts.bench.simulated_agents import Settings
 

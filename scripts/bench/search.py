@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import solve
-from msrun.parallel.auto.layouts import Job, explore
-from msrun.parallel.auto.problem import Problem, Setting
-from msrun.parallel.auto.program import Program
-from msrun.parallel.auto.repeat import find_blocks, shortened
-from msrun.parallel.auto.search import search
-from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
+from msrun.parallel.search.cost.topology import PRESETS
+from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.repeat import find_blocks, shortened
+from msrun.parallel.search.mesh.mesh_search import Job, explore
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.modes import search
+from msrun.parallel.search.solve.problem import Problem, Setting
 from scripts.bench import highs, models
 from scripts.bench.models import GPT, Llama
 

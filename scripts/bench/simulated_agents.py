@@ -18,12 +18,12 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from msrun.cluster import codec
-from msrun.cluster.agent_events import Received
-from msrun.cluster.lease import lease
-from msrun.cluster.link import first_resend
-from msrun.cluster.messages import Envelope, Formation, Register, Start
-from msrun.cluster.uplink import Uplink
+from msrun.cluster.agent.events import Received
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.link import first_resend
+from msrun.cluster.wire.messages import Envelope, Formation, Register, Start
 from msrun.transport import frames
 from msrun.transport.keys import key_pair
 from msrun.transport.sockets import AGENT, SCHEDULER, endpoint, listen

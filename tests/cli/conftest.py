@@ -14,8 +14,8 @@ from msrun.errors import UsageError
 from msrun.fleet import FleetLauncher, FleetPlan
 from msrun.job import JobSpec, ProgramKind
 from msrun.launch import LaunchPlan, WorkerPlan
-from msrun.roles.control_client import ControlClient
-from msrun.roles.control_file import Card
+from msrun.processes.control_client import ControlClient
+from msrun.processes.control_file import Card
 from msrun.topology import CpuTopology, Device, DeviceKind, Machine
 
 CPUS = CpuTopology(numa={0: (0, 1), 1: (2, 3)}, siblings={cpu: (cpu,) for cpu in range(4)})

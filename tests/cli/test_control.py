@@ -5,9 +5,11 @@ import json
 import pytest
 
 from msrun.cli.main import main
-from msrun.cli.status import duration
+from msrun.cli.verbs.status import duration
 from msrun.cluster.bounds import RankSet
-from msrun.cluster.control_messages import (
+from msrun.cluster.liveness.stacks import Frame, StackGroup
+from msrun.cluster.verdict import Verdict
+from msrun.cluster.wire.control_messages import (
     Done,
     DrainNode,
     GetLog,
@@ -23,11 +25,9 @@ from msrun.cluster.control_messages import (
     Status,
     StopJob,
 )
-from msrun.cluster.messages import Formation
-from msrun.cluster.stacks import Frame, StackGroup
-from msrun.cluster.verdict import Verdict
+from msrun.cluster.wire.messages import Formation
 from msrun.errors import UnreachableError, UsageError
-from msrun.roles.control_file import Card
+from msrun.processes.control_file import Card
 from msrun.supervise.secret import read_secret
 from msrun.transport.sockets import control_keys
 from ranktable import parse_table

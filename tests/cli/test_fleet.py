@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from msrun.cli.fleet_options import FLEET_TABLE
+from msrun.cli.options.fleet import FLEET_TABLE
 from msrun.fleet import parse_order
 from ranktable import Inventory, InventoryDevice, build_table, render_table
 

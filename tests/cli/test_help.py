@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from msrun import __version__
-from msrun.cli.command_line import VERBS
 from msrun.cli.main import VERBS as CALLS
-from msrun.cli.options import WORKING
-from msrun.cli.peer_options import PLAN_TABLE, TABLE
+from msrun.cli.options.catalog import WORKING
+from msrun.cli.options.command_line import VERBS
+from msrun.cli.options.peers import PLAN_TABLE, TABLE
 
 HELP = Path(__file__).with_name("help.txt")
 
@@ -156,8 +156,9 @@ def test_help_loads_little():
 def test_an_agent_loads_what_most_jobs_need():
     """Each module costs every start; what another process does, or few jobs ask for, is absent."""
     code = (
-        "import sys; import msrun.cli.prepare, msrun.roles.agent; "
-        "rare = {'msrun.roles.scheduler', 'msrun.cluster.peers', 'msrun.cli.fleet', 'ranktable'}; "
+        "import sys; import msrun.cli.job.prepare, msrun.processes.agent.agent; "
+        "rare = {'msrun.processes.scheduler.scheduler', 'msrun.cluster.scheduler.peers', "
+        "'msrun.cli.job.fleet', 'ranktable'}; "
         "print(sorted(rare & set(sys.modules)), file=sys.stderr)"
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from msrun.cli.job_file import ALIASES_MAX
+from msrun.cli.options.job_file import ALIASES_MAX
 from msrun.job import BindMode, Program, ProgramKind
 
 TRANSCRIPT = Path(__file__).with_name("job_files.txt")

@@ -8,8 +8,8 @@ from xml.etree import ElementTree as ET
 
 from msgspec.structs import replace
 
-from msrun.cli.picture import picture
-from msrun.parallel.auto.plan import Operator, SavedPlan
+from msrun.cli.render.plan_chart import picture
+from msrun.parallel.search.plan.plan import Operator, SavedPlan
 
 GOLDEN = Path(__file__).parents[1] / "golden/plan.svg"
 GIB = 2.0**30

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from msrun.cli.main import main
-from msrun.cli.picture import picture
-from msrun.parallel.auto.plan import Operator, read_plan, styles
+from msrun.cli.render.plan_chart import picture
+from msrun.parallel.search.plan.plan import Operator, read_plan, styles
 
 MODEL = """
 import torch

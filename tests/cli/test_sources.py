@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from msrun.cli.fleet_options import FLEET_TABLE
-from msrun.cli.option import FileForm
-from msrun.cli.peer_options import TABLE
+from msrun.cli.options.fleet import FLEET_TABLE
+from msrun.cli.options.option import FileForm
+from msrun.cli.options.peers import TABLE
 
 # One good text an option that is not refused.
 TEXTS = {

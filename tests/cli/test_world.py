@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from msrun.cli.world import RealWorld
+from msrun.cli.system import RealWorld
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ import pytest
 from ports import free_port
 from support import PATIENCE, shell, until
 
-from msrun.cluster.messages import (
+from msrun.cluster.verdict import RankExit
+from msrun.cluster.wire.messages import (
     Drained,
     Envelope,
     Interrupted,
@@ -32,7 +33,6 @@ from msrun.cluster.messages import (
     Unknown,
     WorkerExited,
 )
-from msrun.cluster.verdict import RankExit
 from msrun.supervise.secret import read_secret
 from msrun.transport.loop import new_context, wait_readable
 from msrun.transport.sockets import AgentSocket, endpoint

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from support import environment, kill, script, shell, until
 
-from msrun.cluster import codec, control_messages
-from msrun.cluster.control_messages import GetRanks, GetStatus, Question, SignalJob
-from msrun.cluster.messages import Drained, Envelope
-from msrun.roles import control_file
-from msrun.roles.control_client import ControlClient
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import GetRanks, GetStatus, Question, SignalJob
+from msrun.cluster.wire.messages import Drained, Envelope
+from msrun.processes import control_file
+from msrun.processes.control_client import ControlClient
 from msrun.transport.loop import new_context
 from msrun.transport.sockets import ControlSocket, endpoint
 

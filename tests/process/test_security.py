@@ -151,7 +151,7 @@ def test_a_runtime_directory_that_others_may_use_is_refused(msrun, runtime):
 # As `sitecustomize` it runs before all else.
 HOLD_SCHEDULER = """
     import os, signal, sys
-    if any("roles.scheduler" in word for word in sys.orig_argv):
+    if any("processes.scheduler" in word for word in sys.orig_argv):
         os.kill(os.getpid(), signal.SIGSTOP)
 """
 

@@ -18,13 +18,14 @@ what became of those rules allows:
 import msgspec
 from world import Build
 
-from msrun.cluster import agent_events, wal
-from msrun.cluster.agent_state import AgentState
-from msrun.cluster.messages import Drained, Register
-from msrun.cluster.peers import Peers
-from msrun.cluster.scheduler_events import Received
-from msrun.cluster.scheduler_state import SchedulerState
-from msrun.cluster.uplink import Uplink
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.state import AgentState
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.events import Received
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.state import SchedulerState
+from msrun.cluster.wire.messages import Drained, Register
 
 
 class StartsLate(AgentState):

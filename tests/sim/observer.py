@@ -3,8 +3,8 @@
 import math
 from collections import defaultdict
 
-from msrun.cluster import wal
-from msrun.cluster.agent_state import Phase
+from msrun.cluster.agent.state import Phase
+from msrun.cluster.scheduler import wal
 
 
 class Violation(AssertionError):  # noqa: N818 - a verdict on what is tested, no error in it

@@ -2,7 +2,8 @@
 
 import signal
 
-from msrun.cluster.messages import (
+from msrun.cluster.verdict import RankExit
+from msrun.cluster.wire.messages import (
     Drained,
     Finish,
     Interrupted,
@@ -16,7 +17,6 @@ from msrun.cluster.messages import (
     Warmed,
     WorkerExited,
 )
-from msrun.cluster.verdict import RankExit
 
 
 def worker_end(rank, *, node_rank=0, first_rank=0, host="a", **words):

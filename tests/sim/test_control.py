@@ -12,9 +12,14 @@ import pytest
 from spoken import show_message, worker_end
 from test_scenarios import SchedulerScript, blocks, verbs
 
-from msrun.cluster import scheduler_events
-from msrun.cluster.control import Control, Reply
-from msrun.cluster.control_messages import (
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.liveness.stacks import Frame, summary
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.wire.control_messages import (
     Denied,
     Done,
     DrainNode,
@@ -31,9 +36,7 @@ from msrun.cluster.control_messages import (
     Status,
     StopJob,
 )
-from msrun.cluster.controlled_state import ControlledState
-from msrun.cluster.lease import Lease
-from msrun.cluster.messages import (
+from msrun.cluster.wire.messages import (
     DumpStacks,
     Hung,
     LogPart,
@@ -43,9 +46,6 @@ from msrun.cluster.messages import (
     Stack,
     Stalled,
 )
-from msrun.cluster.peers import Peers
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.stacks import Frame, summary
 
 pytestmark = pytest.mark.sim
 

@@ -15,9 +15,15 @@ import msgspec
 import pytest
 from spoken import show_message, show_verdict, worker_end
 
-from msrun.cluster import agent_events, agent_state, scheduler_events, scheduler_state, wal
-from msrun.cluster.lease import Lease
-from msrun.cluster.messages import (
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent import state as agent_state
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import state as scheduler_state
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.verdict import Verdict
+from msrun.cluster.wire.messages import (
     Drained,
     Finish,
     Formation,
@@ -32,8 +38,6 @@ from msrun.cluster.messages import (
     Warmed,
     WorkerExited,
 )
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.verdict import Verdict
 from msrun.job import RestartLimits
 
 pytestmark = pytest.mark.sim

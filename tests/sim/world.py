@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from observer import Observer, Violation
 from spoken import show_message, worker_end
 
-from msrun.cluster import agent_events, codec, lease, scheduler_events, wal
-from msrun.cluster.admission import Admission
-from msrun.cluster.agent_state import AgentState
-from msrun.cluster.messages import Formation, Register
-from msrun.cluster.peers import Peers
-from msrun.cluster.pulse import Pulse
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_state import SchedulerState
-from msrun.cluster.uplink import Uplink
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.state import AgentState
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.liveness import lease
+from msrun.cluster.liveness.freeze_detector import Pulse
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.admission import Admission
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import Formation, Register
 from msrun.job import RestartLimits
 
 JOB = "train"

@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from msrun.parallel.auto.account import operators, parameters, rules_of
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import solve
-from msrun.parallel.auto.plan import VERSION, SavedPlan, write_plan
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.saved import identity, shared
-from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
+from msrun.parallel.search.cost.topology import PRESETS
+from msrun.parallel.search.plan.cost_breakdown import operators, parameters, rules_of
+from msrun.parallel.search.plan.plan import VERSION, SavedPlan, write_plan
+from msrun.parallel.search.plan.plan_io import identity, shared
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.problem import Setting
 
 SAMPLES = {"b0", "d0", "b"}
 

@@ -4,7 +4,7 @@ import pytest
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 
 import msrun
-import msrun.parallel.checkpoint
+import msrun.parallel.checkpoint.api
 from msrun.errors import UsageError
 
 DP = {"mesh": {"dp": -1}}
@@ -13,7 +13,7 @@ DP = {"mesh": {"dp": -1}}
 def start(**config):
     """Return the runtime of this rank and its checkpoints."""
     runtime = msrun.init({**DP, **config})
-    return runtime, msrun.parallel.checkpoint.Checkpoints(runtime)
+    return runtime, msrun.parallel.checkpoint.api.Checkpoints(runtime)
 
 
 def make(model="mlp", optimizer="adamw", **options):

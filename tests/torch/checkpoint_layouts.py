@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import msrun
-import msrun.parallel.checkpoint
+import msrun.parallel.checkpoint.api
 
 # Divisible by every number of data-parallel ranks below.
 BATCH = 12
@@ -181,7 +181,7 @@ def prepare(name, **checkpoint):
     runtime = start(layout, **checkpoint)
     models = arrange(runtime, layout, build("mlp"))
     optimizer = ADAMW(parameters(models))
-    checkpoints = msrun.parallel.checkpoint.Checkpoints(runtime)
+    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime)
     return runtime, layout, models, optimizer, checkpoints
 
 

@@ -11,8 +11,8 @@ from ranks import MLP, ConvNet, Transformer, build
 from torch import nn
 from torch.nn import Parameter, init
 
-from msrun.parallel.deferred import DeferredInit
-from msrun.parallel.deferred_fill import fill, find
+from msrun.parallel.deferred.fill import fill, find
+from msrun.parallel.deferred.init import DeferredInit
 from msrun.parallel.local import is_sharded
 
 CPU = torch.device("cpu")

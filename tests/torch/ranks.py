@@ -36,15 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import msrun
 
 # What ranks would import, each for itself.
-import msrun.parallel.checkpoint
+import msrun.parallel.checkpoint.api
 import msrun.parallel.data
-import msrun.parallel.deferred_fill
+import msrun.parallel.data_parallel.collective_order
+import msrun.parallel.data_parallel.zero
+import msrun.parallel.deferred.fill
 import msrun.parallel.pipeline.model
+import msrun.parallel.preload
 import msrun.parallel.runtime
-import msrun.parallel.tensor
-import msrun.parallel.warm
-import msrun.parallel.zero
-import msrun.parallel.zero_order
+import msrun.parallel.tensor.hooks
 from msrun.supervise.process import die_with_parent
 
 TIMEOUT = 60.0

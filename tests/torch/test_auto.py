@@ -16,14 +16,14 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import solve
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.problem import Edge, Problem, Setting
-from msrun.parallel.auto.repeat import find_blocks
-from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.local import local_part
+from msrun.parallel.search.cost.topology import PRESETS
+from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting
 
 PLANS = 3
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import solve
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.problem import Edge, Problem, Setting
-from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.local import local_part
+from msrun.parallel.search.cost.topology import PRESETS
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting
 
 pytestmark = pytest.mark.torch
 

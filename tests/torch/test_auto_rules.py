@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.codes import PR, RR, SHARDS
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.operators import _MAKERS as OPERATORS
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.refused import REFUSED
-from msrun.parallel.auto.rules import Site, divided, letters
-from msrun.parallel.auto.topology import PRESETS
 from msrun.parallel.auto.trace import trace
-from msrun.parallel.auto.views import _MAKERS as VIEWS
-from msrun.parallel.auto.views import renaming
+from msrun.parallel.search.cost.topology import PRESETS
+from msrun.parallel.search.graph.codes import PR, RR, SHARDS
+from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
+from msrun.parallel.search.graph.rules import Site, divided, letters
+from msrun.parallel.search.graph.unsupported_ops import REFUSED
+from msrun.parallel.search.graph.views import _MAKERS as VIEWS
+from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.problem import Setting
 
 pytestmark = pytest.mark.torch
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 import msrun
 from msrun.cli.main import main
 from msrun.errors import UsageError
-from msrun.parallel.auto.schedules import rounds
 from msrun.parallel.local import local_part
 from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.mesh.schedules import rounds
 
 pytestmark = pytest.mark.torch
 

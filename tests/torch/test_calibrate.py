@@ -9,14 +9,14 @@ from ranks import run_ranks
 from support import PATIENCE, environment
 
 import msrun
-from msrun.cli.calibrate import PROGRAM
 from msrun.cli.main import main
+from msrun.cli.verbs.calibrate import PROGRAM
 from msrun.errors import UsageError
-from msrun.parallel.auto.calibrate import fit, hidden_share
-from msrun.parallel.auto.cost import collective
-from msrun.parallel.auto.redistribution import Kind
-from msrun.parallel.auto.topology import parse_topology
+from msrun.parallel.calibrate import fit, hidden_share
 from msrun.parallel.config_file import load_yaml
+from msrun.parallel.search.cost.cost import collective
+from msrun.parallel.search.cost.redistribution import Kind
+from msrun.parallel.search.cost.topology import parse_topology
 
 pytestmark = pytest.mark.torch
 

@@ -13,8 +13,8 @@ from checkpoint_calls import in_one, leaves, make, refusal, start, train
 from ranks import MODELS, build, run_warm
 from torch import nn
 
-import msrun.parallel.checkpoint
-from msrun.parallel import checkpoint_store as store
+import msrun.parallel.checkpoint.api
+from msrun.parallel.checkpoint import store
 
 pytestmark = pytest.mark.torch
 
@@ -268,7 +268,7 @@ def test_later_steps_do_not_change_what_is_saved(folder):
     network, optimizer = make()
     train(network, optimizer, slice(1))
     written, blocked = [], []
-    write = msrun.parallel.checkpoint.write_file
+    write = msrun.parallel.checkpoint.api.write_file
 
     def slow(path, *args):
         blocked.append(store.find_newest(folder))
@@ -278,7 +278,7 @@ def test_later_steps_do_not_change_what_is_saved(folder):
         write(path, *args)
         written.append(path)
 
-    msrun.parallel.checkpoint.write_file = slow
+    msrun.parallel.checkpoint.api.write_file = slow
     before = network.fc1.weight.clone()
     average = optimizer.state[network.fc1.weight]["exp_avg"].clone()
     checkpoints.save(None, network, optimizer, step=1)
@@ -297,20 +297,20 @@ def _full_disk(folder, *, is_async):
     network, _ = make()
     checkpoints.save(None, network, step=1)
     checkpoints.finish()
-    write = msrun.parallel.checkpoint.write_file
+    write = msrun.parallel.checkpoint.api.write_file
 
     def full(path, *args):
         if runtime.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device", "DISK")
         write(path, *args)
 
-    msrun.parallel.checkpoint.write_file = full
+    msrun.parallel.checkpoint.api.write_file = full
     if is_async:
         checkpoints.save(None, network, step=2)
         sentence = refusal(checkpoints.save, None, network, step=3)
     else:
         sentence = refusal(checkpoints.save, None, network, step=2)
-    msrun.parallel.checkpoint.write_file = write
+    msrun.parallel.checkpoint.api.write_file = write
     assert checkpoints.load(None, network).step == 1
     checkpoints.save(None, network, step=4)
     checkpoints.finish()

@@ -16,10 +16,10 @@ from checkpoint_calls import leaves
 from ranks import TIMEOUT, run_ranks
 
 import msrun
-import msrun.parallel.checkpoint
+import msrun.parallel.checkpoint.api
 from msrun.errors import UsageError
-from msrun.parallel import checkpoint_store as store
-from msrun.parallel.checkpoint_tensors import read_tensor
+from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint.tensors import read_tensor
 
 pytestmark = pytest.mark.torch
 
@@ -115,7 +115,7 @@ def _save_until_killed(folder, ready):
     runtime = msrun.init(config)
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoints = msrun.parallel.checkpoint.Checkpoints(runtime)
+    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime)
     first = checkpoints.resume(model, optimizer)
     if first:
         assert _values(model, optimizer) == {first}
@@ -192,7 +192,7 @@ def _load(path):
     runtime = msrun.init({"mesh": {"dp": -1}})
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     with pytest.raises(UsageError) as caught:
-        msrun.parallel.checkpoint.Checkpoints(runtime).load(path, model)
+        msrun.parallel.checkpoint.api.Checkpoints(runtime).load(path, model)
     return caught.value.message
 
 

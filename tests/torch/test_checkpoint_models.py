@@ -7,9 +7,8 @@ from ranks import OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
 
-from msrun.parallel import checkpoint_plan as plans
-from msrun.parallel import checkpoint_store as store
-from msrun.parallel import checkpoint_tensors as tensors
+from msrun.parallel.checkpoint import plan as plans
+from msrun.parallel.checkpoint import store, tensors
 
 pytestmark = pytest.mark.torch
 

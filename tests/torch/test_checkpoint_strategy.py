@@ -9,7 +9,7 @@ from ranks import build, run_warm
 from test_grid import V, pp
 
 import msrun
-from msrun.parallel import strategy_file
+from msrun.parallel.checkpoint import strategy_file
 from msrun.parallel.config import ParallelConfig, Rule
 from msrun.parallel.layout import MeshLayout
 from msrun.parallel.local import local_part

@@ -17,8 +17,8 @@ from checkpoint_layouts import (
 from ranks import assert_equal_curves, build, run_warm
 
 from msrun.cli.main import main
-from msrun.parallel import checkpoint_store as store
-from msrun.parallel.convert import convert
+from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint.convert import convert
 
 pytestmark = [
     pytest.mark.torch,

@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from msrun.parallel.deferred import DeferredInit, materialize
-from msrun.parallel.deferred_fill import find
-from msrun.parallel.deferred_log import tensors_of
+from msrun.parallel.deferred.fill import find
+from msrun.parallel.deferred.init import DeferredInit, materialize
+from msrun.parallel.deferred.log import tensors_of
 
 pytestmark = pytest.mark.torch
 

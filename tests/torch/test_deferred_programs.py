@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from msrun.parallel.deferred import DeferredInit, materialize
+from msrun.parallel.deferred.init import DeferredInit, materialize
 
 pytestmark = pytest.mark.torch
 

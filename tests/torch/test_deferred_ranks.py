@@ -18,8 +18,8 @@ from torch.nn import Parameter, init
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.deferred import DeferredInit
-from msrun.parallel.deferred_fill import fill, find, share_random_state
+from msrun.parallel.deferred.fill import fill, find, share_random_state
+from msrun.parallel.deferred.init import DeferredInit
 from msrun.parallel.local import is_sharded, whole
 from msrun.parallel.torch_compat import strided_shard
 

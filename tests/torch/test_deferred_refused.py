@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter, init
 
 from msrun.errors import UsageError
-from msrun.parallel.deferred import DeferredInit
+from msrun.parallel.deferred.init import DeferredInit
 
 pytestmark = pytest.mark.torch
 

@@ -38,7 +38,7 @@ def train_under_msrun(workers: int, folder: Path) -> float:
     """Return the accuracy that rank 0 printed last into its log."""
     logs = folder / f"logs-{workers}"
     # Otherwise each worker imports torch's compiler with its first optimizer.
-    options = ["--nproc-per-node", str(workers), "--preload", "msrun.parallel.warm"]
+    options = ["--nproc-per-node", str(workers), "--preload", "msrun.parallel.preload"]
     options += ["--log-dir", str(logs)]
     run(["msrun", *options, str(SCRIPT)], folder / f"output-{workers}")
     return accuracy_in(logs / "worker_0.log", workers)

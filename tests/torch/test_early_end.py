@@ -12,7 +12,7 @@ from ranks import MODELS, OPTIMIZERS, batches, build
 from support import script
 
 import msrun
-from msrun.parallel import checkpoint_store as store
+from msrun.parallel.checkpoint import store
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.guard import VERIFIED, Guard
+from msrun.parallel.tensor.guard import VERIFIED, Guard
 
 pytestmark = pytest.mark.torch
 

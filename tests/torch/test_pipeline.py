@@ -33,7 +33,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel import recompute
+from msrun.parallel.layers import recompute
 from msrun.parallel.local import whole
 from msrun.parallel.torch_compat import reduce_sharded
 

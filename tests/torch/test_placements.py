@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from msrun.errors import UsageError
 from msrun.parallel.layout import MeshLayout, local_slices
-from msrun.parallel.placements import dims_of, placements
+from msrun.parallel.tensor.placements import dims_of, placements
 from msrun.parallel.torch_compat import strided_shard
 
 pytestmark = pytest.mark.torch

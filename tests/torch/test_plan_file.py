@@ -8,7 +8,7 @@ from test_grid import ALL
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.checkpoint import Checkpoints
+from msrun.parallel.checkpoint.api import Checkpoints
 from msrun.parallel.local import local_part
 
 pytestmark = pytest.mark.torch

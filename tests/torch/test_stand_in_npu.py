@@ -37,7 +37,7 @@ CASES = [
     (4, DP_TP | {"plan": MLP} | zero(1), {REDUCE, GATHER, SCATTER}),
 ]
 # What every worker would import by itself: torch's part of it takes longer than all steps.
-IMPORTED = "ranks,msrun.parallel.warm"
+IMPORTED = "ranks,msrun.parallel.preload"
 
 
 @pytest.fixture(scope="module")

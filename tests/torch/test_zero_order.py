@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import msrun
+from msrun.parallel.data_parallel.collective_order import UnitOrder
 from msrun.parallel.local import whole
-from msrun.parallel.zero_order import UnitOrder
 
 pytestmark = pytest.mark.torch
 

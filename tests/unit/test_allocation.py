@@ -2,9 +2,9 @@
 
 import pytest
 
-from msrun.allocation import slurm_hosts
 from msrun.errors import UsageError
-from msrun.hostlist import Host
+from msrun.hosts.allocation import slurm_hosts
+from msrun.hosts.hostlist import Host
 
 NODES = {"SLURM_JOB_NODELIST": "gpu[08-10]"}
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from msrun.cluster.verdict import Verdict
-from msrun.roles import control_file, ending, run_dir
-from msrun.roles.control_file import Card
-from msrun.roles.node_control import read_part
+from msrun.processes import control_file, ending, run_dir
+from msrun.processes.agent.node_control import read_part
+from msrun.processes.control_file import Card
 from msrun.transport.keys import key_pair
 from msrun.transport.sockets import AGENT, CONTROL, SCHEDULER, control_keys
 

@@ -7,9 +7,9 @@ import pytest
 import zmq
 from ports import free_port
 
-from msrun.cluster import codec, control_messages
-from msrun.cluster.control_messages import Answer, Done, GetStatus, Question
-from msrun.cluster.messages import Drained, Envelope
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import Answer, Done, GetStatus, Question
+from msrun.cluster.wire.messages import Drained, Envelope
 from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context
 from msrun.transport.sockets import (

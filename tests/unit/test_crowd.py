@@ -6,8 +6,8 @@ import resource
 import pytest
 import zmq
 
-from msrun.cluster import codec
-from msrun.cluster.messages import Envelope, Stop
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import Envelope, Stop
 from msrun.supervise.limits import raise_open_files
 from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from msrun.roles.dropped import Dropped
+from msrun.processes.scheduler.dropped_messages import Dropped
 
 
 def test_the_first_is_told_at_once_and_the_rest_once_a_second(caplog):

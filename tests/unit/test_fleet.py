@@ -23,7 +23,7 @@ from msrun.fleet import (
     render_order,
     render_report,
 )
-from msrun.hostlist import Host
+from msrun.hosts.hostlist import Host
 from msrun.supervise.secret import read_secret
 
 FLEET = Fleet(job_id="j", words=("train.py", "-x"), nnodes=2, python="python", cwd="/w")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.errors import UsageError
-from msrun.hostlist import (
+from msrun.hosts.hostlist import (
     HOSTS_MAX,
     Host,
     compress,

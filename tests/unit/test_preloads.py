@@ -5,7 +5,7 @@ import pytest
 from msrun.parallel.config import preloads
 from msrun.parallel.config_file import parse_config
 
-OURS = ("msrun.parallel.runtime", "msrun.parallel.warm")
+OURS = ("msrun.parallel.runtime", "msrun.parallel.preload")
 PLAN = [{"match": "*", "style": "rowwise"}]
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from msrun.cluster.control_messages import AnyRequest
+from msrun.cluster.wire.control_messages import AnyRequest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/security.md").read_text()

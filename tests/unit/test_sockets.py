@@ -7,8 +7,8 @@ import time
 import pytest
 import zmq
 
-from msrun.cluster import codec
-from msrun.cluster.messages import Envelope, LogPart, Stop
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import Envelope, LogPart, Stop
 from msrun.transport.keys import key_pair
 from msrun.transport.loop import new_context, wait_readable
 from msrun.transport.sockets import (

@@ -3,8 +3,8 @@
 import pytest
 
 from msrun.errors import UsageError
-from msrun.hostlist import Host
-from msrun.table_nodes import check_devices, find_server, hosts_of, servers_of
+from msrun.hosts.hostlist import Host
+from msrun.rank_table.nodes import check_devices, find_server, hosts_of, servers_of
 from ranktable import Inventory, InventoryDevice, build_table, parse_table, render_table
 
 

@@ -15,37 +15,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.ask import SIZES, resized
-from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.build import Pin, build
-from msrun.parallel.auto.codes import RR
-from msrun.parallel.auto.draws import Draws
+from msrun.parallel.auto.dropout_rng import Draws
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.lowering import EXECUTOR, Lowering, Planned, lowered
-from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.meshes import Wanted, choose
 from msrun.parallel.auto.native import configuration, return_means
-from msrun.parallel.auto.plan import SavedPlan, read_plan
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.program import Program
-from msrun.parallel.auto.readings import Readings
-from msrun.parallel.auto.refused import check
-from msrun.parallel.auto.repeat import find_blocks
-from msrun.parallel.auto.saved import check_fit, check_model, choices_of
-from msrun.parallel.auto.schedules import paces, rounds
-from msrun.parallel.auto.search import Mode, search
-from msrun.parallel.auto.stage_search import hubs, search_stages
-from msrun.parallel.auto.staged import PlannedModel, slices
-from msrun.parallel.auto.stages import between_blocks, divide
-from msrun.parallel.auto.topology import Topology
-from msrun.parallel.auto.topology_file import find_topology
+from msrun.parallel.auto.offline_search import SIZES, resized
+from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.line import Line
-from msrun.parallel.tensor import describe_modules
-from msrun.parallel.tensor_plan import plan_modules
+from msrun.parallel.search.cost.topology import Topology
+from msrun.parallel.search.cost.topology_file import find_topology
+from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.codes import RR
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.graph.unsupported_ops import check
+from msrun.parallel.search.mesh.schedules import paces, rounds
+from msrun.parallel.search.mesh.stage_search import hubs, search_stages
+from msrun.parallel.search.mesh.stages import between_blocks, divide
+from msrun.parallel.search.mesh_choice import Wanted, choose
+from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lowered
+from msrun.parallel.search.plan.plan import SavedPlan, read_plan
+from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
+from msrun.parallel.search.solve.build import Pin, build
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import Mode, search
+from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.tensor.hooks import describe_modules
+from msrun.parallel.tensor.plan import plan_modules
 
 if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime

@@ -21,20 +21,20 @@ from torch.nn import Parameter, functional
 from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.carry import Carrier, Exchanged
-from msrun.parallel.auto.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
-from msrun.parallel.auto.draws import Draws
-from msrun.parallel.auto.edges import behind
-from msrun.parallel.auto.lowering import AVERAGES, BY_CLASS
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.program import Step
-from msrun.parallel.auto.readings import Readings
-from msrun.parallel.auto.refused import check, writes
-from msrun.parallel.auto.repeat import Blocks
-from msrun.parallel.auto.rules import Choice, Rule, Site
-from msrun.parallel.auto.stages import Part, divide
+from msrun.parallel.auto.dropout_rng import Draws
+from msrun.parallel.auto.redistribute import Carrier, Exchanged
 from msrun.parallel.auto.trace import Traced
-from msrun.parallel.auto.views import is_regrouped, renaming
+from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.search.graph.program import Step
+from msrun.parallel.search.graph.repeat import Blocks
+from msrun.parallel.search.graph.rules import Choice, Rule, Site
+from msrun.parallel.search.graph.unsupported_ops import check, writes
+from msrun.parallel.search.graph.views import is_regrouped, renaming
+from msrun.parallel.search.mesh.stages import Part, divide
+from msrun.parallel.search.plan.lowering import AVERAGES, BY_CLASS
+from msrun.parallel.search.solve.edges import behind
+from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.uses import Readings
 
 Row = tuple[int, ...]
 

@@ -18,8 +18,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
-from msrun.parallel.auto.alike import ENTER, LEAVE, Alike, UnlikeError, tensors_of
 from msrun.parallel.auto.labels import Labels
+from msrun.parallel.auto.module_dedup import ENTER, LEAVE, Alike, UnlikeError, tensors_of
 from msrun.parallel.torch_compat import without_stack_traces
 
 _NUMBER = re.compile(r"_\d+$")

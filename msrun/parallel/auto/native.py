@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.parallel.auto.lowering import Lowering
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.local import whole
+from msrun.parallel.search.plan.lowering import Lowering
 
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.export import Exported, export
-from msrun.parallel.auto.lowering import Modules
-from msrun.parallel.auto.operators import rules_of_steps
-from msrun.parallel.auto.program import Program, Step, Value
+from msrun.parallel.search.graph.operators import rules_of_steps
+from msrun.parallel.search.graph.program import Program, Step, Value
+from msrun.parallel.search.plan.lowering import Modules
 
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from msrun.parallel.auto.program import Program, Step, Value
-from msrun.parallel.auto.topology import Link, Topology
+from msrun.parallel.search.cost.topology import Link, Topology
+from msrun.parallel.search.graph.program import Program, Step, Value
 
 # Links so slow, and memory so small, that choices matter for small tensors too.
 TINY = Topology(

@@ -6,10 +6,10 @@ import pytest
 from bench import highs
 from programs import TINY
 
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import TooWideError, costs, eliminate, solve
-from msrun.parallel.auto.problem import Edge, Node, Problem, Setting
-from msrun.parallel.auto.rules import Rule
+from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import TooWideError, costs, eliminate, solve
+from msrun.parallel.search.solve.problem import Edge, Node, Problem, Setting
 
 
 def setting(*sizes, **options):

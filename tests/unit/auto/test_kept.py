@@ -7,10 +7,10 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.codes import RR, RZ
-from msrun.parallel.auto.problem import Setting, stored_parts
-from msrun.parallel.auto.repeat import find_blocks
+from msrun.parallel.search.graph.codes import RR, RZ
+from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.problem import Setting, stored_parts
 
 STATE = 12
 # A (8, 32) tensor of activations, and a (32, 32) parameter, in bytes.

@@ -8,18 +8,18 @@ import pytest
 from programs import TINY
 
 from msrun.errors import UsageError
-from msrun.parallel.auto import layouts
-from msrun.parallel.auto.account import expanded
-from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.bounds import Bounds, JobLayout
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.layouts import Job, Outcome, explore
-from msrun.parallel.auto.operators import rule_of
-from msrun.parallel.auto.readings import Readings
-from msrun.parallel.auto.repeat import find_blocks, shortened
-from msrun.parallel.auto.rules import Site
-from msrun.parallel.auto.search import Names, Setting, indices, search
-from msrun.parallel.auto.stages import Pace, between_blocks, divide, largest
+from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.repeat import find_blocks, shortened
+from msrun.parallel.search.graph.rules import Site
+from msrun.parallel.search.mesh import mesh_search
+from msrun.parallel.search.mesh.bounds import Bounds, JobLayout
+from msrun.parallel.search.mesh.mesh_search import Job, Outcome, explore
+from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, largest
+from msrun.parallel.search.plan.cost_breakdown import expanded
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.modes import Names, Setting, indices, search
+from msrun.parallel.search.solve.uses import Readings
 
 
 def whole(batch):
@@ -45,11 +45,11 @@ def job(limit=math.inf, world=4, batch=4):
 
 def everything(found):
     """Return what a look at every layout finds, none of them left out."""
-    search = layouts._Search(found)
+    search = mesh_search._Search(found)
     return {
         layout: search.look(layout, math.inf)
-        for group in layouts.groups(found)
-        for layout in layouts.layouts(found, *group)
+        for group in mesh_search.groups(found)
+        for layout in mesh_search.layouts(found, *group)
     }
 
 
@@ -65,9 +65,9 @@ def test_the_best_of_all_layouts_is_found_and_bounds_are_below_it():
 
 def test_what_one_layout_takes_bounds_others_of_its_mesh():
     found = job()
-    search, raised = layouts._Search(found), 0
-    for group in layouts.groups(found):
-        outcomes = {one: search.look(one, math.inf) for one in layouts.layouts(found, *group)}
+    search, raised = mesh_search._Search(found), 0
+    for group in mesh_search.groups(found):
+        outcomes = {one: search.look(one, math.inf) for one in mesh_search.layouts(found, *group)}
         for known, first in outcomes.items():
             bounds = Bounds(*search._work)
             before = {one: bounds.of(one) for one in outcomes}
@@ -100,14 +100,14 @@ def test_one_stage_costs_what_the_whole_program_does():
     program = programs.transformer(4, batch=2, length=4, width=8, heads=2)
     found = search(program, Setting(sizes=(2, 2), topology=TINY, rounds=2))
     layout = JobLayout(stages=1, sizes=(2, 2), microbatches=2, recompute=False)
-    outcome = layouts._Search(job()).look(layout, math.inf)
+    outcome = mesh_search._Search(job()).look(layout, math.inf)
     assert outcome.seconds == pytest.approx(found.seconds, rel=1e-12)
     assert outcome.memory == pytest.approx(found.memory, rel=1e-12)
 
 
 def test_stages_hold_all_blocks_and_hand_on_one_layout():
     layout = JobLayout(stages=4, sizes=(1,), microbatches=4, recompute=True)
-    outcome = layouts._Search(job()).look(layout, math.inf)
+    outcome = mesh_search._Search(job()).look(layout, math.inf)
     assert [stage.name for stage in outcome.stages] == ["first", "middle", "last"]
     first, middle, last = outcome.stages
     assert len(first.plan.blocks) == 0
@@ -119,8 +119,8 @@ def test_stages_hold_all_blocks_and_hand_on_one_layout():
 @pytest.mark.parametrize("spare", [1.01, 1.2, math.inf])
 def test_memory_of_stages_is_that_of_the_whole_program_cut_into_them(spare, recompute):
     layout = JobLayout(stages=2, sizes=(2,), microbatches=2, recompute=recompute)
-    least = layouts._Search(job(1.0)).look(layout, math.inf)
-    outcome = layouts._Search(job(spare * least)).look(layout, math.inf)
+    least = mesh_search._Search(job(1.0)).look(layout, math.inf)
+    outcome = mesh_search._Search(job(spare * least)).look(layout, math.inf)
     assert outcome.memory <= spare * least
 
     small, blocks = whole(2), find_blocks(whole(2))

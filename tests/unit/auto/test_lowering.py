@@ -7,14 +7,14 @@ import numpy as np
 import programs
 from programs import TINY
 
-from msrun.parallel.auto.account import rules_of
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.eliminate import solve
-from msrun.parallel.auto.lowering import Lowering, Modules, Planned, lowered, runs_on
-from msrun.parallel.auto.operators import rules_of_steps
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.program import Value
 from msrun.parallel.config import Optimizer
+from msrun.parallel.search.graph.operators import rules_of_steps
+from msrun.parallel.search.graph.program import Value
+from msrun.parallel.search.plan.cost_breakdown import rules_of
+from msrun.parallel.search.plan.lowering import Lowering, Modules, Planned, lowered, runs_on
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.problem import Setting
 
 SAMPLES = {"b0", "d0", "b"}
 NOTHING = Modules(owners={}, kinds={})

@@ -9,11 +9,11 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.auto.batches import Batches
-from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.meshes import Wanted, candidates, choose
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.search import search
+from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.mesh_choice import Wanted, candidates, choose
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import search
+from msrun.parallel.search.solve.problem import Setting
 
 
 def made(batch, layers=3):

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from programs import TINY, Draft
 
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.codes import PR, RP, RR
-from msrun.parallel.auto.cost import collective
-from msrun.parallel.auto.operators import rule_of
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.redistribution import Kind
-from msrun.parallel.auto.rules import Site
-from msrun.parallel.auto.views import renaming
+from msrun.parallel.search.cost.cost import collective
+from msrun.parallel.search.cost.redistribution import Kind
+from msrun.parallel.search.graph.codes import PR, RP, RR
+from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.rules import Site
+from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.problem import Setting
 
 WORDS = {RR: "R", RP: "r", PR: "P"}
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from msrun.parallel.auto.codes import SUM, WHOLE
-from msrun.parallel.auto.cost import Prices, collective, estimate
-from msrun.parallel.auto.redistribution import Kind, impossible, moves, route
-from msrun.parallel.auto.topology import PRESETS, Measured, Wire
+from msrun.parallel.search.cost.cost import Prices, collective, estimate
+from msrun.parallel.search.cost.redistribution import Kind, impossible, moves, route
+from msrun.parallel.search.cost.topology import PRESETS, Measured, Wire
+from msrun.parallel.search.graph.codes import SUM, WHOLE
 
 MESHES = [(2, 3), (3, 2), (2, 2, 3), (2, 1, 2)]
 

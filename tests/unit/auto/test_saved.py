@@ -7,12 +7,12 @@ import pytest
 from programs import TINY, Draft
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.account import operators, parameters, rules_of
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.plan import VERSION, SavedPlan, read_plan, write_plan
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.saved import choices_of, identity, shared
-from msrun.parallel.auto.search import search
+from msrun.parallel.search.plan.cost_breakdown import operators, parameters, rules_of
+from msrun.parallel.search.plan.plan import VERSION, SavedPlan, read_plan, write_plan
+from msrun.parallel.search.plan.plan_io import choices_of, identity, shared
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.modes import search
+from msrun.parallel.search.solve.problem import Setting
 
 SETTING = Setting(sizes=(2, 2), topology=TINY, data_axes=frozenset({0}), batch=8)
 

@@ -10,14 +10,14 @@ from bench import highs
 from programs import TINY
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.build import Pin, build
-from msrun.parallel.auto.codes import RR
-from msrun.parallel.auto.eliminate import solve
-from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.repeat import find_blocks, shortened
-from msrun.parallel.auto.search import indices, search
-from msrun.parallel.auto.topology import Link
+from msrun.parallel.search.cost.topology import Link
+from msrun.parallel.search.graph.codes import RR
+from msrun.parallel.search.graph.repeat import find_blocks, shortened
+from msrun.parallel.search.solve.build import Pin, build
+from msrun.parallel.search.solve.eliminate import solve
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import indices, search
+from msrun.parallel.search.solve.problem import Setting
 
 
 def setting(*sizes, topology=TINY, **options):

@@ -9,18 +9,18 @@ import pytest
 from programs import TINY, Draft
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.build import build
-from msrun.parallel.auto.memory import OutOfMemoryError
-from msrun.parallel.auto.operators import rule_of
-from msrun.parallel.auto.problem import Setting
-from msrun.parallel.auto.readings import Readings
-from msrun.parallel.auto.repeat import find_blocks
-from msrun.parallel.auto.rules import Site
-from msrun.parallel.auto.schedules import paces, rounds
-from msrun.parallel.auto.search import indices
-from msrun.parallel.auto.stage_search import search_stages
-from msrun.parallel.auto.stages import Pace, between_blocks, divide, evenly, largest
 from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.graph.rules import Site
+from msrun.parallel.search.mesh.schedules import paces, rounds
+from msrun.parallel.search.mesh.stage_search import search_stages
+from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, evenly, largest
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import indices
+from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.uses import Readings
 
 SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
 

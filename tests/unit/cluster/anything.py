@@ -3,8 +3,10 @@
 import msgspec
 from hypothesis import strategies as st
 
-from msrun.cluster import codec
-from msrun.cluster.messages import (
+from msrun.cluster.liveness.stacks import Frame
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import (
     Drained,
     DumpStacks,
     Envelope,
@@ -29,8 +31,6 @@ from msrun.cluster.messages import (
     Warmed,
     WorkerExited,
 )
-from msrun.cluster.stacks import Frame
-from msrun.cluster.verdict import RankExit, Verdict
 from msrun.errors import ProtocolError
 
 JOB = "train"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from msrun.cluster.admission import Admission
-from msrun.cluster.messages import Drained, Register, Warmed
-from msrun.cluster.scheduler_events import Lost, Received
+from msrun.cluster.scheduler.admission import Admission
+from msrun.cluster.scheduler.events import Lost, Received
+from msrun.cluster.wire.messages import Drained, Register, Warmed
 
 
 def said(body, incarnation=7):

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrun.cluster import codec
 from msrun.cluster.bounds import RankSet
-from msrun.cluster.messages import (
+from msrun.cluster.liveness.stacks import Frame
+from msrun.cluster.verdict import Group, RankExit, Verdict
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import (
     PROTOCOL_VERSION,
     Drained,
     DumpStacks,
@@ -29,8 +31,6 @@ from msrun.cluster.messages import (
     Stop,
     WorkerExited,
 )
-from msrun.cluster.stacks import Frame
-from msrun.cluster.verdict import Group, RankExit, Verdict
 from msrun.errors import ProtocolError
 
 text = st.text(max_size=20)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrun.cluster import codec, control_messages
-from msrun.cluster.control_messages import (
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import (
     Answer,
     Denied,
     DrainNode,
@@ -22,7 +22,7 @@ from msrun.cluster.control_messages import (
     StopJob,
     fitting,
 )
-from msrun.cluster.messages import PROTOCOL_VERSION, Drained, Envelope, SignalRanks
+from msrun.cluster.wire.messages import PROTOCOL_VERSION, Drained, Envelope, SignalRanks
 from msrun.errors import ProtocolError, VersionError
 
 QUESTIONS = [

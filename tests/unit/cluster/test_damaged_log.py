@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrun.cluster import wal
+from msrun.cluster.scheduler import wal
 from msrun.cluster.verdict import Verdict
 
 MEMBER = wal.Member(

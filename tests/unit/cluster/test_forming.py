@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from msrun.cluster.forming import HEARING_SECONDS, WAITING_SECONDS, Forming
+from msrun.cluster.scheduler.forming import HEARING_SECONDS, WAITING_SECONDS, Forming
 
 
 @pytest.fixture

@@ -28,24 +28,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from msrun.cluster import agent_events, codec, scheduler_events, wal
-from msrun.cluster.agent_state import AgentState
-from msrun.cluster.agent_state import Phase as AgentPhase
-from msrun.cluster.lease import lease
-from msrun.cluster.messages import (
-    Drained,
-    Envelope,
-    Finish,
-    Register,
-    Stop,
-    WorkerExited,
-)
-from msrun.cluster.peers import Peers
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_events import Phase, Send, Write
-from msrun.cluster.scheduler_state import SchedulerState
-from msrun.cluster.uplink import Uplink
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.state import AgentState
+from msrun.cluster.agent.state import Phase as AgentPhase
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.events import Phase, Send, Write
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.verdict import RankExit
+from msrun.cluster.wire import codec
+from msrun.cluster.wire.messages import Drained, Envelope, Finish, Register, Stop, WorkerExited
 from msrun.errors import ProtocolError
 from msrun.job import RestartLimits
 

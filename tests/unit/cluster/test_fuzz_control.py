@@ -26,9 +26,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from msrun.cluster import control_messages, scheduler_events, wal
-from msrun.cluster.control import Control, Reply
-from msrun.cluster.control_messages import (
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import Phase, Send, Write
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.wire import control_messages
+from msrun.cluster.wire.control_messages import (
     Answer,
     Denied,
     DrainNode,
@@ -41,9 +49,7 @@ from msrun.cluster.control_messages import (
     SignalJob,
     StopJob,
 )
-from msrun.cluster.controlled_state import ControlledState
-from msrun.cluster.lease import lease
-from msrun.cluster.messages import (
+from msrun.cluster.wire.messages import (
     Drained,
     Envelope,
     Finish,
@@ -54,10 +60,6 @@ from msrun.cluster.messages import (
     Stalled,
     WorkerExited,
 )
-from msrun.cluster.peers import Peers
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_events import Phase, Send, Write
-from msrun.cluster.uplink import Uplink
 from msrun.errors import ProtocolError
 from msrun.job import RestartLimits
 

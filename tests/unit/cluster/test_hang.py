@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from msrun.cluster.hang import Hang, HangWatch, Sign
+from msrun.cluster.liveness.hang import Hang, HangWatch, Sign
 
 
 def look(watch, *, until, beats=(), cpu=lambda _: None, since=0):

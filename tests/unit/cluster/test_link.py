@@ -2,9 +2,9 @@
 
 import random
 
-from msrun.cluster.lease import Lease
-from msrun.cluster.link import RESEND_MAX, RESEND_SECONDS, Link, first_resend
-from msrun.cluster.messages import Drained
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.wire.link import RESEND_MAX, RESEND_SECONDS, Link, first_resend
+from msrun.cluster.wire.messages import Drained
 
 
 def bodies(count):

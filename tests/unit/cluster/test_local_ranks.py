@@ -1,8 +1,8 @@
 """Local ranks of nodes that share a machine, such as processes that were started by hand."""
 
-from msrun.cluster.generation import seat
-from msrun.cluster.messages import Register
-from msrun.cluster.roster import Node
+from msrun.cluster.scheduler.generation import seat
+from msrun.cluster.scheduler.roster import Node
+from msrun.cluster.wire.messages import Register
 
 
 def starts(*nodes):

@@ -2,15 +2,16 @@
 
 import pytest
 
-from msrun.cluster import agent_events, wal
-from msrun.cluster.agent_state import EXITS_MAX, AgentState, Phase
-from msrun.cluster.controlled_state import ControlledState
-from msrun.cluster.lease import lease
-from msrun.cluster.messages import Formation, Register, Restarting, Start, Stop
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_events import Received, Send, Write
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.state import EXITS_MAX, AgentState, Phase
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import Received, Send, Write
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.wal import GenerationStarted, Member
 from msrun.cluster.verdict import RankExit
-from msrun.cluster.wal import GenerationStarted, Member
+from msrun.cluster.wire.messages import Formation, Register, Restarting, Start, Stop
 from msrun.job import RestartLimits
 
 FORMATION = Formation(nnodes_min=1, nnodes_max=2, lease=10.0)

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from msrun.cluster.lease import Lease, lease
-from msrun.cluster.link import first_resend
-from msrun.cluster.messages import TERM_MAX, Drained, Envelope, Register, Stop, Unknown
-from msrun.cluster.peers import Peers
-from msrun.cluster.scheduler_events import Lost, Received
+from msrun.cluster.liveness.lease import Lease, lease
+from msrun.cluster.scheduler.events import Lost, Received
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.wire.link import first_resend
+from msrun.cluster.wire.messages import TERM_MAX, Drained, Envelope, Register, Stop, Unknown
 
 REGISTER = Register(host="a", slots=1, store_host="a", store_port=1)
 STOP = Stop(reason="so")

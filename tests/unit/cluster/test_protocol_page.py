@@ -7,7 +7,8 @@ import msgspec
 import protocol_vectors
 import pytest
 
-from msrun.cluster import codec, control_messages, lease, link, messages
+from msrun.cluster.liveness import lease
+from msrun.cluster.wire import codec, control_messages, link, messages
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 VECTORS = protocol_vectors.vectors(PAGE)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from msrun.cluster.lease import Lease, lease
-from msrun.cluster.pulse import Pulse
+from msrun.cluster.liveness.freeze_detector import Pulse
+from msrun.cluster.liveness.lease import Lease, lease
 
 
 @pytest.mark.parametrize(

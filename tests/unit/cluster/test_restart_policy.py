@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrun.cluster.restart_policy import Again, GiveUp, RestartPolicy
+from msrun.cluster.scheduler.restart_policy import Again, GiveUp, RestartPolicy
 from msrun.cluster.verdict import RankExit
 from msrun.job import RestartLimits
 

@@ -1,6 +1,6 @@
 """When a scheduler that has ended is started again."""
 
-from msrun.cluster.scheduler_lives import Lives
+from msrun.cluster.scheduler.crash_loop_guard import Lives
 
 
 def live(lives, began, ended):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from msrun.cluster import seats
-from msrun.cluster.messages import Formation, Register
+from msrun.cluster.scheduler import rank_assignment
+from msrun.cluster.wire.messages import Formation, Register
 
 
 def node(host="a", *, slots=1, address=None, rank=None):
@@ -30,39 +30,39 @@ def test_the_first_order_is_by_rank_then_address_then_name():
     }
     formation = Formation(nnodes_min=6, nnodes_max=6)
 
-    assert seats.choose(there, formation, []) == ["z", "x", "w", "y", "v", "u"]
+    assert rank_assignment.choose(there, formation, []) == ["z", "x", "w", "y", "v", "u"]
 
 
 def test_who_stays_keeps_its_seat_and_a_newcomer_takes_a_free_one():
-    assert seats.choose(nodes(b=1, c=1, d=1), ELASTIC, ["a", "b", "c"]) == ["d", "b", "c"]
+    assert rank_assignment.choose(nodes(b=1, c=1, d=1), ELASTIC, ["a", "b", "c"]) == ["d", "b", "c"]
 
 
 def test_nobody_waits_for_a_cold_node_that_can_be_done_without():
     there = nodes(a=1, b=1, c=1, d=1)
     pair = Formation(nnodes_min=2, nnodes_max=2)
 
-    assert seats.choose(there, ELASTIC, ["a"], cold={"c", "d"}) == ["a", "b"]
-    assert seats.choose(there, pair, ["a", "b"], cold={"b", "c"}) == ["a", "d"]
-    assert seats.choose(there, pair, ["a", "b"], cold={"b", "c", "d"}) == ["a", "b"]
-    assert seats.choose(nodes(a=1, b=1), pair, ["a"], cold={"b"}) == ["a", "b"]
+    assert rank_assignment.choose(there, ELASTIC, ["a"], cold={"c", "d"}) == ["a", "b"]
+    assert rank_assignment.choose(there, pair, ["a", "b"], cold={"b", "c"}) == ["a", "d"]
+    assert rank_assignment.choose(there, pair, ["a", "b"], cold={"b", "c", "d"}) == ["a", "b"]
+    assert rank_assignment.choose(nodes(a=1, b=1), pair, ["a"], cold={"b"}) == ["a", "b"]
 
 
 def test_seats_close_up_when_nobody_takes_them():
-    assert seats.choose(nodes(b=1, c=1), ELASTIC, ["a", "b", "c"]) == ["b", "c"]
+    assert rank_assignment.choose(nodes(b=1, c=1), ELASTIC, ["a", "b", "c"]) == ["b", "c"]
 
 
 def test_newcomers_sit_behind_those_who_stay():
-    assert seats.choose(nodes(c=1, b=1, a=1), ELASTIC, ["b"]) == ["b", "a", "c"]
+    assert rank_assignment.choose(nodes(c=1, b=1, a=1), ELASTIC, ["b"]) == ["b", "a", "c"]
 
 
 def test_no_more_than_the_most_take_part_and_first_those_who_did():
-    assert seats.choose(nodes(d=1, e=1, c=1, b=1), ELASTIC, ["b", "c"]) == ["b", "c", "d"]
+    assert rank_assignment.choose(nodes(d=1, e=1, c=1, b=1), ELASTIC, ["b", "c"]) == ["b", "c", "d"]
 
 
 def test_as_many_nodes_as_have_the_workers_that_were_asked_for():
     formation = Formation(nnodes_min=1, nnodes_max=4, world_size=4)
 
-    assert seats.choose(nodes(a=2, b=3, c=2), formation, []) == ["a", "c"]
+    assert rank_assignment.choose(nodes(a=2, b=3, c=2), formation, []) == ["a", "c"]
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_as_many_nodes_as_have_the_workers_that_were_asked_for():
 def test_enough_and_full(formation, there, enough, full):
     count, slots = len(there), sum(there.values())
 
-    assert seats.is_enough(count, slots, formation) is enough
-    assert seats.is_full(count, slots, formation) is full
+    assert rank_assignment.is_enough(count, slots, formation) is enough
+    assert rank_assignment.is_full(count, slots, formation) is full

@@ -3,15 +3,23 @@
 import msgspec
 import pytest
 
-from msrun.cluster import agent_events, codec, control_messages, scheduler_events, wal
-from msrun.cluster.agent_state import EXITS_MAX, AgentState
+from msrun.cluster.agent import events as agent_events
+from msrun.cluster.agent.state import EXITS_MAX, AgentState
 from msrun.cluster.bounds import few
-from msrun.cluster.control import Control, Reply
-from msrun.cluster.control_messages import Answer, GetStacks, GetStatus, Stacks, fitting
-from msrun.cluster.controlled_state import ControlledState
-from msrun.cluster.generation import Generation
-from msrun.cluster.lease import lease
-from msrun.cluster.messages import (
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.liveness.stacks import Frame, RankStack, group
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import Phase, Send, Write
+from msrun.cluster.scheduler.generation import Generation
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.verdict import RankExit, Verdict, fit, render
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import Answer, GetStacks, GetStatus, Stacks, fitting
+from msrun.cluster.wire.messages import (
     Drained,
     Envelope,
     Finish,
@@ -24,11 +32,6 @@ from msrun.cluster.messages import (
     Stop,
     WorkerExited,
 )
-from msrun.cluster.peers import Peers
-from msrun.cluster.restart_policy import RestartPolicy
-from msrun.cluster.scheduler_events import Phase, Send, Write
-from msrun.cluster.stacks import Frame, RankStack, group
-from msrun.cluster.verdict import RankExit, Verdict, fit, render
 from msrun.job import RestartLimits
 
 HOST = "h" * 64

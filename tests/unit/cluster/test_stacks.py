@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.cluster.bounds import RankSet
-from msrun.cluster.stacks import (
+from msrun.cluster.liveness.stacks import (
     FRAMES_MAX,
     Frame,
     RankStack,

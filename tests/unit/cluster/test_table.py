@@ -2,8 +2,8 @@
 
 import pytest
 
-from msrun.cluster.control_messages import NodeRow
-from msrun.cluster.table import table_of
+from msrun.cluster.scheduler.rank_table import table_of
+from msrun.cluster.wire.control_messages import NodeRow
 from msrun.errors import UsageError
 
 

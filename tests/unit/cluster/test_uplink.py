@@ -5,10 +5,10 @@ import math
 import msgspec
 import pytest
 
-from msrun.cluster.agent_events import Cut, Forgotten, Reached, Received
-from msrun.cluster.lease import Lease
-from msrun.cluster.messages import Drained, Envelope, Register, Stop, Unknown
-from msrun.cluster.uplink import Uplink
+from msrun.cluster.agent.events import Cut, Forgotten, Reached, Received
+from msrun.cluster.agent.uplink import Uplink
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.wire.messages import Drained, Envelope, Register, Stop, Unknown
 
 REGISTER = Register(host="a", slots=1, store_host="a", store_port=1)
 STOP = Stop(reason="so")

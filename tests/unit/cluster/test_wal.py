@@ -2,10 +2,10 @@ import zlib
 
 import pytest
 
-from msrun.cluster import wal
 from msrun.cluster.bounds import RankSet
+from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler.wal import Began, Decided, GenerationStarted, Member
 from msrun.cluster.verdict import Group, RankExit, Verdict
-from msrun.cluster.wal import Began, Decided, GenerationStarted, Member
 
 ROOT = RankExit(
     rank=1,

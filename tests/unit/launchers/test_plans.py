@@ -10,7 +10,7 @@ from launchers.mpirun import Flavour, MpirunLauncher
 from launchers.slurm import SlurmLauncher, SlurmOptions
 from launchers.ssh import SshLauncher
 from msrun.errors import UsageError
-from msrun.hostlist import Host, select
+from msrun.hosts.hostlist import Host, select
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = (Host(name="node0", slots=8), Host(name="node1", slots=8))

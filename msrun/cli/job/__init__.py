@@ -1,0 +1,1 @@
+"""From option values to a JobSpec and the plan that starts it."""

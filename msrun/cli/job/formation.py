@@ -1,0 +1,214 @@
+"""How many nodes and workers a job has, and how long it waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from msrun import environ
+from msrun.cli.job.capacity import capacity
+from msrun.cli.options import catalog as options
+from msrun.cli.options.option import Option
+from msrun.cli.options.parsers import WorkerWord, span
+from msrun.cli.options.settings import Given, Settings, strongest
+from msrun.errors import UsageError
+from msrun.topology import DeviceKind, Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How many nodes and workers a job has.
+
+    Args:
+        nnodes: Fewest and most nodes.
+        workers: Workers of this node.
+        total: Workers of all nodes, None when nobody says.
+        world_size: The same as far as it follows from the words; None where the other
+            nodes decide.
+    """
+
+    nnodes: Given[tuple[int, int]]
+    workers: Given[int]
+    total: Given[int] | None
+    world_size: int | None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node is the whole job."""
+        return self.nnodes.value[1] == 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may come and go."""
+        return self.total is None and self.nnodes.value[0] < self.nnodes.value[1]
+
+
+def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) -> Size:
+    """Return the size of the job.
+
+    Raises:
+        UsageError: Options contradict each other, a device is missing, the machine is too
+            small, or another launcher started more copies of this one than there are nodes.
+    """
+    given = settings.get(options.WORKERS_PER_NODE)
+    each = None if given is None else _counted(given, machine)
+    nnodes = _nodes(settings, each)
+    if nnodes.value[1] == 1:
+        workers = _workers_alone(settings, each or Given(_default(machine)))
+        size = Size(nnodes=nnodes, workers=workers, total=None, world_size=workers.value)
+    else:
+        total = settings.get(options.WORKER_NUM)
+        workers = each or _share(total, nnodes) or Given(_default(machine))
+        _check_total(total, nnodes, workers)
+        size = Size(
+            nnodes=nnodes,
+            workers=workers,
+            total=total,
+            world_size=total.value if total else _product(nnodes, given),
+        )
+    _check_capacity(size.workers, machine)
+    _check_node_rank(settings, size)
+    _check_copies(size, environment)
+    return size
+
+
+def _product(nnodes: Given[tuple[int, int]], each: Given[int | WorkerWord] | None) -> int | None:
+    """Return the workers of nodes that are all told the same number, None where they are not."""
+    fewest, most = nnodes.value
+    if fewest < most or each is None or isinstance(each.value, WorkerWord):
+        return None
+    return most * each.value
+
+
+def _nodes(settings: Settings, each: Given[int] | None) -> Given[tuple[int, int]]:
+    """Return the fewest and the most nodes; MindSpore's total alone leaves them open."""
+    nnodes, alone = settings.get(options.NNODES), settings.get(options.STANDALONE)
+    if alone and alone.value:
+        if nnodes is None or nnodes.value[1] == 1:
+            return nnodes or Given((1, 1))
+        if nnodes.source.level >= alone.source.level:
+            raise UsageError(f"{nnodes.cite()} contradicts --standalone, which is this node alone")
+        return Given((1, 1), alone.source, alone.text)
+    total = settings.get(options.WORKER_NUM)
+    if nnodes is None and total and each and each.value < total.value:
+        is_part = each.source.level >= total.source.level
+        nnodes = Given((1, total.value), total.source, total.text) if is_part else None
+    return nnodes or Given((1, 1))
+
+
+def _workers_alone(settings: Settings, each: Given[int]) -> Given[int]:
+    total = settings.get(options.WORKER_NUM)
+    if total and total.source.level > each.source.level:
+        return total
+    if total and total.source.level == each.source.level and total.value != each.value:
+        raise UsageError(f"{total.cite()} is not 1 node times {each.cite()}")
+    return each
+
+
+def _share(total: Given[int] | None, nnodes: Given[tuple[int, int]]) -> Given[int] | None:
+    """Return one node's share of `total`, as MindSpore divides it; None of unknown numbers."""
+    fewest, most = nnodes.value
+    if total is None or fewest < most:
+        return None
+    each, rest = divmod(total.value, most)
+    if rest or not each:
+        msg = f"{total.cite()} cannot be shared equally by {nnodes.cite()}"
+        raise UsageError(msg, hint="give --workers-per-node on each node")
+    return Given(each, total.source, total.text)
+
+
+def _check_total(
+    total: Given[int] | None, nnodes: Given[tuple[int, int]], workers: Given[int]
+) -> None:
+    """Refuse a total that this node and one worker on each other node exceed."""
+    fewest = nnodes.value[0]
+    if total and total.value < workers.value + fewest - 1:
+        msg = (
+            f"{total.cite()} is too few for {_nodes_text(fewest)}, of which this one starts "
+            f"{workers.value}"
+        )
+        raise UsageError(msg)
+
+
+def _check_capacity(workers: Given[int], machine: Machine) -> None:
+    most, limit = capacity(machine)
+    if workers.value > most:
+        cite = workers.cite() if workers.text else f"--workers-per-node {workers.value}"
+        msg = f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
+        raise UsageError(msg)
+
+
+def _check_node_rank(settings: Settings, size: Size) -> None:
+    given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
+    if given and given.value >= most:
+        msg = f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})"
+        raise UsageError(msg, hint="a job of several nodes needs --nnodes" if most == 1 else None)
+
+
+def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
+    """Refuse more copies of msrun than the job has nodes."""
+    copies, most = environ.copies(environment), size.nnodes.value[1]
+    if not copies or copies[1] <= most:
+        return
+    variable, number = copies
+    hint = "start one on each node, such as by `srun --ntasks-per-node 1` or `mpirun -npernode 1`"
+    if most == 1:
+        hint = (
+            "add --nnodes and --master-addr for one job of them all, or start one, such as by "
+            "`srun --ntasks 1` or `mpirun -n 1`"
+        )
+    msg = f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}"
+    raise UsageError(msg, hint=hint)
+
+
+def _nodes_text(number: int) -> str:
+    return f"{number} node{'s' if number > 1 else ''}"
+
+
+def count_ranks(settings: Settings, machine: Machine) -> int:
+    """Return the workers of a job of any size, whose nodes are all like this one.
+
+    Raises:
+        UsageError: Options contradict each other, or a device is missing.
+    """
+    total, nodes = settings.get(options.WORKER_NUM), settings.get(options.NNODES)
+    given = settings.get(options.WORKERS_PER_NODE)
+    if total and not (nodes and given):
+        return total.value
+    each = Given(_default(machine)) if given is None else _counted(given, machine)
+    product = Given(each.value * (nodes.value[1] if nodes else 1), each.source, each.text)
+    return (strongest(total, product) or product).value
+
+
+def _default(machine: Machine) -> int:
+    return len(machine.devices) or 1
+
+
+def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
+    """Return the number that torchrun's word stands for on `machine`."""
+    kinds = {WorkerWord.GPU: DeviceKind.CUDA, WorkerWord.NPU: DeviceKind.NPU}
+    match given.value:
+        case int():
+            count = given.value
+        case WorkerWord.AUTO:
+            count = len(machine.devices) or len(machine.cpus.cpus)
+        case WorkerWord.CPU:
+            count = len(machine.cpus.cpus)
+        case WorkerWord.GPU | WorkerWord.NPU as word:
+            count = sum(device.kind is kinds[word] for device in machine.devices)
+            if not count:
+                msg = (
+                    f"{given.cite()} finds no {word.value.upper()} on this machine "
+                    "(choose a number, auto or cpu)"
+                )
+                raise UsageError(msg)
+    return Given(count, given.source, given.text)
+
+
+def find_timeout(settings: Settings, option: Option[float]) -> Given[float]:
+    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well."""
+    conf = settings.get(options.RDZV_CONF)
+    named = None
+    if conf and option.name in conf.value:
+        named = Given(conf.value[option.name], conf.source, conf.text)
+    return strongest(settings.get(option), named) or Given(settings.value(option))

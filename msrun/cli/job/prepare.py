@@ -1,0 +1,175 @@
+"""From argv to a plan, which `run` submits and `plan` prints.
+
+The order is the order of cost: words first, then files, then the machine.  Nothing is
+started, created or changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrun import launch
+from msrun.cli.job.draft import JobDraft, draft_job, merge_env
+from msrun.cli.job.program import find_program
+from msrun.cli.options import catalog as options
+from msrun.cli.options.command_line import CommandLine, Table
+from msrun.cli.options.fleet import FLEET_TABLE, RANK_TABLE_FILE
+from msrun.cli.options.job_file import JobFile, read_job_file
+from msrun.cli.options.parsers import SIGNALS, guess
+from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
+from msrun.cli.options.settings import FileTexts, Settings
+from msrun.cli.system import World
+from msrun.errors import UsageError
+from msrun.launch import FLEETS, Launcher, LaunchPlan
+from msrun.units import shown
+
+_GUESS_CUTOFF = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked for, before anything of it is looked up.
+
+    Args:
+        settings: All options.
+        words: Program on the command line; empty without one.
+        file: The job file.
+        notes: What the user should know, one sentence each.
+    """
+
+    settings: Settings
+    words: tuple[str, ...]
+    file: JobFile
+    notes: tuple[str, ...]
+
+    @property
+    def has_program(self) -> bool:
+        """Whether any program is named."""
+        return bool(self.words or self.file.script or self.file.module)
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether the job's backend starts its agents."""
+        return self.settings.value(options.LAUNCHER) in FLEETS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A job on the way to its backend.
+
+    Args:
+        draft: The job, with the source of each value.
+        launcher: The backend.
+        plan: What the backend would do.
+        notes: What the user should know, one sentence each.
+    """
+
+    draft: JobDraft
+    launcher: Launcher
+    plan: LaunchPlan
+    notes: tuple[str, ...]
+
+
+def read_request(line: CommandLine, table: Table, world: World) -> Request:
+    """Return what `line`, the environment and the job file say.
+
+    Raises:
+        UsageError: It cannot be understood, or is refused.
+    """
+    _check_directory()
+    environment = world.environment()
+    settings, file = _settings(line, environment, table)
+    _check_refused(settings, table)
+    notes = (*_misspelt(environment, table), *_without_effect(settings))
+    return Request(settings=settings, words=line.program, file=file, notes=notes)
+
+
+def prepare(request: Request, world: World) -> Prepared:
+    """Return the job of `request`, checked as far as that is possible without starting it.
+
+    Raises:
+        UsageError: It cannot be done; the message says why.
+    """
+    settings = request.settings
+    _check_fleet(settings)
+    if given := settings.get(RANK_TABLE_FILE):
+        from msrun.cli.job.rank_table import (
+            with_table,  # Few jobs have one, and all would load the reader.
+        )
+
+        settings = with_table(settings, given, world)
+    chosen = find_program(request.words, request.file, settings)
+    launcher = world.load_launcher(settings.value(options.LAUNCHER))
+    machine = world.read_machine(merge_env(settings).value)
+    draft = draft_job(settings, chosen, machine, world)
+    plan = launcher.plan(draft.job, draft.machine)
+    _check_env(settings, plan)
+    notes = (*request.notes, *draft.notes, *plan.notes)
+    return Prepared(draft=draft, launcher=launcher, plan=plan, notes=notes)
+
+
+def _check_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        msg = f"the current directory cannot be used: {error.strerror}"
+        raise UsageError(msg) from None
+
+
+def _settings(
+    line: CommandLine, environment: Mapping[str, str], table: Table
+) -> tuple[Settings, JobFile]:
+    """Return all options and the job file, which one of them names."""
+    first = Settings(line, environment, FileTexts(), table=(options.CONFIG,))
+    config = first.get(options.CONFIG)
+    file = read_job_file(config, table) if config else JobFile()
+    return Settings(line, environment, file.options, table=table), file
+
+
+def _check_refused(settings: Settings, table: Table) -> None:
+    for option in table:
+        given = settings.get(option)
+        if given and option.refusal:
+            msg = f"{given.cite()} {option.refusal}"
+            raise UsageError(msg)
+
+
+def _check_fleet(settings: Settings) -> None:
+    """Refuse what only backends that start other nodes understand."""
+    for option in FLEET_TABLE:
+        given = settings.get(option)
+        if given and option is not RANK_TABLE_FILE:
+            msg = f"{given.cite()} needs a backend that starts other nodes"
+            raise UsageError(msg, hint=f"choose --launcher {', '.join(launch.FLEETS)}")
+
+
+def _check_env(settings: Settings, plan: LaunchPlan) -> None:
+    """Refuse variables that every worker gets from msrun with another value."""
+    for given in settings.every(options.ENV):
+        for name, value in given.value.items():
+            others = {worker.env.get(name, value) for worker in plan.workers}
+            if plan.job.env.get(name) == value and others - {value}:
+                msg = f"{given.cite()} cannot be given: msrun sets {name} in every worker"
+                raise UsageError(msg)
+
+
+def _without_effect(settings: Settings) -> Iterator[str]:
+    """Yield a sentence for each option that was accepted for a peer's sake only."""
+    for option, sentence in NOTED.items():
+        if given := settings.get(option):
+            yield f"{given.cite()} {sentence}"
+    signals = settings.get(SIGNALS_TO_HANDLE)
+    if signals and len(signals.value) < len(SIGNALS):
+        yield f"{signals.cite()} has no effect: {', '.join(SIGNALS)} are all handled"
+
+
+def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:
+    """Yield a sentence for each variable that looks like one of ours with a typing error."""
+    known = [name for option in table for name in option.variables if name.startswith("MSRUN_")]
+    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known)
+    for name in sorted(strange):
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=_GUESS_CUTOFF):
+            yield f"environment {shown(name)} is not used{guess(close)}"

@@ -1,0 +1,247 @@
+"""What every worker runs: the first word that is no option, and everything after it.
+
+A peer's way of writing it (`python -u train.py`, `pytest tests`) becomes script or
+module; what does not exist is refused before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+import shlex
+import shutil
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from msrun.cli.options import catalog as options
+from msrun.cli.options.job_file import JobFile
+from msrun.cli.options.settings import Level, Settings, Source
+from msrun.errors import UsageError
+from msrun.job import Program, ProgramKind
+from msrun.units import quoted
+
+_PYTHONS = ("python", "python3")
+_WITH_VALUE = "XW"
+_ELF = b"\x7fELF"
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
+_ID_STEM_MAX = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The program and where it was named."""
+
+    program: Program
+    source: Source
+
+
+def find_program(words: tuple[str, ...], file: JobFile, settings: Settings) -> Chosen:
+    """Return the program that the command line, else the job file, names.
+
+    Raises:
+        UsageError: None is named, or it is not there.
+    """
+    program, source = _named(words, file, settings)
+    match program.kind:
+        case ProgramKind.SCRIPT:
+            _check_script(program.target)
+        case ProgramKind.MODULE:
+            _check_module(program.target)
+        case ProgramKind.COMMAND:
+            _check_command(program.target)
+    return Chosen(program=program, source=source)
+
+
+def job_id_stem(program: Program) -> str:
+    """Return the beginning of a default job id: the program's short name."""
+    name = program.target.rpartition(".")[2] if program.kind is ProgramKind.MODULE else ""
+    stem = _NOT_IN_ID.sub("-", name or Path(program.target).stem)[:_ID_STEM_MAX]
+    return stem.strip("_.-") or "job"
+
+
+def _named(words: tuple[str, ...], file: JobFile, settings: Settings) -> tuple[Program, Source]:
+    kind = _kind(settings)
+    if words:
+        source = Source(level=Level.FLAG, place="SCRIPT")
+        if kind is ProgramKind.SCRIPT and not settings.value(options.RUN_PATH):
+            return _from_words(words), source
+        return Program(kind=kind, target=words[0], args=words[1:]), source
+    if file.script and file.module:
+        msg = f"{file.options.path}: script and module are both given (choose one)"
+        raise UsageError(msg)
+    source = Source(level=Level.FILE, place=file.options.path, key="script")
+    if file.module:
+        kind = ProgramKind.MODULE
+    target = file.module or file.script
+    if target is None:
+        msg = "no SCRIPT is given"
+        raise UsageError(msg, hint="msrun --help lists options and verbs")
+    return Program(kind=kind, target=target, args=file.args or ()), source
+
+
+def _kind(settings: Settings) -> ProgramKind:
+    module, command = settings.get(options.MODULE), settings.get(options.NO_PYTHON)
+    is_module, is_command = bool(module and module.value), bool(command and command.value)
+    if settings.value(options.RUN_PATH):
+        is_command = False
+        if is_module:
+            msg = "--run-path contradicts --module: a path is no module name"
+            raise UsageError(msg)
+    if is_module and is_command:
+        msg = "--no-python contradicts --module: a module is Python"
+        raise UsageError(msg)
+    if is_module:
+        return ProgramKind.MODULE
+    return ProgramKind.COMMAND if is_command else ProgramKind.SCRIPT
+
+
+def _from_words(words: tuple[str, ...]) -> Program:
+    """Return the program that a Python command line or a script with arguments means."""
+    first, rest = words[0], words[1:]
+    if first == "pytest":
+        return Program(kind=ProgramKind.MODULE, target="pytest", args=rest)
+    if first in _PYTHONS:
+        return _from_python(rest)
+    return Program(kind=ProgramKind.SCRIPT, target=first, args=rest)
+
+
+def _from_python(words: tuple[str, ...]) -> Program:
+    """Return what `python WORDS` would run; `-u` is dropped, as workers never buffer."""
+    interpreter: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word.startswith("--"):
+            interpreter.append(word)
+            if word == "--check-hash-based-pycs" and rest:
+                interpreter.append(rest.pop(0))
+            continue
+        kept, action, value = _short_options(word)
+        if kept:
+            interpreter.append("-" + kept)
+        if action and not value:
+            value = rest.pop(0) if rest else ""
+        if action in ("m", "c"):
+            return _module_or_code(action, value, tuple(rest), tuple(interpreter))
+        if action:
+            interpreter += [f"-{action}", value]
+    if not rest or rest[0] == "-" or {"-h", "-V", "-?", "--help", "--version"} & {*interpreter}:
+        msg = f"{quoted(shlex.join(['python', *words]))} names no script"
+        raise UsageError(msg)
+    return Program(
+        kind=ProgramKind.SCRIPT,
+        target=rest[0],
+        args=tuple(rest[1:]),
+        interpreter_options=tuple(interpreter),
+    )
+
+
+def _short_options(word: str) -> tuple[str, str, str]:
+    """Split `-BuXdev` into the plain letters without `u`, the one that takes a value, its value."""
+    kept = ""
+    for i, letter in enumerate(word[1:], start=1):
+        if letter in "mc" + _WITH_VALUE:
+            return kept, letter, word[i + 1 :]
+        kept += letter.replace("u", "")
+    return kept, "", ""
+
+
+def _module_or_code(
+    action: str, value: str, args: tuple[str, ...], interpreter: tuple[str, ...]
+) -> Program:
+    if not value:
+        msg = f"'python -{action}' names no {'module' if action == 'm' else 'code'}"
+        raise UsageError(msg)
+    if action == "m":
+        return Program(
+            kind=ProgramKind.MODULE, target=value, args=args, interpreter_options=interpreter
+        )
+    return Program(
+        kind=ProgramKind.COMMAND,
+        target=sys.executable,
+        args=("-u", *interpreter, "-c", value, *args),
+    )
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    mode = _mode(path, "script")
+    if mode is None or not target:
+        raise UsageError(f"script {quoted(target)} does not exist", hint=_hint(target))
+    if stat.S_ISDIR(mode):
+        path /= "__main__.py"
+        if _mode(path, "script") is None:
+            msg = f"script {quoted(target)} is a directory without __main__.py"
+            raise UsageError(msg)
+    elif not stat.S_ISREG(mode):
+        msg = f"script {quoted(target)} is no regular file"
+        raise UsageError(msg)
+    try:
+        with path.open("rb") as file:
+            is_binary = file.read(len(_ELF)) == _ELF
+    except OSError as error:
+        msg = f"script {quoted(target)} cannot be read: {error.strerror}"
+        raise UsageError(msg) from None
+    if is_binary:
+        msg = f"script {quoted(target)} is a compiled program"
+        raise UsageError(msg, hint="start it with --no-python")
+
+
+def _mode(path: Path, noun: str) -> int | None:
+    """Return what kind of file is at `path`, None when there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        msg = f"{noun} {quoted(str(path))} cannot be reached: {error.strerror}"
+        raise UsageError(msg) from None
+
+
+def _hint(target: str) -> str | None:
+    """Return what the user of a missing script may have meant."""
+    is_name = re.fullmatch(r"\w[\w.-]*", target) and not target.endswith(".py")
+    if is_name and shutil.which(target):
+        return f"{target} is a command; start it with --no-python"
+    if is_name and _is_found(target.partition(".")[0]):
+        return f"{target} is a module; start it with -m"
+    return None if Path(target).is_absolute() else f"looked in {Path.cwd()}"
+
+
+def _check_module(target: str) -> None:
+    top, _, below = target.partition(".")
+    if not all(part for part in target.split(".")) or "/" in target:
+        msg = f"module {quoted(target)} is no dotted name such as package.module"
+        raise UsageError(msg)
+    if not _is_found(top):
+        raise UsageError(f"module {quoted(target)} does not exist", hint=f"looked in {Path.cwd()}")
+    if below == "py" and Path(target).is_file():
+        msg = f"module {quoted(target)} is a file"
+        raise UsageError(msg, hint=f"write -m {top}, or leave -m out")
+
+
+def _is_found(top: str) -> bool:
+    """Tell whether a worker could import `top`; imports nothing."""
+    if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())]):
+        return True
+    try:
+        return importlib.util.find_spec(top) is not None
+    except ValueError:
+        return True  # Imported already and without a spec, as `__main__` is.
+
+
+def _check_command(target: str) -> None:
+    if shutil.which(target):
+        return
+    if "/" not in target:
+        msg = f"command {quoted(target)} is not on PATH"
+        raise UsageError(msg, hint=f"write ./{target}" if Path(target).is_file() else None)
+    mode = _mode(Path(target), "command")
+    what = "does not exist"
+    if mode is not None:
+        what = "is a directory" if stat.S_ISDIR(mode) else "may not be executed by this user"
+    msg = f"command {quoted(target)} {what}"
+    raise UsageError(msg)

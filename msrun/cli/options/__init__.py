@@ -1,0 +1,1 @@
+"""Options: what exists, and how flags, variables and job files become values."""

@@ -1,0 +1,494 @@
+"""The options that do something.  Flags, variables, job file, help and `plan` follow from them.
+
+`peer_options` has the rest: what the peers know and msrun needs no more, or refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from msrun.cli.options import parsers
+from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
+from msrun.cli.options.log_name import parse_log_name
+from msrun.cli.options.option import Arity, FileForm, Group, Option
+from msrun.cli.options.parallel import parse_parallel
+from msrun.units import PORT_MAX, parse_duration
+
+NNODES = Option(
+    name="nnodes",
+    group=Group.CLUSTER,
+    metavar="N|MIN:MAX",
+    help="Nodes in the job; with MIN:MAX they may come and go.",
+    parse=parsers.nodes,
+    default=(1, 1),
+    default_text="1",
+    aliases=("-N", "--nodes"),
+    torchrun="nnodes",
+)
+NODE_RANK = Option(
+    name="node-rank",
+    group=Group.CLUSTER,
+    metavar="N",
+    help="Rank of this node.",
+    parse=parsers.whole(0),
+    default_text="assigned",
+    torchrun="node_rank",
+    unset=frozenset({"-1"}),
+)
+WORKER_NUM = Option(
+    name="worker-num",
+    group=Group.CLUSTER,
+    metavar="N",
+    help="Workers in the whole job, on however many nodes unless --nnodes says.",
+    parse=parsers.whole(1),
+    default_text="what the nodes bring",
+    aliases=("-n",),
+)
+MASTER_ADDR = Option(
+    name="master-addr",
+    group=Group.CLUSTER,
+    metavar="HOST",
+    help="Node that runs the scheduler, the same word on every node.",
+    parse=parsers.host,
+    default_text="this node alone",
+    torchrun="master_addr",
+)
+MASTER_PORT = Option(
+    name="master-port",
+    group=Group.CLUSTER,
+    metavar="PORT",
+    help="Port of the scheduler; 0, on one node, takes a free one.",
+    parse=parsers.whole(0, PORT_MAX),
+    default=0,
+    default_text="0, 29500 of several nodes",
+    torchrun="master_port",
+)
+RDZV_ENDPOINT = Option(
+    name="rdzv-endpoint",
+    group=Group.CLUSTER,
+    metavar="HOST[:PORT]",
+    help="Both of the above in torchrun's form.",
+    parse=parsers.endpoint,
+    torchrun="rdzv_endpoint",
+    unset=frozenset({""}),
+)
+LOCAL_ADDR = Option(
+    name="local-addr",
+    group=Group.CLUSTER,
+    metavar="HOST",
+    help="Address by which the other nodes reach this one.",
+    parse=parsers.host,
+    default_text="that of the route to --master-addr",
+    torchrun="local_addr",
+)
+STANDALONE = Option(
+    name="standalone",
+    group=Group.CLUSTER,
+    help="This node alone, on a free port.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    torchrun="standalone",
+)
+JOIN_TIMEOUT = Option(
+    name="join-timeout",
+    group=Group.CLUSTER,
+    metavar="DURATION",
+    help="Time for all nodes to register.",
+    parse=parsers.patience,
+    default=600.0,
+    default_text="10m",
+    aliases=("--cluster-time-out",),
+)
+LAST_CALL = Option(
+    name="last-call",
+    group=Group.CLUSTER,
+    metavar="DURATION",
+    help="Time for more nodes to join when MIN of MIN:MAX are there.",
+    parse=parse_duration,
+    default=30.0,
+    default_text="30s",
+)
+LEASE = Option(
+    name="lease",
+    group=Group.CLUSTER,
+    metavar="DURATION",
+    help="Silence after which a node is lost, the same on every node.",
+    parse=parsers.lease,
+    default=10.0,
+    default_text="10s",
+)
+RDZV_CONF: Option[Mapping[str, float]] = Option(
+    name="rdzv-conf",
+    group=Group.CLUSTER,
+    metavar="K=V,...",
+    help="Both timeouts in torchrun's form: join_timeout=300,last_call_timeout=5.",
+    parse=parsers.rdzv_conf,
+    torchrun="rdzv_conf",
+    file=FileForm.PAIRS,
+    unset=frozenset({""}),
+)
+JOB_ID = Option(
+    name="job-id",
+    group=Group.CLUSTER,
+    metavar="NAME",
+    help="Name of this launch.",
+    parse=parsers.job_id,
+    default_text="the script's name and 6 hex digits",
+)
+RDZV_ID = Option(
+    name="rdzv-id",
+    group=Group.CLUSTER,
+    metavar="NAME",
+    help="The job id in torchrun's form.",
+    parse=parsers.job_id,
+    torchrun="rdzv_id",
+    unset=frozenset({"none", ""}),
+)
+LAUNCHER = Option(
+    name="launcher",
+    group=Group.CLUSTER,
+    metavar="NAME",
+    help="Backend that starts the nodes.",
+    parse=parsers.text,
+    default="dynamic",
+    default_text="dynamic",
+)
+SECRET_FILE = Option(
+    name="secret-file",
+    group=Group.CLUSTER,
+    metavar="FILE",
+    help="Secret of the job, 32 bytes or more, the same on every node.",
+    parse=parsers.text,
+    default_text="of several nodes ~/.config/msrun/secret, made on first use",
+)
+INSECURE = Option(
+    name="insecure",
+    group=Group.CLUSTER,
+    help="Control messages without authentication, on the loopback interface only.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+)
+
+MODULE = Option(
+    name="module",
+    group=Group.PROGRAM,
+    help="SCRIPT as the dotted name of a module, as with python -m.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    aliases=("-m",),
+    torchrun="module",
+    file=FileForm.ABSENT,
+)
+NO_PYTHON = Option(
+    name="no-python",
+    group=Group.PROGRAM,
+    help="SCRIPT as a command that is no Python.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    torchrun="no_python",
+)
+RUN_PATH = Option(
+    name="run-path",
+    group=Group.PROGRAM,
+    help="SCRIPT as a path, even with --no-python.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    torchrun="run_path",
+)
+CONFIG = Option(
+    name="config",
+    group=Group.PROGRAM,
+    metavar="FILE",
+    help="YAML file with any of these options by name, and script, module, args and env.",
+    parse=parsers.text,
+    file=FileForm.ABSENT,
+)
+
+WORKERS_PER_NODE = Option(
+    name="workers-per-node",
+    group=Group.WORKERS,
+    metavar="N|auto|gpu|npu|cpu",
+    help="Workers each node starts.",
+    parse=parsers.workers,
+    default_text="one per device, else 1",
+    aliases=("--nproc-per-node", "--local-worker-num"),
+    torchrun="nproc_per_node",
+)
+START_METHOD = Option(
+    name="start-method",
+    group=Group.WORKERS,
+    metavar="fork|exec",
+    help="Workers forked from a parent that has torch loaded, or one interpreter each.",
+    parse=parsers.start_method,
+    default=None,
+    default_text="fork",
+    torchrun="start_method",
+)
+PRELOAD: Option[tuple[str, ...]] = Option(
+    name="preload",
+    group=Group.WORKERS,
+    metavar="MODULE,...",
+    help="Modules that the parent loads besides torch.",
+    parse=parsers.module_names,
+    default=(),
+    file=FileForm.LIST,
+)
+ENV = Option(
+    name="env",
+    group=Group.WORKERS,
+    metavar="NAME=VALUE",
+    help="Variable of every worker; may be given several times.",
+    parse=parsers.variable,
+    repeated=True,
+    file=FileForm.VARIABLES,
+)
+ROLE = Option(
+    name="role",
+    group=Group.WORKERS,
+    metavar="NAME",
+    help="ROLE_NAME of the workers.",
+    parse=parsers.text,
+    default="default",
+    default_text="default",
+    torchrun="role",
+)
+VIRTUAL_LOCAL_RANK = Option(
+    name="virtual-local-rank",
+    group=Group.WORKERS,
+    help="One visible device and LOCAL_RANK 0 in every worker.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    torchrun="virtual_local_rank",
+)
+JOIN = Option(
+    name="join",
+    group=Group.WORKERS,
+    help="Waiting for the end of the job; --no-join returns once it runs.",
+    parse=parsers.boolean,
+    default=True,
+    default_text="join",
+    negatives=("--no-join", "--detach"),
+    arity=Arity.OPTIONAL,
+    is_value=parsers.is_boolean,
+)
+
+MAX_RESTARTS = Option(
+    name="max-restarts",
+    group=Group.STOPPING,
+    metavar="N",
+    help="Restarts of all workers after failures.",
+    parse=parsers.whole(0),
+    default=0,
+    default_text="0",
+    torchrun="max_restarts",
+)
+RESTART_WINDOW = Option(
+    name="restart-window",
+    group=Group.STOPPING,
+    metavar="DURATION",
+    help="Time over which restarts are counted.",
+    parse=parsers.positive_seconds,
+    default=math.inf,
+    default_text="inf",
+)
+NO_PROGRESS_LIMIT = Option(
+    name="no-progress-limit",
+    group=Group.STOPPING,
+    metavar="N",
+    help="Equal early failures in a row that end the job; 0 never ends it.",
+    parse=parsers.whole(0),
+    default=3,
+    default_text="3",
+)
+EXCLUDE_AFTER = Option(
+    name="exclude-after",
+    group=Group.STOPPING,
+    metavar="N",
+    help="Failures that began on one node and leave it out; 0 leaves none out.",
+    parse=parsers.whole(0),
+    default=2,
+    default_text="2",
+)
+GRACE = Option(
+    name="grace",
+    group=Group.STOPPING,
+    metavar="DURATION",
+    help="Time between SIGTERM and SIGKILL.",
+    parse=parse_duration,
+    default=10.0,
+    default_text="10s",
+    aliases=("--shutdown-timeout",),
+    torchrun="shutdown_timeout",
+)
+
+HANG_TIMEOUT: Option[float | None] = Option(
+    name="hang-timeout",
+    group=Group.STOPPING,
+    metavar="DURATION|auto|off",
+    help="Time without msrun.beat() after which a worker that ever beat hangs.",
+    parse=parsers.hang_timeout,
+    default_text="auto: 60s, or 5 times its longest interval",
+)
+DETECT_IDLE = Option(
+    name="detect-idle",
+    group=Group.STOPPING,
+    metavar="DURATION|off",
+    help="Time with less than 1 % of a CPU after which any worker hangs.",
+    parse=parsers.idle_timeout,
+    default=math.inf,
+    default_text="off",
+)
+
+LOG_DIR = Option(
+    name="log-dir",
+    group=Group.LOGS,
+    metavar="DIR",
+    help="Directory of the logs.",
+    parse=parsers.text,
+    default_text="msrun_logs/JOB_ID",
+    torchrun="log_dir",
+    unset=frozenset({""}),
+)
+EMIT_RANK_TABLE = Option(
+    name="emit-rank-table",
+    group=Group.LOGS,
+    metavar="FILE",
+    help="HCCL rank table of the job that formed; the node of the scheduler writes it.",
+    parse=parsers.text,
+    default_text="none",
+    unset=frozenset({""}),
+)
+WORKER_LOG_NAME = Option(
+    name="worker-log-name",
+    group=Group.LOGS,
+    metavar="PATTERN",
+    help="Name of a worker's log, with {rank} {local_rank} {host} {hostname} {ip}.",
+    parse=parse_log_name,
+    default="worker_{rank}",
+    default_text="worker_{rank}",
+    unset=frozenset({""}),
+)
+TAIL = Option(
+    name="tail",
+    group=Group.LOGS,
+    metavar="RANKS",
+    help="Ranks shown on the console, such as 0,2-3, all or none.",
+    parse=parsers.ranks,
+    default_text="0 at a terminal",
+    aliases=("--tail-worker-log",),
+    file=FileForm.LIST,
+)
+TEE = Option(
+    name="tee",
+    group=Group.LOGS,
+    metavar="STD",
+    help="The same in torchrun's form: 3 shows all, 0:3,1:3 local ranks 0 and 1.",
+    parse=parsers.std_by_rank,
+    aliases=("-t",),
+    torchrun="tee",
+)
+LOCAL_RANKS_FILTER = Option(
+    name="local-ranks-filter",
+    group=Group.LOGS,
+    metavar="RANKS",
+    help="Local ranks beyond which the console shows none.",
+    parse=parsers.ranks,
+    torchrun="local_ranks_filter",
+    file=FileForm.LIST,
+    unset=frozenset({""}),
+)
+
+BIND_CORE = Option(
+    name="bind-core",
+    group=Group.PLACEMENT,
+    metavar="auto|JSON",
+    help='CPUs of each worker: near its device, or given: {"device0": ["0-3"]}.',
+    parse=parse_bind_core,
+    default_text="off",
+    arity=Arity.OPTIONAL,
+    is_value=is_bind_value,
+    file=FileForm.TREE,
+)
+BIND_NUMA = Option(
+    name="bind-numa",
+    group=Group.PLACEMENT,
+    metavar="auto|JSON|FILE",
+    help='Memory of each worker: near its CPUs, or given: {"device0": [0]}.',
+    parse=parse_bind_numa,
+    default_text="off",
+    arity=Arity.OPTIONAL,
+    is_value=is_numa_value,
+    file=FileForm.TREE,
+)
+NUMA_BINDING = Option(
+    name="numa-binding",
+    group=Group.PLACEMENT,
+    metavar="node",
+    help="Both of the above, automatic.",
+    parse=parsers.numa_binding,
+    torchrun="numa_binding",
+)
+
+PARALLEL = Option(
+    name="parallel",
+    group=Group.PARALLEL,
+    metavar="FILE|JSON",
+    help="What msrun.init() makes of the workers: mesh, operator plan, optimizer, pipeline.",
+    parse=parse_parallel,
+    file=FileForm.TREE,
+)
+
+WORKING: tuple[Option[object], ...] = (
+    NNODES,
+    NODE_RANK,
+    WORKER_NUM,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RDZV_ENDPOINT,
+    LOCAL_ADDR,
+    STANDALONE,
+    JOIN_TIMEOUT,
+    LAST_CALL,
+    LEASE,
+    RDZV_CONF,
+    JOB_ID,
+    RDZV_ID,
+    LAUNCHER,
+    SECRET_FILE,
+    INSECURE,
+    MODULE,
+    NO_PYTHON,
+    RUN_PATH,
+    CONFIG,
+    WORKERS_PER_NODE,
+    START_METHOD,
+    PRELOAD,
+    ENV,
+    ROLE,
+    VIRTUAL_LOCAL_RANK,
+    JOIN,
+    MAX_RESTARTS,
+    RESTART_WINDOW,
+    NO_PROGRESS_LIMIT,
+    EXCLUDE_AFTER,
+    GRACE,
+    HANG_TIMEOUT,
+    DETECT_IDLE,
+    LOG_DIR,
+    EMIT_RANK_TABLE,
+    WORKER_LOG_NAME,
+    TAIL,
+    TEE,
+    LOCAL_RANKS_FILTER,
+    BIND_CORE,
+    BIND_NUMA,
+    NUMA_BINDING,
+    PARALLEL,
+)

@@ -1,0 +1,151 @@
+"""Options that only the peers need: accepted with a note, or refused with a sentence."""
+
+from __future__ import annotations
+
+from msrun.cli.options import parsers
+from msrun.cli.options.catalog import WORKING
+from msrun.cli.options.fleet import FLEET_TABLE
+from msrun.cli.options.option import Arity, FileForm, Group, Option
+
+REDIRECTS = Option(
+    name="redirects",
+    group=Group.PEERS,
+    metavar="STD",
+    help="No effect: the output of every worker goes to its log.",
+    parse=parsers.std_by_rank,
+    aliases=("-r",),
+    torchrun="redirects",
+)
+MONITOR_INTERVAL = Option(
+    name="monitor-interval",
+    group=Group.PEERS,
+    metavar="SECONDS",
+    help="No effect: a worker's exit is seen at once.",
+    parse=parsers.positive_seconds,
+    torchrun="monitor_interval",
+)
+SIGNALS_TO_HANDLE = Option(
+    name="signals-to-handle",
+    group=Group.PEERS,
+    metavar="NAMES",
+    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 are forwarded.",
+    parse=parsers.signals,
+    torchrun="signals_to_handle",
+    file=FileForm.LIST,
+)
+RDZV_BACKEND = Option(
+    name="rdzv-backend",
+    group=Group.PEERS,
+    metavar="NAME",
+    help="No effect: c10d, static and dynamic all mean msrun's own rendezvous.",
+    parse=parsers.rdzv_backend,
+    torchrun="rdzv_backend",
+)
+LOGS_SPECS = Option(
+    name="logs-specs",
+    group=Group.PEERS,
+    metavar="NAME",
+    help="Nothing but default.",
+    parse=parsers.words("default"),
+    torchrun="logs_specs",
+)
+EVENT_LOG_HANDLER = Option(
+    name="event-log-handler",
+    group=Group.PEERS,
+    metavar="NAME",
+    help="Nothing but null: verdict.json and the scheduler's log have the events.",
+    parse=parsers.words("null"),
+    torchrun="event_log_handler",
+)
+
+_FILTERS = "is refused: every worker's output is in its own log, which grep can search"
+_SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
+
+SIM_LEVEL = Option(
+    name="sim-level",
+    group=Group.REFUSED,
+    metavar="N",
+    help="Level of a dry run.",
+    parse=str,
+    unset=frozenset({"-1"}),
+    refusal=_SIMULATION,
+)
+SIM_RANK_ID = Option(
+    name="sim-rank-id",
+    group=Group.REFUSED,
+    metavar="RANK",
+    help="Rank of a dry run.",
+    parse=str,
+    unset=frozenset({"-1"}),
+    refusal=_SIMULATION,
+)
+DUPLICATE_STDOUT_FILTERS = Option(
+    name="duplicate-stdout-filters",
+    group=Group.REFUSED,
+    metavar="WORDS",
+    help="Copy of some lines of stdout.",
+    parse=str,
+    torchrun="duplicate_stdout_filters",
+    file=FileForm.LIST,
+    unset=frozenset({""}),
+    refusal=_FILTERS,
+)
+DUPLICATE_STDERR_FILTERS = Option(
+    name="duplicate-stderr-filters",
+    group=Group.REFUSED,
+    metavar="WORDS",
+    help="Copy of some lines of stderr.",
+    parse=str,
+    torchrun="duplicate_stderr_filters",
+    file=FileForm.LIST,
+    unset=frozenset({""}),
+    refusal=_FILTERS,
+)
+
+NOTED: dict[Option[object], str] = {
+    REDIRECTS: "changes nothing: the output of every worker goes to its log",
+    MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
+}
+
+TABLE: tuple[Option[object], ...] = (
+    *WORKING,
+    *FLEET_TABLE,
+    REDIRECTS,
+    MONITOR_INTERVAL,
+    SIGNALS_TO_HANDLE,
+    RDZV_BACKEND,
+    LOGS_SPECS,
+    EVENT_LOG_HANDLER,
+    SIM_LEVEL,
+    SIM_RANK_ID,
+    DUPLICATE_STDOUT_FILTERS,
+    DUPLICATE_STDERR_FILTERS,
+)
+
+ALL = Option(
+    name="all",
+    group=Group.PLAN,
+    help="Defaults and the whole mesh too.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    file=FileForm.ABSENT,
+)
+ENV_OF = Option(
+    name="env-of",
+    group=Group.PLAN,
+    metavar="RANK",
+    help="Environment of that worker too.",
+    parse=parsers.whole(0),
+    file=FileForm.ABSENT,
+)
+JSON = Option(
+    name="json",
+    group=Group.PLAN,
+    help="One JSON document instead of text.",
+    parse=parsers.boolean,
+    default=False,
+    arity=Arity.SWITCH,
+    file=FileForm.ABSENT,
+)
+PLAN_TABLE: tuple[Option[object], ...] = (*TABLE, ALL, ENV_OF, JSON)

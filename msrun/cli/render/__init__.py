@@ -1,0 +1,1 @@
+"""Plans, meshes and tables as text and pictures."""

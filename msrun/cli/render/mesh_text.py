@@ -1,0 +1,76 @@
+"""A mesh as people and programs read it: axes, groups along each, coordinates of each rank."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import msgspec
+
+from msrun.cli.options.parallel import Parallel
+from msrun.cli.render.section import Section
+
+# Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
+SHOWN_MAX = 16
+
+
+def document(parallel: Parallel | None) -> dict[str, object] | None:
+    """Return everything about `parallel` for programs; None without a configuration."""
+    if parallel is None:
+        return None
+    config, layout = msgspec.to_builtins(parallel.config), parallel.layout
+    if layout is None:
+        return {"config": config, "mesh": None, "groups": None, "coordinates": None}
+    return {
+        "config": config,
+        "mesh": layout.axes,
+        "groups": {axis: list(layout.groups(axis)) for axis in layout.axes},
+        "coordinates": [layout.coordinate(rank) for rank in range(layout.world_size)],
+    }
+
+
+def sections(parallel: Parallel | None, *, is_all: bool) -> list[Section]:
+    """Return `parallel` for people, of large meshes the beginning unless `is_all`."""
+    if parallel is None or parallel.layout is None:
+        return []
+    layout = parallel.layout
+    axes, world_size = layout.axes, layout.world_size
+    most = world_size if is_all else SHOWN_MAX
+    found = [
+        Section(
+            heading=f"mesh of {world_size} rank{'s' if world_size > 1 else ''}",
+            columns=("axis", "size"),
+            rows=tuple((axis, str(size)) for axis, size in axes.items()),
+        )
+    ]
+    # An axis of size 1 has groups of one, which say nothing.
+    for axis in (name for name, size in axes.items() if size > 1):
+        groups = islice(layout.groups(axis), most)
+        found.append(
+            Section(
+                heading=_heading(f"groups along {axis}", world_size // axes[axis], most),
+                rows=tuple((_ranks(group, most),) for group in groups),
+            )
+        )
+    coordinates = (layout.coordinate(rank) for rank in range(min(world_size, most)))
+    found.append(
+        Section(
+            heading=_heading("coordinates", world_size, most),
+            columns=("rank", *axes),
+            rows=tuple(
+                (str(rank), *map(str, coordinate.values()))
+                for rank, coordinate in enumerate(coordinates)
+            ),
+        )
+    )
+    return found
+
+
+def _heading(what: str, count: int, most: int) -> str:
+    return what if count <= most else f"{what}, {count - most} of {count} left out (see --all)"
+
+
+def _ranks(group: tuple[int, ...], most: int) -> str:
+    if len(group) <= most:
+        return ",".join(map(str, group))
+    first = ",".join(map(str, group[: most - 1]))
+    return f"{first},...,{group[-1]} ({len(group)} ranks)"

@@ -1,0 +1,49 @@
+"""`msrun calibrate`: a job that measures the devices and links it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from msrun.cli.output import say
+from msrun.cli.verbs.run import run
+
+if TYPE_CHECKING:
+    from msrun.cli.system import World
+
+SUMMARY = (
+    "Measure what devices and links can do, and write it as a topology for `msrun search` and for "
+    "`mode: auto`.  It is a job: what `msrun run` takes before the script goes here too, and on "
+    "several nodes it is started on each."
+)
+PROGRAM = "msrun.parallel.calibrate"
+
+
+def calibrate(args: Sequence[str], world: World) -> int:
+    """Run the job that measures."""
+    command = click.Command(
+        "calibrate",
+        params=[
+            click.Option(
+                ["-o", "--output"],
+                default="topology.yaml",
+                show_default=True,
+                metavar="FILE",
+                help="Written by the first rank.",
+            ),
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[RUN OPTIONS]"),
+        ],
+        help=SUMMARY,
+        context_settings={
+            "help_option_names": ["--help", "-h"],
+            "ignore_unknown_options": True,
+            "max_content_width": 100,
+        },
+    )
+    given = command.make_context("msrun calibrate", list(args)).params
+    code = run([*given["words"], "-m", PROGRAM, given["output"]], world)
+    if code == 0:
+        say(f"see {given['output']}")
+    return code

@@ -1,0 +1,238 @@
+"""The verbs that control a job from outside: which job they mean, and those that only order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from msrun.cli.job.rendezvous import DEFAULT_PORT
+from msrun.cli.options import parsers
+from msrun.cli.output import answer, say
+from msrun.errors import UsageError
+from msrun.units import PORT_MAX
+
+if TYPE_CHECKING:
+    from msrun.cli.system import World
+    from msrun.cluster.wire.control_messages import AnyRequest
+    from msrun.processes.control_client import ControlClient
+    from msrun.processes.control_file import Card
+
+# Of the JSON of all verbs.
+SCHEMA = 1
+SIGNUM_MAX = 64
+PATIENCE = 8.0
+_CHOICES_MAX = 8
+
+STOP = "Stop JOB as SIGTERM to its launchers does; each of them then exits with 143."
+DRAIN = (
+    "Let NODE leave JOB, which goes on without it or with a spare.  NODE is a host name, an "
+    "address or a node rank."
+)
+SIGNAL = "Send SIGNAL, such as USR1 or 10, to the workers of JOB."
+
+_WHICH = (
+    "JOB is a job id or its beginning; one that runs alone need not be named.  From machines "
+    "without a launcher of the job, --master-addr says where it is."
+)
+WHERE = (
+    click.Option(["--master-addr"], metavar="HOST", help="Node of the job's scheduler."),
+    click.Option(["--master-port"], metavar="PORT", help=f"Port of it.  [default: {DEFAULT_PORT}]"),
+    click.Option(
+        ["--secret-file"],
+        metavar="FILE",
+        help="Secret of the job.  [default: ~/.config/msrun/secret]",
+    ),
+)
+JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
+
+
+def parse(
+    name: str, summary: str, args: Sequence[str], *params: click.Parameter, words: str = "[JOB]"
+) -> dict[str, Any]:
+    """Return what `args` give to the verb `name`.
+
+    Args:
+        name: The verb.
+        summary: What it does.
+        args: The words after it.
+        params: Its own options.
+        words: How help shows its arguments, which are `words` in the result.
+
+    Raises:
+        UsageError: An option is unknown, lacks its value or has a wrong one.
+    """
+    command = click.Command(
+        name,
+        params=[
+            click.Argument(["words"], nargs=-1, metavar=words),
+            *params,
+            *WHERE,
+        ],
+        help=f"{summary}  {_WHICH}",
+        context_settings={
+            "help_option_names": ["--help", "-h"],
+            "max_content_width": 100,
+            "token_normalize_func": lambda word: word.replace("_", "-"),
+        },
+    )
+    try:
+        return command.make_context(f"msrun {name}", list(args)).params
+    except click.NoSuchOption as error:
+        raise UsageError(f"there is no option {error.option_name}") from None
+    except click.UsageError as error:
+        message = error.format_message().rstrip(".")
+        raise UsageError(message[:1].lower() + message[1:]) from None
+
+
+def split(given: dict[str, Any], name: str, wanted: str) -> str:
+    """Return the last word, which is what a verb is about; what is before it stays as the job."""
+    words = given["words"]
+    if not words:
+        raise UsageError(f"msrun {name} needs a {wanted}: msrun {name} [JOB] {wanted}")
+    given["words"] = words[:-1]
+    return str(words[-1])
+
+
+def find(given: dict[str, Any], world: World) -> Card:
+    """Return how to reach the job that is meant.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    if len(given["words"]) > 1:
+        raise UsageError(f"{given['words'][1]!r} is one word too many: one JOB at a time")
+    job = given["words"][0] if given["words"] else ""
+    if given["master_addr"]:
+        return _remote(given, job, world)
+    for option in ("master_port", "secret_file"):
+        if given[option]:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} needs the node of the scheduler: --master-addr HOST")
+    cards = {card.job_id: card for card in reversed(world.jobs())}
+    if not cards:
+        hint = "where another node has its scheduler: --master-addr HOST"
+        raise UsageError("no job of yours runs on this machine", hint=hint)
+    exact = [job] if job in cards else [name for name in cards if name.startswith(job)]
+    if len(exact) == 1:
+        return cards[exact[0]]
+    choices = parsers.choose(sorted(exact or cards)[:_CHOICES_MAX])
+    if not job:
+        raise UsageError(f"{len(cards)} jobs run on this machine ({choices})")
+    what = "more than one job" if exact else "no job of yours on this machine"
+    raise UsageError(f"{job!r} is {what} ({choices})")
+
+
+def _remote(given: dict[str, Any], job: str, world: World) -> Card:
+    """Return how to reach a job by the address of its scheduler and the user's secret."""
+    from msrun.processes.control_file import Card  # Help needs none of it.
+    from msrun.supervise.secret import own_file, read_secret
+    from msrun.transport.sockets import control_keys
+
+    host = given["master_addr"]
+    try:
+        port = parsers.whole(1, PORT_MAX)(given["master_port"] or str(DEFAULT_PORT))
+    except UsageError as error:
+        raise UsageError(f"--master-port {error.message}") from None
+    addresses = world.resolve(host)
+    if not addresses:
+        raise UsageError(f"--master-addr {host!r} is no host that this machine knows")
+    secret = read_secret(given["secret_file"] or str(own_file()))
+    return Card(job_id=job, host=addresses[0], port=port, keys=control_keys(secret))
+
+
+@contextlib.contextmanager
+def connected(
+    given: dict[str, Any], world: World, patience: float = PATIENCE
+) -> Iterator[ControlClient]:
+    """Yield a connection to the job that is meant."""
+    client = world.connect(find(given, world), patience)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def stop(args: Sequence[str], world: World) -> int:
+    """Stop a job."""
+    now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without --grace.")
+    given = parse("stop", STOP, args, now, JSON)
+    from msrun.cluster.wire.control_messages import StopJob
+
+    return _order(given, StopJob(now=given["now"]), world)
+
+
+def drain(args: Sequence[str], world: World) -> int:
+    """Let a node leave a job."""
+    given = parse("drain", DRAIN, args, JSON, words="[JOB] NODE")
+    node = split(given, "drain", "NODE")
+    from msrun.cluster.wire.control_messages import DrainNode
+
+    return _order(given, DrainNode(node=node), world)
+
+
+def send_signal(args: Sequence[str], world: World) -> int:
+    """Send a signal to workers."""
+    ranks_option = rank_option("Ranks that get it", "all")
+    given = parse("signal", SIGNAL, args, ranks_option, JSON, words="[JOB] SIGNAL")
+    signum = parse_signal(split(given, "signal", "SIGNAL"))
+    ranks = parse_ranks(given["rank"]) if given["rank"] else []
+    from msrun.cluster.wire.control_messages import SignalJob
+
+    return _order(given, SignalJob(signum=signum, ranks=ranks), world)
+
+
+def _order(given: dict[str, Any], order: AnyRequest, world: World) -> int:
+    """Have the job do what it is told, and say what it does."""
+    from msrun.cluster.wire.control_messages import Done
+
+    with connected(given, world) as client:
+        sentence = client.ask(order, Done).sentence
+    if given["json"]:
+        answer(json.dumps({"schema": SCHEMA, "done": sentence}))
+    else:
+        say(f"msrun: {sentence}")
+    return 0
+
+
+def rank_option(what: str, default: str) -> click.Option:
+    """Return the option that chooses ranks."""
+    return click.Option(
+        ["--rank", "-r"], metavar="RANKS", help=f"{what}, such as 0,2-3.  [default: {default}]"
+    )
+
+
+def parse_ranks(text: str) -> list[tuple[int, int]]:
+    """Return the first and last rank of each range in `text`, such as `0,2-3`."""
+    found: list[tuple[int, int]] = []
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        bounds = (low, high if dash else low)
+        if not all(bound.isascii() and bound.isdecimal() for bound in bounds):
+            raise UsageError(f"--rank {text!r} is no list of ranks (choose such as 0,2-3)")
+        first, last = int(bounds[0]), int(bounds[1])
+        if not first <= last < 1 << 31:
+            raise UsageError(f"--rank {part!r} is no range of ranks (choose FIRST-LAST)")
+        found.append((first, last))
+    from msrun.cluster.bounds import RANGES_MAX
+
+    if len(found) > RANGES_MAX:
+        raise UsageError(f"--rank has {len(found)} ranges of ranks, and may have {RANGES_MAX}")
+    return found
+
+
+def parse_signal(text: str) -> int:
+    """Return the number of the signal that `text` names, such as `USR1`, `SIGUSR1` or `10`."""
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= SIGNUM_MAX:
+        return int(text)
+    known: dict[str, int] = {each.name: each.value for each in signal.Signals}
+    name = text.upper()
+    found = known.get(name) or known.get(f"SIG{name}")
+    if found is None:
+        msg = f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
+        raise UsageError(msg)
+    return found

@@ -1,0 +1,156 @@
+"""What can happen to an agent's state machine, and what it asks its caller to do."""
+
+from __future__ import annotations
+
+import msgspec
+
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.wire.messages import FromAgent, FromScheduler, Register, Restarting, Start
+from msrun.errors import ExitCode
+
+
+class Received(msgspec.Struct, frozen=True):
+    """The scheduler said something about `generation`.
+
+    Args:
+        generation: The generation.
+        body: What it said.
+        age: Seconds since this node spoke what the scheduler had heard last.
+    """
+
+    generation: int
+    body: FromScheduler
+    age: float = 0.0
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """The scheduler has answered, for the first time or after it was silent for too long."""
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The scheduler has been silent for so long that it may take this node for lost."""
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """The scheduler does not know this node, or is another one than before."""
+
+
+class TreeReady(msgspec.Struct, frozen=True):
+    """The forkserver takes orders; or cannot, when `error` says why."""
+
+    error: str | None = None
+
+
+class WorkerEnded(msgspec.Struct, frozen=True):
+    """A worker of `generation` ended."""
+
+    generation: int
+    exit: RankExit
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """Nothing is left of `generation` but what is `stuck`."""
+
+    generation: int
+    stuck: tuple[str, ...] = ()
+
+
+class TreeLost(msgspec.Struct, frozen=True):
+    """The reaper or the forkserver ended; no more workers can be started or swept."""
+
+    reason: str
+    code: int
+
+
+class SchedulerLost(msgspec.Struct, frozen=True):
+    """There is no scheduler any more.
+
+    Args:
+        reason: How that is known.
+        verdict: What it had written down, if it had.
+        code: Exit code where there is no verdict.
+    """
+
+    reason: str
+    verdict: Verdict | None = None
+    code: int = ExitCode.INTERNAL
+
+
+class Signalled(msgspec.Struct, frozen=True):
+    """This process got a signal."""
+
+    signum: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time passed and nothing else happened."""
+
+
+Event = (
+    Received
+    | Reached
+    | Cut
+    | Forgotten
+    | TreeReady
+    | WorkerEnded
+    | Swept
+    | TreeLost
+    | SchedulerLost
+    | Signalled
+    | Tick
+)
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Register with the scheduler, which has to know nothing of this node before."""
+
+    register: Register
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send `body` to the scheduler, about `generation`."""
+
+    generation: int
+    body: FromAgent
+
+
+class StartWorkers(msgspec.Struct, frozen=True):
+    """Start this node's workers of `generation`."""
+
+    generation: int
+    start: Start
+
+
+class SignalWorkers(msgspec.Struct, frozen=True):
+    """Send `signum` to the workers of `ranks`."""
+
+    ranks: tuple[int, ...]
+    signum: int
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """Kill whatever is left of `generation`."""
+
+    generation: int
+
+
+class Announce(msgspec.Struct, frozen=True):
+    """Tell the user that the job goes on after a failure."""
+
+    restarting: Restarting
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Tell the user `sentence`; `warn` when something is wrong."""
+
+    sentence: str
+    warn: bool = False
+
+
+class Conclude(msgspec.Struct, frozen=True):
+    """End everything on this node and exit with the verdict's code."""
+
+    verdict: Verdict
+
+
+Action = Join | Send | StartWorkers | SignalWorkers | Sweep | Announce | Tell | Conclude

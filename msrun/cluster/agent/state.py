@@ -1,0 +1,477 @@
+"""Agent side of the protocol: a state machine that does no IO.
+
+Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The
+agent acts on what the scheduler says.  It stops its workers by itself when the scheduler
+has been silent for too long, and finds a verdict by itself when the scheduler is gone,
+or deaf to its user's signal.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import signal
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster import verdict as verdicts
+from msrun.cluster.agent.events import (
+    Action,
+    Announce,
+    Conclude,
+    Cut,
+    Event,
+    Forgotten,
+    Join,
+    Reached,
+    Received,
+    SchedulerLost,
+    Send,
+    Signalled,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    Swept,
+    Tell,
+    TreeLost,
+    TreeReady,
+    WorkerEnded,
+)
+from msrun.cluster.bounds import clip, few
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.wire.messages import (
+    Drained,
+    Finish,
+    FromAgent,
+    Interrupted,
+    NodeFailed,
+    Refused,
+    Register,
+    Restarting,
+    Start,
+    Stop,
+    Waiting,
+    Warmed,
+    WorkerExited,
+)
+from msrun.errors import ExitCode
+
+SCHEDULER_PATIENCE = 2.0
+# A scheduler that has not been heard for longer than its own restart takes is gone for good.
+ABSENCE_PATIENCE = 60.0
+SWEEP_PATIENCE = 8.0
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+# Ends that one registration has room for; further ones follow it one by one.
+EXITS_MAX = 128
+_REASON_BYTES_MAX = 2_000
+_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+
+
+class Phase(enum.Enum):
+    """What this node's agent is doing."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SWEEPING = "sweeping"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentState:
+    """One node of a job, from registration to the verdict.
+
+    Args:
+        job_id: The job.
+        register: What this node registers with.
+        grace: Seconds between SIGTERM and SIGKILL of a worker.
+        form_by: Time by which the first workers must have been started; inf waits.
+        join_timeout: Seconds that the scheduler waits for nodes, from when it is reached.
+        lease: How long the workers may go on without the scheduler.
+        scheduler: Where the scheduler is, in words.
+        generation: The last generation that was started here; -1 before the first.
+    """
+
+    job_id: str
+    register: Register
+    grace: float
+    form_by: float = math.inf
+    join_timeout: float = 0.0
+    lease: Lease = field(default_factory=Lease)
+    scheduler: str = ""
+    generation: int = -1
+    phase: Phase = Phase.JOINING
+    live: set[int] = field(default_factory=set)
+    _ready: bool = False
+    _tree_lost: bool = False
+    _pending: tuple[int, Start] | None = None
+    _swept: Swept | None = None
+    _nnodes: int = 1
+    _interrupts: list[int] = field(default_factory=list)
+    _exits: list[tuple[RankExit, float]] = field(default_factory=list)
+    _stuck: list[str] = field(default_factory=list)
+    _failure: NodeFailed | None = None
+    _was_reached: bool = False
+    _is_cut: bool = False
+    _reach_by: float | None = None
+    _awaited: str = ""
+    _own_verdict: Verdict | None = None
+    _due: float | None = None
+
+    def begin(self) -> list[Action]:
+        """Return the first actions."""
+        return [Join(self.register)]
+
+    def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: PLR0911 - one line a case
+        """Apply `event` at time `now` and return what the caller must do, in order."""
+        if self.phase is Phase.FINISHED:
+            return []
+        match event:
+            case Received() | Reached() | Cut() | Forgotten() | SchedulerLost():
+                return self._of_scheduler(event, now)
+            case TreeReady(error=error):
+                return self._tree_is_ready(error)
+            case WorkerEnded():
+                return self._worker_ended(event, now)
+            case Swept():
+                return self._after_sweep(event, now)
+            case TreeLost():
+                return self._tree_was_lost(event, now)
+            case Signalled(signum=signum):
+                return self._signalled(signum, now)
+        return self._check_deadline(now)
+
+    def deadline(self) -> float | None:
+        """Time by which `Tick` must be sent if nothing else is; None when there is none."""
+        if self.phase is Phase.FINISHED:
+            return None
+        has_formed = self.generation >= 0 or self.form_by == math.inf
+        first = None if has_formed or self._due is not None else self.form_by
+        dues = [due for due in (self._due, first, self._reach_by) if due is not None]
+        return min(dues, default=None)
+
+    # The line to the scheduler.
+
+    def _of_scheduler(
+        self, event: Received | Reached | Cut | Forgotten | SchedulerLost, now: float
+    ) -> list[Action]:
+        match event:
+            case Received():
+                return self._received(event, now)
+            case Reached():
+                return self._reached(now)
+            case Cut():
+                return self._cut(now)
+            case Forgotten():
+                return self._join(now)
+        return self._scheduler_was_lost(event, now)
+
+    def _join(self, now: float) -> list[Action]:
+        """Register, with all that a scheduler has to know which knows nothing.
+
+        It starts this node again if that is still to be, so nothing else need be kept.
+        """
+        self._pending = None
+        is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
+        exits = self._ends(now)
+        # What follows has to be known before anything is decided: it is drained after that.
+        has_more = len(exits) > EXITS_MAX or bool(self._interrupts and self.generation >= 0)
+        register = msgspec.structs.replace(
+            self.register,
+            running=self.generation if is_living or has_more else -1,
+            seen=self.generation,
+            exits=exits[:EXITS_MAX],
+            stuck=self._stuck,
+            warm=self._ready,
+        )
+        actions: list[Action] = [Join(register)]
+        actions += [self._send(WorkerExited(exit=end, at=now)) for end in exits[EXITS_MAX:]]
+        if self._failure:
+            actions.append(self._send(self._failure))
+        actions += [self._send(Interrupted(signum=signum)) for signum in self._interrupts]
+        if has_more and not is_living:
+            actions.append(self._send(Drained(stuck=self._stuck)))
+        return actions
+
+    def _ends(self, now: float) -> list[RankExit]:
+        """Return how workers ended: the first failure, and without their words the others."""
+        ends = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
+        if all(end.succeeded for end in ends):
+            return [verdicts.bare(end) for end in ends]
+        root = verdicts.root_cause((end, now - end.age) for end in ends)
+        return [root, *(verdicts.bare(end) for end in ends if end is not root)]
+
+    def _reached(self, now: float) -> list[Action]:
+        if not self._was_reached:
+            self._was_reached = True
+            self.form_by = max(self.form_by, now + self.join_timeout + SCHEDULER_PATIENCE)
+            return []
+        self._reach_by = None
+        return [Tell("the scheduler answers again")]
+
+    def _cut(self, now: float) -> list[Action]:
+        """Stop the workers before another node may get their ranks."""
+        self._reach_by = now + ABSENCE_PATIENCE
+        silence = f"the scheduler has been silent for {self.lease.fence:g}s"
+        if self.phase is Phase.JOINING:
+            if not self._pending:
+                return [Tell(silence, warn=True)]
+            return [Tell(silence, warn=True), *self._join(now)]
+        self._is_cut = True
+        told = Tell(f"{silence}: this node's workers are stopped", warn=True)
+        if self.phase is Phase.RUNNING:
+            return [told, *self._begin_stop(now, grace=self.lease.grace)]
+        if self.phase is Phase.STOPPING and self._due is not None:
+            self._due = min(self._due, now + self.lease.grace)
+        return [told]
+
+    def _received(self, event: Received, now: float) -> list[Action]:
+        generation = event.generation
+        actions: list[Action] = []  # as for a message that only an agent sends
+        match event.body:
+            case Start() as start:
+                actions = self._start(generation, start, event.age, now)
+            case Stop(signum=signum):
+                actions = self._stop(generation, signum, now)
+            case Restarting() as restarting:
+                actions = [Announce(restarting)]
+            case Finish(verdict=verdict):
+                actions = self._end(verdict, now)
+            case Refused(reason=reason, code=code):
+                actions = self._end(self._internal(reason, code), now)
+            case Waiting(reason=reason, spare=spare):
+                self._awaited = reason
+                self.form_by = math.inf if spare else self.form_by
+                actions = [Tell(reason)]
+        return actions
+
+    # Generations.
+
+    def _start(self, generation: int, start: Start, age: float, now: float) -> list[Action]:
+        if self._own_verdict or generation <= self.generation:
+            return []
+        if age >= self.lease.fence:  # by now another node may have these ranks
+            return self._join(now)
+        self._pending = (generation, start)
+        self._nnodes = start.nnodes
+        return self._start_if_possible()
+
+    def _tree_is_ready(self, error: str | None) -> list[Action]:
+        if error is not None:
+            reason = clip(error, _REASON_BYTES_MAX)
+            self._failure = NodeFailed(reason=reason, code=ExitCode.USAGE)
+            return [self._send(self._failure)]
+        self._ready = True
+        return [self._send(Warmed()), *self._start_if_possible()]
+
+    def _start_if_possible(self) -> list[Action]:
+        if not self._ready or self._pending is None or self.phase is not Phase.JOINING:
+            return []
+        self.generation, start = self._pending
+        self._pending = None
+        self._exits, self._stuck = [], []
+        self.phase = Phase.RUNNING
+        self.live = set(range(start.first_rank, start.first_rank + start.count))
+        return [StartWorkers(self.generation, start)]
+
+    def _worker_ended(self, event: WorkerEnded, now: float) -> list[Action]:
+        if event.generation != self.generation:
+            return []
+        self.live.discard(event.exit.rank)
+        actions: list[Action] = []
+        if not self._is_cut:  # else it is the node that was lost, and not its workers that failed
+            end = verdicts.fit(self._without_our_signal(event.exit))
+            self._exits.append((end, now))
+            actions = [self._send(WorkerExited(exit=end, at=now))]
+        if not self.live:
+            if self.phase is Phase.STOPPING:
+                actions += self._sweep(now)
+            elif self.phase is Phase.SWEEPING:
+                actions += self._drained_if_done(now)
+        return actions
+
+    def _without_our_signal(self, end: RankExit) -> RankExit:
+        """Return `end` as it would have been without what we did meanwhile."""
+        is_stopping = self.phase in (Phase.STOPPING, Phase.SWEEPING)
+        is_swept = self.phase is Phase.SWEEPING
+        end = msgspec.structs.replace(end, stopped=is_stopping, swept=is_swept)
+        if is_stopping and end.error and end.signum in _OURS:
+            # It had raised and was on its way out, which Python goes with code 1.
+            return msgspec.structs.replace(end, code=1, signum=None)
+        return end
+
+    def _stop(self, generation: int, signum: int, now: float) -> list[Action]:
+        if self._pending and self._pending[0] == generation:
+            self._pending = None
+            self.generation = generation
+            return self._drained([], now)
+        if generation == self.generation and self.phase is Phase.STOPPING:
+            return self._sweep(now) if signum == signal.SIGKILL else []
+        if generation != self.generation or self.phase is not Phase.RUNNING:
+            return []
+        return self._begin_stop(now, signum)
+
+    def _begin_stop(
+        self, now: float, signum: int = signal.SIGTERM, grace: float = math.inf
+    ) -> list[Action]:
+        self.phase = Phase.STOPPING
+        if self._tree_lost:
+            self.live.clear()
+            self._swept = Swept(self.generation)
+            return self._drained_if_done(now)
+        if not self.live:
+            return self._sweep(now)
+        self._due = now + min(self.grace, grace)
+        ranks = tuple(sorted(self.live))
+        # A stopped process acts on a signal only once it is continued.
+        return [SignalWorkers(ranks, signum), SignalWorkers(ranks, signal.SIGCONT)]
+
+    def _sweep(self, now: float) -> list[Action]:
+        self.phase = Phase.SWEEPING
+        self._swept = None
+        self._due = now + SWEEP_PATIENCE
+        return [Sweep(self.generation)]
+
+    def _after_sweep(self, event: Swept, now: float) -> list[Action]:
+        if event.generation != self.generation or self.phase is not Phase.SWEEPING:
+            return []
+        self._swept = event
+        return self._drained_if_done(now)
+
+    def _drained_if_done(self, now: float) -> list[Action]:
+        """Report once the reaper has swept and every end of a worker was told."""
+        if self._swept is None or (self.live and not self._swept.stuck):
+            return []
+        stuck = few(self._swept.stuck)
+        if self._own_verdict:
+            return self._conclude(msgspec.structs.replace(self._own_verdict, stuck=stuck))
+        return self._drained(stuck, now)
+
+    def _drained(self, stuck: list[str], now: float) -> list[Action]:
+        self.phase = Phase.JOINING
+        self._due = now + self._patience() if self._interrupts else None
+        self._stuck = stuck
+        if self._is_cut:
+            self._is_cut = False
+            return self._join(now)
+        return [self._send(Drained(stuck=stuck))]
+
+    def _patience(self) -> float:
+        """Return the seconds that the scheduler may take to answer a signal."""
+        if self.phase is Phase.JOINING and self._nnodes > 1:
+            # It may first have to wait until the other nodes are drained.
+            return self.grace + SWEEP_PATIENCE + SCHEDULER_PATIENCE
+        return SCHEDULER_PATIENCE
+
+    def _tree_was_lost(self, event: TreeLost, now: float) -> list[Action]:
+        if self._tree_lost:
+            return []
+        self._tree_lost = True
+        self._ready = False
+        reason = clip(event.reason, _REASON_BYTES_MAX)
+        self._failure = NodeFailed(reason=reason, code=event.code)
+        actions: list[Action] = [self._send(self._failure)]
+        if self.phase in (Phase.STOPPING, Phase.SWEEPING):
+            actions += self._begin_stop(now)
+        return actions
+
+    def _scheduler_was_lost(self, event: SchedulerLost, now: float) -> list[Action]:
+        if event.verdict:
+            return self._end(event.verdict, now)
+        return self._stop_alone(self._internal(event.reason, event.code), now)
+
+    def _signalled(self, signum: int, now: float) -> list[Action]:
+        if signum in FORWARDED:
+            return [SignalWorkers(tuple(sorted(self.live)), signum)] if self.live else []
+        if self._interrupts:
+            return self._hurry(now)
+        self._interrupts.append(signum)
+        if not self._was_reached and not self.register.serves:
+            return self._conclude(
+                verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
+            )
+        if self.phase in (Phase.JOINING, Phase.RUNNING):
+            self._due = now + self._patience()
+        return [self._send(Interrupted(signum=signum))]
+
+    def _hurry(self, now: float) -> list[Action]:
+        """Give no more time to what ignores the user's first signal, on no node."""
+        actions: list[Action] = []
+        if signal.SIGKILL not in self._interrupts:
+            self._interrupts.append(signal.SIGKILL)
+            actions.append(self._send(Interrupted(signum=signal.SIGKILL)))
+        if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
+            actions += self._sweep(now)
+        return actions
+
+    def _end(self, verdict: Verdict, now: float) -> list[Action]:
+        """Exit with `verdict`, once no worker lives that whoever decided it knew nothing of."""
+        return self._stop_alone(verdict, now) if self.live else self._conclude(verdict)
+
+    def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
+        """Stop without a scheduler and exit with `verdict`."""
+        if self._own_verdict is None:
+            self._own_verdict = verdict
+        if self.phase is Phase.RUNNING:
+            return self._begin_stop(now)
+        return self._conclude(self._own_verdict) if self.phase is Phase.JOINING else []
+
+    def _check_deadline(self, now: float) -> list[Action]:
+        due = self.deadline()
+        if due is None or now < due:
+            return []
+        if self._reach_by is not None and now >= self._reach_by:
+            self._reach_by = None
+            away = self.lease.fence + ABSENCE_PATIENCE
+            reason = f"the scheduler has been silent for {away:g}s"
+            return self._stop_alone(self._internal(reason, ExitCode.NODE_LOST), now)
+        if self._due is None:
+            return self._not_formed(now)
+        self._due = None
+        match self.phase:
+            case Phase.STOPPING:
+                return self._sweep(now)
+            case Phase.SWEEPING:
+                silent = "forkserver" if self._swept else "reaper"
+                self._swept = Swept(self.generation, (f"the {silent} does not answer",))
+                return self._drained_if_done(now)
+        return self._stop_alone(self._unanswered(), now)
+
+    def _unanswered(self) -> Verdict:
+        """Return how a job ends here whose scheduler does not answer its user's signal."""
+        if self.register.serves:
+            reason = f"the scheduler did not answer within {self._patience():g}s"
+            return self._internal(reason, ExitCode.INTERNAL)
+        # What lies between may be why.
+        return verdicts.interrupted(
+            self.job_id, self._interrupts[0], generation=self.generation, restarts=0
+        )
+
+    def _not_formed(self, now: float) -> list[Action]:
+        self.form_by = math.inf
+        if self._pending:
+            reason = "the forkserver has not finished its imports"
+            hint = "something in --preload may wait for ever; --join-timeout sets the limit"
+        elif self._awaited:
+            reason, hint = self._awaited, ""
+        elif self.register.serves:
+            reason = "the scheduler has not answered"
+            hint = "scheduler.log in the log directory says what it did"
+        else:
+            reason = f"no scheduler answered at --master-addr {self.scheduler}"
+            hint = "is msrun running on that node, and the port open?"
+        verdict = self._internal(f"the job did not form in time: {reason}", ExitCode.JOIN_TIMEOUT)
+        return self._stop_alone(msgspec.structs.replace(verdict, hint=hint), now)
+
+    def _internal(self, reason: str, code: int) -> Verdict:
+        return verdicts.internal(self.job_id, reason, generation=self.generation, code=code)
+
+    def _conclude(self, verdict: Verdict) -> list[Action]:
+        self.phase = Phase.FINISHED
+        self._due = None
+        return [Conclude(verdict)]
+
+    def _send(self, body: FromAgent) -> Send:
+        return Send(self.generation, body)

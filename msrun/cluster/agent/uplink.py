@@ -1,0 +1,189 @@
+"""An agent's end of the line to the scheduler: registration, signs of life, the lease.
+
+It turns frames into the events of `AgentState` and its bodies into frames.  All times
+are of the agent's own monotonic clock, which the scheduler only echoes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster.agent.events import Cut, Forgotten, Reached, Received
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.wire.link import RESEND_SECONDS, Link
+from msrun.cluster.wire.messages import (
+    DumpStacks,
+    Envelope,
+    Finish,
+    FromAgent,
+    FromScheduler,
+    Hung,
+    ReadLog,
+    Refused,
+    Register,
+    Restarting,
+    SignalRanks,
+    Start,
+    Stop,
+    Unknown,
+    Waiting,
+)
+
+UplinkEvent = Received | Cut | Forgotten | Reached
+
+_OF_SCHEDULER = (
+    Start,
+    Stop,
+    Restarting,
+    Finish,
+    Refused,
+    Waiting,
+    Unknown,
+    DumpStacks,
+    ReadLog,
+    SignalRanks,
+    Hung,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Uplink:
+    """The line of one life of one node.
+
+    Args:
+        job_id: The job.
+        node_id: The node.
+        incarnation: Which life of it.
+        lease: How long it may go on alone.
+        first_resend: Seconds after which it registers again, while nobody answers.
+    """
+
+    job_id: str
+    node_id: str
+    incarnation: int
+    lease: Lease
+    first_resend: float = RESEND_SECONDS
+    _session: int = 0
+    _link: Link = field(default_factory=Link)
+    _term: int = 0
+    _follows: int | None = None
+    _echo: float | None = None
+    _beat_at: float | None = None
+    _is_cut: bool = False
+
+    def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
+        """Begin a new session, of which `register` is the first body."""
+        self._session += 1
+        self._link = Link(self.first_resend)
+        body = msgspec.structs.replace(register, follows=self._follows)
+        return self.send(generation, body, now=now)
+
+    def send(self, generation: int, body: FromAgent, *, now: float) -> list[Envelope]:
+        """Return the frame that carries `body`, which also asks for a sign of life."""
+        parcel = self._link.put(generation, body, now=now)
+        return [self._frame(now, parcel.seq, generation, body)]
+
+    def ask(self, *, now: float) -> list[Envelope]:
+        """Return the frame that asks whoever is at the other end for a sign of life."""
+        return [self._frame(now)]
+
+    @property
+    def live_until(self) -> float | None:
+        """Time by which no worker may live unless there is another answer; None for ever."""
+        if self._echo is None or self.lease.kill == float("inf"):
+            return None
+        return self._echo + self.lease.kill
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        due = [at for at in (self._link.deadline, self._beat_at, self._cut_at()) if at is not None]
+        return min(due, default=None)
+
+    def tick(self, *, now: float) -> tuple[list[UplinkEvent], list[Envelope]]:
+        """Return the events and frames that are due."""
+        frames = [
+            self._frame(now, parcel.seq, parcel.generation, parcel.body)
+            for parcel in self._link.overdue(now=now)
+        ]
+        if not frames and self._beat_at is not None and now >= self._beat_at:
+            frames.append(self._frame(now))
+        cut_at = self._cut_at()
+        if cut_at is None or now < cut_at:
+            return [], frames
+        self._is_cut = True
+        return [Cut()], frames
+
+    def receive(
+        self, envelope: Envelope, *, now: float
+    ) -> tuple[list[UplinkEvent], list[Envelope]]:
+        """Return what a frame of the scheduler means, and the frames that answer it."""
+        mine = (self.job_id, self.incarnation, self._session)
+        if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
+            return [], []
+        body = envelope.body
+        is_another = 0 < self._term < envelope.term
+        self._term = max(self._term, envelope.term)
+        if isinstance(body, Unknown):
+            self._follows = body.known
+        if is_another or isinstance(body, Unknown):
+            return [Forgotten()], []
+        events: list[UplinkEvent] = self._echoed(envelope.stamp, now)
+        self._link.acknowledge(envelope.ack, now=now)
+        if not envelope.seq:
+            return events, []
+        if self._link.take(envelope.seq) and isinstance(body, _OF_SCHEDULER):
+            age = 0.0 if self._echo is None else now - envelope.stamp
+            events.append(Received(envelope.generation, body, age))
+        return events, [self._frame(0.0)]
+
+    def _echoed(self, stamp: float, now: float) -> list[UplinkEvent]:
+        """Count the lease from `stamp`, when the latest frame that was answered left here."""
+        if not stamp or (self._echo is not None and stamp <= self._echo):
+            return []
+        is_late = now >= stamp + self.lease.fence
+        is_news = self._echo is None or (self._is_cut and not is_late)
+        if self._echo is None:
+            self._ask_from(stamp)
+        self._echo = stamp
+        self._is_cut = self._is_cut and is_late
+        return [Reached()] if is_news else []
+
+    def _ask_from(self, at: float) -> None:
+        """Ask for the next sign of life some time after `at`.
+
+        Before the first answer there is nothing to ask for: a registration is sent again.
+        """
+        if self.lease.heartbeat != float("inf"):
+            self._beat_at = at + self.lease.heartbeat
+
+    def _cut_at(self) -> float | None:
+        return None if self._is_cut else self._fence_at()
+
+    def _fence_at(self) -> float | None:
+        if self._echo is None or self.lease.fence == float("inf"):
+            return None
+        return self._echo + self.lease.fence
+
+    def _frame(
+        self,
+        stamp: float,
+        seq: int = 0,
+        generation: int = -1,
+        body: FromAgent | FromScheduler | None = None,
+    ) -> Envelope:
+        if stamp and self._echo is not None:
+            self._ask_from(stamp)
+        return Envelope(
+            job_id=self.job_id,
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            session=self._session,
+            seq=seq,
+            ack=self._link.received,
+            stamp=stamp,
+            term=self._term,
+            generation=generation,
+            body=body,
+        )

@@ -1,0 +1,1 @@
+"""Leases, hang detection and stack dumps."""

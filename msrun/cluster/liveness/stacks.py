@@ -1,0 +1,151 @@
+"""Where the ranks of a job are in their programs: stacks, read from text and grouped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+
+import msgspec
+
+from msrun.cluster.bounds import RankSet
+
+FRAMES_MAX = 40
+FILE_CHARS_MAX = 120
+FUNCTION_CHARS_MAX = 60
+# Of ranks that are named one by one in a sentence about a group.
+_GROUPS_MAX = 16
+# As faulthandler writes it.
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
+# Below the program's own frames are those of whoever runs it.
+_RUNNERS = ("<frozen runpy>", "runpy.py")
+_OURS = re.compile(r"/msrun/(?:worker|supervise|processes|cli)/(?:\w+/)*\w+\.py$|/msrun/(?:entry|__main__)\.py$")
+_LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python[0-9.]+/|^<")
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call: the file, the line that it has reached, and the function."""
+
+    file: str
+    line: int
+    function: str
+
+    def place(self) -> str:
+        """Return the file's name and the line."""
+        return f"{PurePath(self.file).name}:{self.line}"
+
+
+class RankStack(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is.
+
+    Args:
+        rank: The rank.
+        frames: Its main thread, innermost first.
+        problem: Why there are no frames; empty when there are.
+        idle: Seconds since its last beat; 0 for one that never beat.
+    """
+
+    rank: int
+    frames: tuple[Frame, ...] = ()
+    problem: str = ""
+    idle: float = 0.0
+
+
+class StackGroup(msgspec.Struct, frozen=True):
+    """Ranks that are in one place.
+
+    Args:
+        ranks: The ranks.
+        frames: Where they are, innermost first.
+        problem: Why that is not known; empty when it is.
+    """
+
+    ranks: RankSet
+    frames: list[Frame]
+    problem: str = ""
+
+    def where(self) -> str:
+        """Return the words that follow "ranks 0-2"."""
+        if not self.frames:
+            return f"without a stack: {self.problem}"
+        inner = self.frames[0]
+        own = next((frame for frame in self.frames if not _LIBRARIES.search(frame.file)), inner)
+        called = "" if own == inner else f", called at {own.place()}"
+        return f"in {inner.function} at {inner.place()}{called}"
+
+
+def parse(text: str) -> tuple[Frame, ...]:
+    """Return the main thread of what faulthandler wrote about all threads, innermost first.
+
+    The interpreter lists its threads newest first, so the main thread is the last.
+    """
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            frames = []
+        elif found := _FRAME.fullmatch(line):
+            file, function = found["file"][-FILE_CHARS_MAX:], found["function"][:FUNCTION_CHARS_MAX]
+            frames.append(Frame(file, int(found["line"]), function))
+    while frames and (_OURS.search(frames[-1].file) or frames[-1].file.endswith(_RUNNERS)):
+        frames.pop()
+    return tuple(frames[:FRAMES_MAX])
+
+
+def group(stacks: Iterable[RankStack]) -> list[StackGroup]:
+    """Return `stacks` grouped by where they are, larger groups first."""
+    groups = _alike(stacks)
+    ordered = sorted(groups, key=lambda place: (-len(groups[place]), min(groups[place])))
+    return [
+        StackGroup(RankSet.of(groups[frames, problem]), list(frames), problem)
+        for frames, problem in ordered
+    ]
+
+
+def _alike(stacks: Iterable[RankStack]) -> dict[tuple[tuple[Frame, ...], str], list[int]]:
+    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.frames, stack.problem), []).append(stack.rank)
+    return groups
+
+
+def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
+    """Return the rank that most likely keeps the others waiting.
+
+    Among those that make no progress it is one whose stack could not be had, since what
+    is stopped can show none; else one of the smallest group of equal stacks; of these the
+    one that has been silent for longest.
+
+    Args:
+        stacks: Where all ranks are.
+        stalled: Rank -> seconds without progress, of those that were reported; at least one.
+    """
+    least = min(stalled.values()) / 2
+    size = {rank: len(ranks) for ranks in _alike(stacks).values() for rank in ranks}
+    shown = {stack.rank: bool(stack.frames) for stack in stacks}
+    silent = {stack.rank: stack.idle for stack in stacks if stack.idle >= least} | dict(stalled)
+    return min(
+        silent,
+        key=lambda rank: (shown.get(rank, False), size.get(rank, 0), -silent[rank], rank),
+    )
+
+
+def summary(groups: Sequence[StackGroup]) -> str:
+    """Return where all ranks are, as one line."""
+    parts = [f"{_count(found.ranks)} {found.where()}" for found in groups[:_GROUPS_MAX]]
+    if len(groups) > _GROUPS_MAX:
+        parts.append(f"and {len(groups) - _GROUPS_MAX} more groups")
+    return "; ".join(parts)
+
+
+def render(groups: Sequence[StackGroup]) -> str:
+    """Return the stack of each group, innermost call first, below a line of its ranks."""
+    lines: list[str] = []
+    for found in groups:
+        lines.append(f"{_count(found.ranks)} {found.where()}")
+        lines += [f"    {f.file}:{f.line} in {f.function}" for f in found.frames]
+    return "\n".join(lines)
+
+
+def _count(ranks: RankSet) -> str:
+    return f"rank {ranks}" if len(ranks) == 1 else f"{len(ranks)} ranks ({ranks})"

@@ -1,0 +1,1 @@
+"""The scheduler's state machine and everything it decides with."""

@@ -1,0 +1,434 @@
+"""What the scheduler does for those who control a job, and about ranks that hang.
+
+A machine of the usual shape: questions, what agents answer, and the time come in;
+actions go out.  It asks agents for what lies on their nodes, and answers without those that
+do not answer in time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster.bounds import RankSet
+from msrun.cluster.liveness import stacks as pictures
+from msrun.cluster.liveness.stacks import RankStack
+from msrun.cluster.scheduler import events as scheduler_events
+from msrun.cluster.scheduler import report, wal
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import Phase, Received, Send
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.verdict import RankExit, render_seconds
+from msrun.cluster.wire.control_messages import (
+    AnyReply,
+    AnyRequest,
+    Denied,
+    Done,
+    DrainNode,
+    GetLog,
+    GetNodes,
+    GetRanks,
+    GetStacks,
+    GetStatus,
+    Log,
+    SignalJob,
+    Stacks,
+    StopJob,
+    fitting,
+)
+from msrun.cluster.wire.messages import (
+    DumpStacks,
+    FromScheduler,
+    Hung,
+    LogPart,
+    ReadLog,
+    Restarting,
+    Running,
+    SignalRanks,
+    Stack,
+    Stalled,
+    Waiting,
+)
+from msrun.errors import signal_name
+
+ANSWER_SECONDS = 5.0
+# Ranks that still run so long after another has finished may wait for it, and for ever.
+ALONE_SECONDS = 3.0
+_CAUSES_MAX = 8
+_INQUIRIES_MAX = 64
+_REPORT_CHARS_MAX = 12_000
+_OF_US = (Running, Stalled, Stack, LogPart)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer `reply` to whoever asked by `route`."""
+
+    route: bytes
+    reply: AnyReply
+
+
+Action = scheduler_events.Action | Reply
+
+
+@dataclass(slots=True)
+class _LogInquiry:
+    node_id: str
+    host: str
+    route: bytes
+    due: float
+
+
+@dataclass(slots=True)
+class _StackInquiry:
+    """Stacks that are being collected.
+
+    Args:
+        number: Which the answers carry.
+        generation: Of which generation.
+        due: When it is over, whoever has not answered.
+        wanted: Ranks that have not answered, by node.
+        routes: Who asked.
+        found: What has come.
+        stalled: Ranks of which a node said that they make no progress -> the seconds.
+        sign: What did not come from them.
+    """
+
+    number: int
+    generation: int
+    due: float
+    wanted: dict[str, set[int]]
+    routes: list[bytes] = field(default_factory=list)
+    found: dict[int, Stack] = field(default_factory=dict)
+    stalled: dict[int, float] = field(default_factory=dict)
+    sign: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Control:
+    """The control of one job.
+
+    Args:
+        state: The job.
+        peers: Its agents.
+    """
+
+    state: ControlledState
+    peers: Peers
+    _causes: deque[str] = field(default_factory=lambda: deque(maxlen=_CAUSES_MAX))
+    _running: dict[str, tuple[Running, float]] = field(default_factory=dict)
+    _running_generation: int = -1
+    _logs: dict[int, _LogInquiry] = field(default_factory=dict)
+    _stacks: _StackInquiry | None = None
+    _number: int = 0
+    _told_of: int = -1
+
+    @staticmethod
+    def is_for(event: scheduler_events.Event) -> bool:
+        """Tell whether `event` is for this machine and not for the job's own."""
+        return isinstance(event, Received) and isinstance(event.body, _OF_US)
+
+    def note(self, actions: Iterable[Action]) -> None:
+        """Remember what the job's machine told its nodes about failures."""
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.body, Restarting):
+                self._note_cause(action.generation, action.body.reason)
+
+    def recall(self, records: Iterable[wal.Record]) -> None:
+        """Remember what an earlier scheduler wrote about failures."""
+        for generation, reason in wal.causes(records):
+            self._note_cause(generation, reason)
+
+    def _note_cause(self, generation: int, reason: str) -> None:
+        cause = f"generation {generation - 1}: {reason}"
+        if cause not in self._causes:
+            self._causes.append(cause)
+
+    # Those who ask.
+
+    def ask(self, job_id: str, request: AnyRequest, route: bytes, *, now: float) -> list[Action]:
+        """Return the actions that answer a question."""
+        if job_id not in ("", self.state.job_id):
+            reason = f"the scheduler here runs job {self.state.job_id}, not {job_id}"
+            return [Reply(route, Denied(reason=reason))]
+        match request:
+            case GetLog():
+                return self._ask_for_log(request, route, now)
+            case GetStacks():
+                return self._ask_for_stacks(route, now)
+            case StopJob() | DrainNode() | SignalJob():
+                return self._command(request, route, now)
+        return [Reply(route, self._report(request, now))]
+
+    def _report(self, request: GetStatus | GetNodes | GetRanks, now: float) -> AnyReply:
+        match request:
+            case GetStatus():
+                return report.status(self.state, self._causes, term=self.peers.term, now=now)
+            case GetNodes(first=first):
+                return report.nodes(self.state, self.peers, first, now=now)
+            case GetRanks(first=first):
+                return report.ranks(self.state, self._of_now(), first, now=now)
+
+    def _command(
+        self, request: StopJob | DrainNode | SignalJob, route: bytes, now: float
+    ) -> list[Action]:
+        state = self.state
+        if state.is_over:
+            return [Reply(route, Denied(reason=f"job {state.job_id} is over"))]
+        match request:
+            case StopJob(now=at_once):
+                done = Done(sentence=f"job {state.job_id} is being stopped")
+                return [Reply(route, done), *state.stop(at_once=at_once)]
+            case DrainNode(node=name):
+                problem, actions = state.drain(name, now=now)
+                done = Done(sentence=f"node {name} leaves job {state.job_id}")
+                return [Reply(route, Denied(reason=problem) if problem else done), *actions]
+            case SignalJob():
+                return self._signal(request, route)
+
+    def _signal(self, request: SignalJob, route: bytes) -> list[Action]:
+        every = [rank for ranks in self.state.living().values() for rank in ranks]
+        chosen = [rank for rank in every if _is_in(rank, request.ranks)]
+        if not chosen:
+            what = "none of those ranks" if every else "no worker of the job"
+            return [Reply(route, Denied(reason=f"{what} runs"))]
+        nodes = [
+            node_id
+            for node_id, ranks in self.state.living().items()
+            if any(_is_in(rank, request.ranks) for rank in ranks)
+        ]
+        order = SignalRanks(ranks=request.ranks, signum=request.signum)
+        name = signal_name(request.signum)
+        done = Done(sentence=f"{name} goes to {len(chosen)} rank(s) on {len(nodes)} node(s)")
+        return [Reply(route, done), *(self._send(node_id, order) for node_id in nodes)]
+
+    def _ask_for_log(self, request: GetLog, route: bytes, now: float) -> list[Action]:
+        members = self.state.current.members
+        found = next(
+            (n for n, m in members.items() if 0 <= request.rank - m.first_rank < m.count), None
+        )
+        if found is None:
+            size = self.state.current.world_size
+            what = f"choose 0 to {size - 1}" if size else "no generation has started"
+            return [Reply(route, Denied(reason=f"the job has no rank {request.rank} ({what})"))]
+        host = members[found].host
+        if found not in self.state.roster.nodes:
+            return [Reply(route, Denied(reason=f"node {host}, which has the log, is lost"))]
+        if len(self._logs) >= _INQUIRIES_MAX:
+            return [Reply(route, Denied(reason="too many ask for logs; try again"))]
+        self._number += 1
+        self._logs[self._number] = _LogInquiry(found, host, route, now + ANSWER_SECONDS)
+        order = ReadLog(
+            inquiry=self._number, rank=request.rank, offset=request.offset, lines=request.lines
+        )
+        return [self._send(found, order)]
+
+    def _ask_for_stacks(self, route: bytes, now: float) -> list[Action]:
+        if not any(self.state.living().values()):
+            return [Reply(route, Denied(reason="no worker of the job runs"))]
+        actions = self._collect(now)
+        if self._stacks and len(self._stacks.routes) < _INQUIRIES_MAX:
+            self._stacks.routes.append(route)
+        return actions
+
+    # What agents say.
+
+    def receive(self, event: Received, *, now: float) -> list[Action]:
+        """Return the actions that follow from what an agent said."""
+        node = self.state.roster.nodes.get(event.node_id)
+        if node is None or node.incarnation != event.incarnation:
+            return []
+        match event.body:
+            case LogPart() as part:
+                return self._log_came(event.node_id, part)
+            case Stack() as stack:
+                return self._stack_came(event.node_id, stack, now)
+        is_of_now = event.generation == self.state.generation
+        if not is_of_now or event.node_id not in self.state.current.members:
+            return []
+        match event.body:
+            case Running(age=age) as running:
+                self._of_now()[event.node_id] = (running, now - age)
+            case Stalled() as stalled:
+                return self._stalled(event.node_id, stalled, now)
+        return []
+
+    def _of_now(self) -> dict[str, tuple[Running, float]]:
+        """Return what is known about the workers of this generation."""
+        if self._running_generation != self.state.generation:
+            self._running_generation = self.state.generation
+            self._running = {}
+        return self._running
+
+    def _log_came(self, node_id: str, part: LogPart) -> list[Action]:
+        asked = self._logs.get(part.inquiry)
+        if asked is None or asked.node_id != node_id:
+            return []
+        del self._logs[part.inquiry]
+        if part.problem:
+            return [Reply(asked.route, Denied(reason=part.problem))]
+        log = Log(host=asked.host, log_file=part.log_file, data=part.data, offset=part.offset)
+        return [Reply(asked.route, log)]
+
+    def _stalled(self, node_id: str, stalled: Stalled, now: float) -> list[Action]:
+        member = self.state.current.members[node_id]
+        is_living = 0 <= stalled.rank - member.first_rank < member.count
+        is_living &= stalled.rank not in self.state.current.exits
+        if self.state.phase is not Phase.RUNNING or not is_living:
+            return []
+        actions = self._collect(now)
+        if self._stacks:
+            self._stacks.stalled[stalled.rank] = stalled.seconds
+            self._stacks.sign = stalled.sign
+        return actions
+
+    # Stacks.
+
+    def _collect(self, now: float) -> list[Action]:
+        """Begin to collect stacks, if that is not under way."""
+        if self._stacks and self._stacks.generation == self.state.generation:
+            return []
+        routes = self._stacks.routes if self._stacks else []
+        self._number += 1
+        wanted = {node_id: set(ranks) for node_id, ranks in self.state.living().items() if ranks}
+        self._stacks = _StackInquiry(
+            self._number, self.state.generation, now + ANSWER_SECONDS, wanted, routes
+        )
+        return [self._send(node_id, DumpStacks(inquiry=self._number)) for node_id in wanted]
+
+    def _stack_came(self, node_id: str, stack: Stack, now: float) -> list[Action]:
+        inquiry = self._stacks
+        if inquiry is None or stack.inquiry != inquiry.number:
+            return []
+        wanted = inquiry.wanted.get(node_id, set())
+        if stack.worker.rank not in wanted:
+            return []
+        wanted.discard(stack.worker.rank)
+        if not wanted:
+            del inquiry.wanted[node_id]
+        inquiry.found[stack.worker.rank] = stack
+        return [] if inquiry.wanted else self._finish_stacks(inquiry, now)
+
+    def _finish_stacks(self, inquiry: _StackInquiry, now: float) -> list[Action]:
+        self._stacks = None
+        pictured = self._pictures(inquiry)
+        groups = pictures.group(pictured)
+        shown = fitting(groups)
+        left_out = len(groups) - len(shown)
+        reply = Stacks(generation=inquiry.generation, groups=shown, left_out=left_out)
+        replies: list[Action] = [Reply(route, reply) for route in inquiry.routes]
+        is_hang = inquiry.stalled and inquiry.generation == self.state.generation
+        if not is_hang or self.state.phase is not Phase.RUNNING:
+            return replies
+        return [*replies, *self._end_hang(inquiry, pictured, now)]
+
+    def _pictures(self, inquiry: _StackInquiry) -> list[RankStack]:
+        """Return where all ranks are, those of nodes that did not answer included."""
+        found = [
+            RankStack(
+                rank=rank,
+                frames=tuple(stack.frames),
+                problem=stack.problem,
+                idle=stack.worker.stalled,
+            )
+            for rank, stack in inquiry.found.items()
+        ]
+        for node_id, ranks in inquiry.wanted.items():
+            member = self.state.current.members.get(node_id)
+            host = member.host if member else node_id
+            problem = f"node {host} did not answer within {ANSWER_SECONDS:g}s"
+            found += [RankStack(rank=rank, problem=problem) for rank in ranks]
+        return sorted(found, key=lambda stack: stack.rank)
+
+    def _end_hang(
+        self, inquiry: _StackInquiry, pictured: list[RankStack], now: float
+    ) -> list[Action]:
+        """Tell every node where all ranks are, and end the generation."""
+        rank = pictures.suspect(pictured, inquiry.stalled)
+        longest = max(inquiry.stalled.values())
+        worker = self._suspect(inquiry, rank, longest)
+        groups = pictures.group(pictured)
+        stalled = self.state.describe_ranks(inquiry.stalled.keys())
+        head = (
+            f"generation {inquiry.generation} hangs: no {inquiry.sign} of {stalled} "
+            f"for {render_seconds(longest)}\n{pictures.summary(groups)}"
+        )
+        text = f"{head}\n\n{pictures.render(groups)}"
+        hung = Hung(report=text[:_REPORT_CHARS_MAX])
+        told: list[Action] = [self._send(n, hung) for n in sorted(self.state.roster.nodes)]
+        return [*told, *self.state.give_up_on(worker, now=now)]
+
+    def _suspect(self, inquiry: _StackInquiry, rank: int, longest: float) -> RankExit:
+        stalled = inquiry.stalled.get(rank, longest)
+        if stack := inquiry.found.get(rank):
+            worker = stack.worker
+        else:
+            member = self.state.current.members[self.state.current.node_of(rank)]
+            worker = RankExit(
+                rank=rank,
+                node_rank=member.node_rank,
+                host=member.host,
+                local_rank=rank - member.first_rank,
+                pid=0,
+                code=None,
+                ran_for=0.0,
+            )
+        return msgspec.structs.replace(worker, stalled=stalled, age=stalled)
+
+    # Time.
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        dues = [asked.due for asked in self._logs.values()]
+        if self._stacks:
+            dues.append(self._stacks.due)
+        if (alone_at := self._alone_at()) is not None:
+            dues.append(alone_at)
+        return min(dues, default=None)
+
+    def _alone_at(self) -> float | None:
+        """Return when to tell who still runs; None where none has finished, or it was told."""
+        if self.state.phase is not Phase.RUNNING or self._told_of == self.state.generation:
+            return None
+        # Of thousands; a failure would have stopped the others.
+        first = next(iter(self.state.current.exits.values()), None)
+        return first[1] + ALONE_SECONDS if first else None
+
+    def _tell_who_runs(self) -> list[Action]:
+        """Tell all nodes once which ranks still run, and that the others have finished."""
+        self._told_of = self.state.generation
+        done = RankSet.of(self.state.current.exits)
+        living = self.state.living()
+        still = self.state.describe_ranks({rank for ranks in living.values() for rank in ranks})
+        have = "have" if len(done) > 1 else "has"
+        reason = f"rank {done} {have} finished; still running: {still}"
+        return [self._send(node_id, Waiting(reason=reason)) for node_id in living]
+
+    def woke(self, *, now: float) -> None:
+        """Wait anew for the answers that may have come while nobody listened."""
+        for asked in self._logs.values():
+            asked.due = now + ANSWER_SECONDS
+        if self._stacks:
+            self._stacks.due = now + ANSWER_SECONDS
+
+    def tick(self, *, now: float) -> list[Action]:
+        """Return the answers that were waited for in vain."""
+        actions: list[Action] = []
+        for number in [n for n, asked in self._logs.items() if asked.due <= now]:
+            asked = self._logs.pop(number)
+            reason = f"node {asked.host} did not answer within {ANSWER_SECONDS:g}s"
+            actions.append(Reply(asked.route, Denied(reason=reason)))
+        if self._stacks and self._stacks.due <= now:
+            actions += self._finish_stacks(self._stacks, now)
+        if (alone_at := self._alone_at()) is not None and alone_at <= now:
+            actions += self._tell_who_runs()
+        return actions
+
+    def _send(self, node_id: str, body: FromScheduler) -> Send:
+        return Send(node_id, self.state.generation, body)
+
+
+def _is_in(rank: int, ranges: list[tuple[int, int]]) -> bool:
+    return not ranges or any(first <= rank <= last for first, last in ranges)

@@ -1,0 +1,193 @@
+"""What is known about the workers of one generation, and what ended it."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster import verdict as verdicts
+from msrun.cluster.bounds import RankSet, few, listed
+from msrun.cluster.scheduler.restart_policy import GiveUp
+from msrun.cluster.scheduler.roster import Node
+from msrun.cluster.scheduler.wal import Member
+from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.wire.messages import Start
+from msrun.errors import ExitCode
+
+
+class Because(enum.Enum):
+    """Why a generation ends before its workers do."""
+
+    FAILURE = "failure"
+    CHANGE = "change"
+    OBSTACLE = "obstacle"
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A node went with its workers; `at` is when it was last known to be well."""
+
+    sentence: str
+    at: float
+
+
+@dataclass(slots=True)
+class Generation:
+    """One generation.
+
+    Args:
+        members: Node id -> its place, by node rank.
+        world_size: Workers of all nodes.
+        store: Host and port of the TCPStore.
+        undrained: Members on which workers may still live.
+        exits: Rank -> how it ended and when it failed.
+        losses: Nodes that went with their workers, in the order in which that was seen.
+        stuck: Node id -> processes that could not be killed.
+        because: What ended it; None while it goes on.
+        change: Which nodes come or go, where that is what ended it.
+    """
+
+    members: dict[str, Member] = field(default_factory=dict)
+    world_size: int = 0
+    store: tuple[str, int] = ("", 0)
+    undrained: set[str] = field(default_factory=set)
+    exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+    stuck: dict[str, list[str]] = field(default_factory=dict)
+    because: Because | None = None
+    change: str = ""
+    _shifts: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, members: Sequence[Member], store: tuple[str, int]) -> Generation:
+        """Return the generation of `members`, which come by node rank."""
+        return cls(
+            members={member.node_id: member for member in members},
+            world_size=sum(member.count for member in members),
+            store=store,
+            undrained={member.node_id for member in members},
+        )
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether every rank exited with code 0, and not because it was asked to end."""
+        if self.because is Because.CHANGE:
+            return False
+        ends = [end for end, _ in self.exits.values()]
+        are_done = all(end.succeeded and not end.stopped for end in ends)
+        return len(ends) == self.world_size and are_done
+
+    def lives(self, node_id: str, incarnation: int) -> bool:
+        """Whether workers of it may live in that life of a node."""
+        is_member = node_id in self.undrained
+        return is_member and self.members[node_id].incarnation == incarnation
+
+    def ranks(self, node_id: str) -> range:
+        """Return the ranks of a member."""
+        member = self.members[node_id]
+        return range(member.first_rank, member.first_rank + member.count)
+
+    def has_ended(self, node_id: str) -> bool:
+        """Whether the end of every worker of a node is known."""
+        return all(rank in self.exits for rank in self.ranks(node_id))
+
+    def all_stuck(self) -> list[str]:
+        """Return what could not be killed, by node, of many the first."""
+        return few(process for _, found in sorted(self.stuck.items()) for process in found)
+
+    def root(self) -> RankExit | None:
+        """Return the worker whose failure came first; None when a loss did, or none failed."""
+        if all(end.succeeded for end, _ in self.exits.values()):
+            return None
+        root = verdicts.root_cause(self.exits.values())
+        first_loss = min((loss.at for loss in self.losses), default=None)
+        # A node that dies takes its peers' workers down with it, and is noticed after them.
+        return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
+
+    def said_at(self, node_id: str, at: float, now: float) -> float:
+        """Return our time for a node's own `at`, of which it has told us `now`.
+
+        What it says may be under way for long, and each time for another while.  With one
+        shift for all of it, what failed first on a node stays first.
+        """
+        return at + self._shifts.setdefault(node_id, now - at)
+
+    def node_of(self, rank: int) -> str:
+        """Return the node of a rank."""
+        return next(node_id for node_id in self.members if rank in self.ranks(node_id))
+
+    def start(self, node_id: str) -> Start:
+        """Return what starts the workers of a node."""
+        member = self.members[node_id]
+        return Start(
+            node_rank=member.node_rank,
+            nnodes=len(self.members),
+            first_rank=member.first_rank,
+            count=member.count,
+            world_size=self.world_size,
+            store_host=self.store[0],
+            store_port=self.store[1],
+            serve_store=member.node_rank == 0,
+            first_local_rank=member.first_local_rank,
+            local_world_size=member.local_world_size,
+        )
+
+    def sentence(self, root: RankExit | None) -> str:
+        """Return what ended the generation, of whose failures `root` came first."""
+        if self.because is Because.CHANGE:
+            return self.change
+        lost = listed([loss.sentence for loss in self.losses], "; ")
+        return root.sentence() if root else lost or self.change
+
+    def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
+        """Return the code and the reason of a job that ends with the generation."""
+        own_code = root.exit_code if root else ExitCode.NODE_LOST
+        reason = self.sentence(root) + (f"; {step.reason}" if step.reason else "")
+        return own_code if step.code is None else step.code, reason
+
+    def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
+        """Return `verdict` with the ends of all workers beside that of `root`."""
+        ends = [end for end, _ in self.exits.values() if root is None or end.rank != root.rank]
+        return msgspec.structs.replace(
+            verdict,
+            root=root,
+            collateral=verdicts.group_exits(end for end in ends if not end.succeeded),
+            # Whoever misses one that has left may fail before its end is noticed.
+            finished=RankSet.of(e.rank for e in ends if e.succeeded and not e.stopped),
+        )
+
+
+def seat(nodes: Mapping[str, Node]) -> Generation:
+    """Return the generation of `nodes`, which come by node rank."""
+    members = []
+    first_rank = 0
+    workers: Counter[tuple[str, str]] = Counter()
+    for node in nodes.values():
+        workers[_machine(node)] += node.registration.slots
+    seated: Counter[tuple[str, str]] = Counter()
+    for node_rank, (node_id, node) in enumerate(nodes.items()):
+        body, machine = node.registration, _machine(node)
+        members.append(
+            Member(
+                node_id=node_id,
+                host=body.host,
+                incarnation=node.incarnation,
+                node_rank=node_rank,
+                first_rank=first_rank,
+                count=body.slots,
+                first_local_rank=seated[machine] if body.shares_host else 0,
+                local_world_size=workers[machine] if body.shares_host else 0,
+            )
+        )
+        first_rank += body.slots
+        seated[machine] += body.slots
+    master = next(iter(nodes.values())).registration
+    return Generation.of(members, (master.store_host, master.store_port))
+
+
+def _machine(node: Node) -> tuple[str, str]:
+    """Return what two nodes on one machine have in common, and others do not."""
+    return (node.registration.host, node.registration.store_host)

@@ -1,0 +1,91 @@
+"""Which nodes make up a generation, and in which order: where ranks come from.
+
+The order of a job's first generation is the order of its nodes: the rank they were
+given, else their address as a number, else the natural order of their names.  Later
+generations keep it: who stays keeps its seat, and who replaces a lost node takes the
+seat of that one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from msrun.cluster.wire.messages import Formation, Register
+
+NodeOrder = tuple[bool, int, bool, int, int, list[tuple[int, str]], str]
+
+
+def node_order(node_id: str, node: Register) -> NodeOrder:
+    """Return what nodes are sorted by."""
+    try:
+        address = ipaddress.ip_address(node.store_host)
+    except ValueError:
+        numeric = (True, 0, 0)
+    else:
+        numeric = (False, address.version, int(address))
+    natural = [(int(n or -1), text) for n, text in re.findall(r"(\d+)|(\D+)", node.host)]
+    return (node.node_rank is None, node.node_rank or 0, *numeric, natural, node_id)
+
+
+def is_full(nodes: int, slots: int, formation: Formation) -> bool:
+    """Return whether no further node is waited for when so many bring so many workers."""
+    has_workers = formation.world_size is not None and slots >= formation.world_size
+    return nodes >= formation.nnodes_max or has_workers
+
+
+def is_enough(nodes: int, slots: int, formation: Formation) -> bool:
+    """Return whether a generation can do without further nodes."""
+    if formation.world_size is not None:
+        return is_full(nodes, slots, formation)
+    return nodes >= formation.nnodes_min
+
+
+def choose(
+    nodes: Mapping[str, Register],
+    formation: Formation,
+    seats: Sequence[str],
+    cold: Collection[str] = (),
+) -> list[str]:
+    """Return the nodes of the next generation by node rank.
+
+    Args:
+        nodes: All that could take part, in the order in which they came.
+        formation: How many it takes; there are enough.
+        seats: The nodes of the generation before by node rank; empty before the first.
+        cold: Those for which the others would have to wait: no more than there must be.
+    """
+    chosen = _pick(nodes, formation, seats, cold)
+    if not seats:
+        return sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
+    newcomers = [node_id for node_id in chosen if node_id not in seats]
+    newcomers.sort(key=lambda node_id: node_order(node_id, nodes[node_id]))
+    order: list[str] = []
+    for node_id in seats:
+        if node_id in chosen:
+            order.append(node_id)
+        elif newcomers:
+            order.append(newcomers.pop(0))
+    return order + newcomers
+
+
+def _pick(
+    nodes: Mapping[str, Register],
+    formation: Formation,
+    seats: Sequence[str],
+    cold: Collection[str],
+) -> list[str]:
+    """Return who takes part: those who did before, then who came first; the cold ones last."""
+    candidates = [*(n for n in seats if n in nodes), *(n for n in nodes if n not in seats)]
+    candidates.sort(key=lambda node_id: node_id in cold)
+    if formation.world_size is None:
+        wanted = max(len(nodes) - len(cold), formation.nnodes_min)
+        return candidates[: min(wanted, formation.nnodes_max)]
+    picked: list[str] = []
+    missing = formation.world_size
+    for node_id in candidates[: formation.nnodes_max]:
+        if nodes[node_id].slots <= missing:
+            picked.append(node_id)
+            missing -= nodes[node_id].slots
+    return picked

@@ -1,0 +1,147 @@
+"""Where a job stands, as answers to those who ask: the job, its nodes, its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import Phase
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.wal import Member
+from msrun.cluster.wire.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
+from msrun.cluster.wire.messages import Running
+
+# Of what is looked at for one page, which may have room for fewer.
+_ROWS_MAX = 512
+_HOST_CHARS_MAX = 255
+_CAUSE_CHARS_MAX = 500
+_LIVE = (Phase.RUNNING, Phase.STOPPING)
+
+
+def status(state: ControlledState, causes: Sequence[str], *, term: int, now: float) -> Status:
+    """Return where the job stands."""
+    is_forming = state.phase is Phase.FORMING
+    verdict = state.verdict
+    return Status(
+        job_id=state.job_id,
+        phase=state.phase.value,
+        generation=state.generation,
+        uptime=now - state.started_at,
+        formation=state.formation,
+        nodes=len(state.roster.nodes),
+        world_size=0 if is_forming else state.current.world_size,
+        waiting_for=state.roster.attendance() if is_forming else "",
+        failures=state.policy.failures,
+        losses=state.policy.losses,
+        max_restarts=state.policy.limits.max_restarts,
+        causes=[cause[:_CAUSE_CHARS_MAX] for cause in causes],
+        scheduler_restarts=term - 1,
+        verdict=verdict,
+    )
+
+
+def nodes(state: ControlledState, peers: Peers, first: int, *, now: float) -> Nodes:
+    """Return a page of the nodes: members by node rank, then the others as they came."""
+    members = state.current.members if state.phase in _LIVE else {}
+    others = [node_id for node_id in state.roster.nodes if node_id not in members]
+    names = [*members, *others]
+    window = names[max(first, 0) : max(first, 0) + _ROWS_MAX]
+    rows = fitting([_node(state, peers, n, members.get(n), now) for n in window])
+    return Nodes(rows=rows, following=_following(first, len(rows), len(names)))
+
+
+def all_nodes(state: ControlledState, peers: Peers, *, now: float) -> Iterator[NodeRow]:
+    """Yield all nodes."""
+    following: int | None = 0
+    while following is not None:
+        page = nodes(state, peers, following, now=now)
+        yield from page.rows
+        following = page.following
+
+
+def _node(
+    state: ControlledState, peers: Peers, node_id: str, member: Member | None, now: float
+) -> NodeRow:
+    node = state.roster.nodes.get(node_id)
+    body = node.registration if node else None
+    role = "spare" if member is None else "serving"
+    if node is None:
+        role = "lost"
+    elif node.leaves_with or node_id in state.roster.excluded:
+        role = "leaving"
+    elif state.phase is Phase.FORMING:
+        role = "registered"
+    host = body.host if body else member.host if member else ""
+    return NodeRow(
+        node_id=node_id[:_HOST_CHARS_MAX],
+        host=host[:_HOST_CHARS_MAX],
+        address=body.store_host if body else "",
+        role=role,
+        node_rank=member.node_rank if member else None,
+        ranks=(member.first_rank, member.count) if member else None,
+        slots=body.slots if body else 0,
+        silent=peers.silence(node_id, now=now) if state.formation.lease else None,
+        scheduler=bool(body and body.serves),
+        devices=body.devices if body else [],
+    )
+
+
+def ranks(
+    state: ControlledState,
+    running: Mapping[str, tuple[Running, float]],
+    first: int,
+    *,
+    now: float,
+) -> Ranks:
+    """Return a page of the ranks.
+
+    Args:
+        state: The job.
+        running: Node id -> what it said about its running workers, and when they began.
+        first: First rank of the page.
+        now: The time.
+    """
+    if state.phase not in _LIVE and not state.current.exits:
+        return Ranks(rows=[])
+    first = max(first, 0)
+    every = (
+        (node_id, member, local_rank)
+        for node_id, member in state.current.members.items()
+        for local_rank in range(member.count)
+    )
+    window = islice(every, first, first + _ROWS_MAX)
+    rows = fitting([_rank(state, running.get(n), m, local, now) for n, m, local in window])
+    return Ranks(rows=rows, following=_following(first, len(rows), state.current.world_size))
+
+
+def _rank(
+    state: ControlledState,
+    running: tuple[Running, float] | None,
+    member: Member,
+    local_rank: int,
+    now: float,
+) -> RankRow:
+    rank = member.first_rank + local_rank
+    pid = None
+    seconds: float | None = None
+    how = "starting"
+    if found := state.current.exits.get(rank):
+        end = found[0]
+        pid, how, seconds = end.pid, end.how(), end.ran_for
+    elif running and local_rank < len(running[0].pids):
+        pid, seconds = running[0].pids[local_rank], now - running[1]
+        how = "stopping" if state.phase is Phase.STOPPING else "running"
+    return RankRow(
+        rank=rank,
+        local_rank=local_rank,
+        host=member.host[:_HOST_CHARS_MAX],
+        pid=pid,
+        state=how,
+        seconds=seconds,
+    )
+
+
+def _following(first: int, count: int, total: int) -> int | None:
+    end = max(first, 0) + count
+    return end if count and end < total else None

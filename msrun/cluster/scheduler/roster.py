@@ -1,0 +1,267 @@
+"""Which nodes have registered with the scheduler, and which of them can run workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msrun.cluster.bounds import RankSet, listed
+from msrun.cluster.scheduler import rank_assignment
+from msrun.cluster.scheduler.rank_assignment import node_order
+from msrun.cluster.scheduler.wal import Member
+from msrun.cluster.wire.messages import Formation, Refused, Register
+from msrun.errors import ExitCode, signal_exit_code, signal_name
+
+# Nodes that come one after the other while a job runs change it once, not each time.
+JOIN_WINDOW = 1.0
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that has registered and is not lost.
+
+    Args:
+        incarnation: Which life of it.
+        registration: What it said.
+        since: When it said so.
+        leaves_with: The signal on which it leaves the job; 0 while it stays.
+        is_warm: Workers start on it at once.
+    """
+
+    incarnation: int
+    registration: Register
+    since: float
+    leaves_with: int = 0
+    is_warm: bool = False
+
+
+@dataclass(slots=True)
+class Roster:
+    """All nodes of a job, in the order in which they came.
+
+    A cluster of thousands registers within seconds, so that whether they are enough is
+    counted as they come and never counted anew.
+
+    Args:
+        formation: What the job was asked to be.
+        nodes: Node id -> node; changed by the methods only, as are the next two.
+        excluded: Node id -> why it may run no more workers.
+        stale: Nodes on which workers of an earlier generation may still live.
+    """
+
+    formation: Formation
+    nodes: dict[str, Node] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+    _ready: dict[str, int] = field(default_factory=dict)
+    _slots: int = 0
+    _ranks: dict[int, str] = field(default_factory=dict)
+    _sent_home: dict[str, tuple[int, Refused]] = field(default_factory=dict)
+    _expected: dict[str, int] = field(default_factory=dict)
+
+    def expect(self, members: Sequence[Member]) -> None:
+        """Count on nodes that an earlier scheduler knew and that have yet to register here."""
+        self._expected = {m.node_id: m.count for m in members if m.node_id not in self.excluded}
+
+    def add(self, node_id: str, node: Node) -> None:
+        """Take in a node, or a new registration of a known one."""
+        self._expected.pop(node_id, None)
+        self.nodes[node_id] = node
+        if node.registration.node_rank is not None:
+            self._ranks[node.registration.node_rank] = node_id
+        self._count(node_id)
+
+    def remove(self, node_id: str) -> Node:
+        """Forget a node, which may come back."""
+        node = self.nodes.pop(node_id)
+        self.stale.discard(node_id)
+        rank = node.registration.node_rank
+        if rank is not None and self._ranks.get(rank) == node_id:
+            del self._ranks[rank]
+        self._count(node_id)
+        return node
+
+    def lose(self, node_id: str, incarnation: int) -> None:
+        """Forget a life of a node, if it is the one that is known."""
+        self._expected.pop(node_id, None)
+        node = self.nodes.get(node_id)
+        if node and node.incarnation == incarnation:
+            # One that was leaving may come back to a job that has gone on without it.
+            (self.send_home if node.leaves_with else self.remove)(node_id)
+
+    def mark_stale(self, node_id: str, *, is_stale: bool) -> None:
+        """Note whether workers of an earlier generation may live on a node."""
+        (self.stale.add if is_stale else self.stale.discard)(node_id)
+        self._count(node_id)
+
+    def exclude(self, node_id: str, why: str) -> None:
+        """Run no more workers on a node."""
+        self.excluded[node_id] = why
+        self._count(node_id)
+
+    def let_go(self, node_id: str, signum: int) -> None:
+        """Note that a node leaves on a signal."""
+        self.nodes[node_id].leaves_with = signum
+        self._count(node_id)
+
+    def _count(self, node_id: str) -> None:
+        self._slots -= self._ready.pop(node_id, 0)
+        node = self.nodes.get(node_id)
+        if node is None or node.leaves_with or node_id in self.stale or node_id in self.excluded:
+            return
+        self._ready[node_id] = node.registration.slots
+        self._slots += node.registration.slots
+
+    def misfit(self, node_id: str, body: Register) -> str:
+        """Return why a node cannot take part, empty when it can."""
+        mine, theirs = self.formation, body.formation
+        who = f"node {body.host}"
+        if node_id in self.excluded:
+            return self.excluded[node_id]
+        for program, here, there in (
+            ("msrun", mine.release, theirs.release),
+            ("Python", mine.python, theirs.python),
+            ("torch", mine.torch, theirs.torch),
+        ):
+            if here != there:
+                both = f"has {_version(program, there)}, the scheduler {_version(program, here)}"
+                return f"{who} {both}: install the same on all nodes"
+        if mine != theirs:
+            both = f"was started for {render(theirs)}, the scheduler for {render(mine)}"
+            return f"{who} {both}: give all nodes the same options"
+        return self._rank_problem(node_id, body)
+
+    def _rank_problem(self, node_id: str, body: Register) -> str:
+        """Return why a node cannot have the rank that it was given, empty when it can."""
+        rank, most = body.node_rank, self.formation.nnodes_max
+        if rank is None:
+            return ""
+        given = f"{'MS_NODE_ID' if body.shares_host else '--node-rank'} {rank} of node {body.host}"
+        if rank >= most:
+            return f"{given} is outside 0 to {most - 1}"
+        holder = self._ranks.get(rank, node_id)
+        if holder == node_id:
+            return ""
+        return f"{given} is that of node {self.nodes[holder].registration.host} already"
+
+    def ready(self) -> dict[str, Register]:
+        """Return the nodes on which a generation could start, in the order they came."""
+        return {
+            node_id: node.registration
+            for node_id, node in self.nodes.items()
+            if node_id in self._ready
+        }
+
+    def is_enough(self) -> bool:
+        """Whether the job could run on the nodes that are ready, and nothing else may live."""
+        is_enough = rank_assignment.is_enough(len(self._ready), self._slots, self.formation)
+        return is_enough and not self.stale
+
+    def is_full(self) -> bool:
+        """Whether the job could use no further node."""
+        return rank_assignment.is_full(len(self._ready), self._slots, self.formation)
+
+    def has_room(self, members: Collection[str]) -> bool:
+        """Whether newcomers may join a generation of `members` while it runs."""
+        return self.formation.is_elastic and len(members) < self.formation.nnodes_max
+
+    def can_grow(self, members: Collection[str]) -> bool:
+        """Whether a newcomer could join a generation of `members` without delay."""
+        return self.has_room(members) and any(n.is_warm for n in self.newcomers(members))
+
+    def settled_at(self, members: Collection[str], *, now: float) -> float:
+        """Return until when newcomers to a generation of `members` wait for each other."""
+        newcomers = self.newcomers(members)
+        since = max(now if not node.is_warm else node.since for node in newcomers)
+        return max(now, since + JOIN_WINDOW)
+
+    def stand_by(self, node_id: str, members: Collection[str]) -> tuple[bool, str]:
+        """Return whether `members` will be joined by a node, and what it is told till then."""
+        is_next = self.has_room(members) and not self.nodes[node_id].is_warm
+        what = "joins them when its imports are done" if is_next else "stands by as a spare"
+        return is_next, f"{len(members)} node(s): this one {what}"
+
+    def newcomers(self, members: Collection[str]) -> list[Node]:
+        """Return the nodes that could join a generation of `members`."""
+        return [self.nodes[node_id] for node_id in self._ready if node_id not in members]
+
+    def cold(self, members: Mapping[str, Member]) -> set[str]:
+        """Return the nodes for whose imports others would wait, unless they have done so before."""
+        nodes = self.nodes
+        return {
+            node_id
+            for node_id in self._ready
+            if not nodes[node_id].is_warm
+            and (
+                node_id not in members or members[node_id].incarnation != nodes[node_id].incarnation
+            )
+        }
+
+    def can_do_without(self, node_id: str) -> bool:
+        """Whether the job could go on without a node."""
+        if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
+            return False
+        slots = self._ready.get(node_id)
+        nodes = len(self._ready) - (slots is not None) + len(self._expected)
+        others = self._slots - (slots or 0) + sum(self._expected.values())
+        return rank_assignment.is_enough(nodes, others, self.formation)
+
+    def leaving(self) -> list[str]:
+        """Return the nodes that are to be sent home."""
+        return [n for n, node in self.nodes.items() if node.leaves_with or n in self.excluded]
+
+    def send_home(self, node_id: str) -> Refused:
+        """Forget a node that leaves or is excluded; return what it is told."""
+        node = self.remove(node_id)
+        if signum := node.leaves_with:
+            name, host = signal_name(signum), node.registration.host
+            reason = f"node {host} left the job, which goes on, on {name}"
+            told = Refused(reason=reason, code=signal_exit_code(signum))
+        else:
+            told = Refused(reason=self.excluded[node_id], code=ExitCode.NODE_LOST)
+        self._sent_home[node_id] = (node.incarnation, told)
+        return told
+
+    def farewell(self, node_id: str, incarnation: int) -> Refused | None:
+        """Return what a life of a node was told that was sent home; None for any other."""
+        life, told = self._sent_home.get(node_id, (-1, None))
+        return told if life == incarnation else None
+
+    def attendance(self) -> str:
+        """Return who is there and who is missing, in words that a person can act on."""
+        ready = self.ready()
+        names = [ready[n].host for n in sorted(ready, key=lambda n: node_order(n, ready[n]))]
+        there = listed(names) or "none"
+        workers = sum(register.slots for register in ready.values())
+        if self.formation.world_size is None:
+            text = f"{len(ready)} of {self.formation.nnodes_min} nodes registered: {there}"
+        else:
+            text = f"{workers} of {self.formation.world_size} workers registered, on: {there}"
+        ranks = {register.node_rank for register in ready.values()}
+        if ready and None not in ranks:
+            absent = sorted(set(range(self._likely_nodes(ready))) - ranks)
+            text += f"; missing: node rank {RankSet.of(absent)}" if absent else ""
+        return text
+
+    def _likely_nodes(self, ready: Mapping[str, Register]) -> int:
+        """Return how many nodes there will be when the others are like those that are `ready`."""
+        slots = {register.slots for register in ready.values()}
+        each = slots.pop()
+        if self.formation.world_size is None or slots:
+            return self.formation.nnodes_min
+        return max(self.formation.nnodes_min, self.formation.world_size // each)
+
+
+def _version(program: str, version: str) -> str:
+    return f"{program} {version}" if version else f"no {program}"
+
+
+def render(formation: Formation) -> str:
+    """Return the options that lead to `formation`."""
+    least, most = formation.nnodes_min, formation.nnodes_max
+    words = []
+    if most != formation.world_size:
+        words.append(f"--nnodes {least if least == most else f'{least}:{most}'}")
+    if formation.world_size is not None:
+        words.append(f"--worker-num {formation.world_size}")
+    return " ".join([*words, f"--lease {formation.lease:g}"])

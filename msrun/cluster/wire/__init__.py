@@ -1,0 +1,1 @@
+"""Messages between processes of a job, and their encoding."""

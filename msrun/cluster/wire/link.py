@@ -1,0 +1,98 @@
+"""An ordered line over frames that may be lost, doubled or late.
+
+Both ends number what must arrive, keep it until it is acknowledged and send it again
+after a while; a receiver takes the next number and drops every other (go-back-N).
+Until the first is acknowledged that while doubles, as the other end may not be there yet, and
+is longer where thousands of lines begin at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from msrun.cluster.liveness.lease import Lease
+from msrun.cluster.wire.messages import FromAgent, FromScheduler
+
+RESEND_SECONDS = 1.0
+RESEND_SECONDS_MAX = 4.0
+# A scheduler hears those who come together one after the other.
+_RESEND_SECONDS_EACH = 0.002
+# Of what is sent again at once; the rest follows when these have arrived.
+RESEND_MAX = 64
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """One numbered body, about `generation`."""
+
+    seq: int
+    generation: int
+    body: FromAgent | FromScheduler
+
+
+def first_resend(nnodes: int, lease: Lease) -> float:
+    """Return the seconds after which a first body is sent again, where so many nodes may come.
+
+    Early enough that the time of which it speaks is a recent one when it arrives.
+    """
+    return max(RESEND_SECONDS, min(RESEND_SECONDS + nnodes * _RESEND_SECONDS_EACH, lease.fence / 2))
+
+
+@dataclass(slots=True)
+class Link:
+    """One end of one line.
+
+    Args:
+        first: Seconds after which the first body is sent again.
+        received: Number of the last body that was taken.
+    """
+
+    first: float = RESEND_SECONDS
+    received: int = 0
+    _sent: int = 0
+    _unacknowledged: deque[Parcel] = field(default_factory=deque)
+    _resend_at: float | None = None
+    _pause: float = 0.0
+
+    @property
+    def deadline(self) -> float | None:
+        """When `overdue` has something to send; None when all has arrived."""
+        return self._resend_at
+
+    def put(self, generation: int, body: FromAgent | FromScheduler, *, now: float) -> Parcel:
+        """Number `body` and keep it; return what to send."""
+        self._sent += 1
+        parcel = Parcel(self._sent, generation, body)
+        self._unacknowledged.append(parcel)
+        if self._resend_at is None:
+            self._pause = self.first if parcel.seq == 1 else RESEND_SECONDS
+            self._resend_at = now + self._pause
+        return parcel
+
+    def take(self, seq: int) -> bool:
+        """Return whether the body with number `seq` is the next one, and count it if so."""
+        is_next = seq == self.received + 1
+        self.received += is_next
+        return is_next
+
+    def acknowledge(self, ack: int, *, now: float) -> None:
+        """Forget what the other end has got: everything up to number `ack`."""
+        arrived = 0
+        while self._unacknowledged and self._unacknowledged[0].seq <= ack:
+            self._unacknowledged.popleft()
+            arrived += 1
+        if arrived:
+            self._pause = RESEND_SECONDS
+            self._resend_at = now + RESEND_SECONDS if self._unacknowledged else None
+
+    def overdue(self, *, now: float) -> list[Parcel]:
+        """Return what must be sent again now."""
+        if self._resend_at is None or now < self._resend_at:
+            return []
+        if self._unacknowledged[0].seq == 1:
+            self._pause = max(self.first, min(self._pause * 2, RESEND_SECONDS_MAX))
+        self._resend_at = now + self._pause
+        return list(itertools.islice(self._unacknowledged, RESEND_MAX))

@@ -1,0 +1,1 @@
+"""Host names: lists, hostfiles, and what batch systems allot."""

@@ -1,0 +1,78 @@
+"""The numbers that dropout draws: those of one process, wherever a step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.search.graph.program import Program, Step
+
+_WORD = 2**64 - 1
+
+
+class Draws:
+    """Masks that follow from a seed, the step, and how often the forward ran: there is no stream.
+
+    So whoever runs a step again, or goes on from a checkpoint, draws the same.
+
+    Args:
+        program: The forward pass.
+        seed: The same on every rank.
+    """
+
+    def __init__(self, program: Program, seed: int) -> None:
+        self._values, self._seed, self._calls = program.values, seed, 0
+        self._numbers = {
+            step.name: at
+            for at, step in enumerate(program.steps)
+            if step.target.split(".")[1] == "dropout"
+        }
+
+    def __contains__(self, step: Step) -> bool:
+        return step.name in self._numbers
+
+    @property
+    def state(self) -> Tensor:
+        """The seed, and how often the forward ran in training."""
+        return torch.tensor([self._seed, self._calls])
+
+    @state.setter
+    def state(self, state: Tensor) -> None:
+        self._seed, self._calls = state.tolist()
+
+    def begin(self) -> None:
+        """Begin the next forward."""
+        self._calls += 1
+
+    @contextmanager
+    def again(self, state: Tensor) -> Iterator[None]:
+        """Draw what was drawn when there was `state`."""
+        now, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = now
+
+    def mask(self, step: Step, keep: float) -> Tensor:
+        """Return the mask of a step, for the whole batch: 1 for the share that it keeps."""
+        word = self._seed & _WORD
+        for number in (self._numbers[step.name], self._calls):
+            word = _mixed(word ^ number)
+        # Of a seed, torch's generator takes the lower half.
+        generator = torch.Generator().manual_seed(word >> 32)
+        mask = torch.empty(self._values[step.outputs[0]].shape)
+        return mask.bernoulli_(keep, generator=generator)
+
+
+def _mixed(word: int) -> int:
+    """Return 64 bits that each depend on all of `word`.
+
+    Source: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+    """
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)

@@ -1,0 +1,420 @@
+"""`msrun search`: from a file that makes a model to a plan for any cluster, on one laptop."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from msrun.errors import UsageError
+from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
+from msrun.parallel.search.cost.topology import Topology
+from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.operators import rules_of_steps
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
+from msrun.parallel.search.mesh.bounds import JobLayout
+from msrun.parallel.search.mesh.mesh_search import Job, Outcome, Progress, explore, layouts
+from msrun.parallel.search.mesh.stage_search import hubs
+from msrun.parallel.search.plan.cost_breakdown import (
+    Account,
+    axis_names,
+    expanded,
+    operators,
+    parameters,
+    rules_of,
+    sorted_costs,
+    stage_costs,
+)
+from msrun.parallel.search.plan.lowering import EXECUTOR, Modules, Planned, runs_on
+from msrun.parallel.search.plan.plan import VERSION, SavedPlan
+from msrun.parallel.search.plan.plan_io import identity, shared
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import EXACT_AXES_MAX, Found, Mode, Names, indices, search
+from msrun.parallel.search.solve.problem import Setting
+from msrun.units import quoted
+
+# Batches of two sizes show what grows with them.
+SIZES = (2, 6)
+_GIB = 2**30
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked.
+
+    Args:
+        target: `FILE:FUNCTION` or `MODULE:FUNCTION`, which returns a model and a sample of inputs.
+        world: Ranks.
+        batch: Samples of a step; None takes the sample's.
+        memory: Bytes of a rank; None takes the topology's.
+        topology: What it runs on.
+        mesh: Axis -> size, in order; empty to find it too.
+        mode: How plans are searched.
+        budget: Seconds after which the best so far is taken, if there is one.
+    """
+
+    target: str
+    world: int
+    batch: int | None
+    memory: float | None
+    topology: Topology
+    mesh: dict[str, int] = {}
+    mode: Mode = "exact"
+    budget: float = 30.0
+
+
+class _Traced(NamedTuple):
+    """A whole program for any batch, its blocks, the names of what is in them, and its modules."""
+
+    programs: Batches
+    blocks: Blocks
+    names: Names
+    modules: Modules
+
+
+def ask(
+    question: Question, *, clock: Callable[[], float], tell: Callable[[str], None]
+) -> SavedPlan:
+    """Return the best plan.
+
+    Args:
+        question: What is asked.
+        clock: Returns seconds.
+        tell: Takes news of the search.
+
+    Raises:
+        UsageError: The model cannot be made or traced, or no plan fits.
+    """
+    model, sample = make(question.target)
+    batch = question.batch or _batch_of(sample)
+    _check_mesh(question)
+    stages = question.mesh.get(PIPELINE_AXIS, 1)
+    if question.mesh and stages == 1:
+        return _on_mesh(question, model, sample, batch)
+    traced = [trace(model, resized(sample, number)) for number in SIZES]
+    small, large = (one.program for one in traced)
+    blocks = find_blocks(small)
+    if blocks is None:
+        raise UsageError(
+            f"{question.target}: the model has no three equal blocks, one behind the other, which "
+            "a search for a mesh needs",
+            hint="name a mesh without stages, such as --mesh dp=4,tp=2",
+        )
+    if blocks.count % stages:
+        raise UsageError(
+            f"--mesh {PIPELINE_AXIS}={stages} does not divide the {blocks.count} equal blocks of "
+            "the model"
+        )
+    axes = _axes(question)
+    short, two = shortened(small, blocks)
+    other, _ = shortened(large, blocks)
+    job = Job(
+        programs=Batches(short, other, SIZES),
+        blocks=two,
+        count=blocks.count,
+        topology=question.topology,
+        world=question.world,
+        batch=batch,
+        limit=question.memory or question.topology.memory,
+        named=(stages, tuple(axes.values())) if axes else None,
+        data_axes=_data_axes(axes),
+    )
+    if job.named and not layouts(job, *job.named):
+        raise UsageError(
+            f"--batch {batch} has no {stages} or more equal micro-batches that axis {DATA_AXIS} "
+            "divides"
+        )
+    progress = _within(explore(job), question.budget, clock, tell)
+    if progress.best is None:
+        raise _too_little(job.limit, progress.least, question.world)
+    whole = _Traced(
+        Batches(small, large, SIZES), blocks, Names(small, short, blocks), traced[0].modules
+    )
+    return _saved(question, job, progress, whole)
+
+
+def _within(
+    steps: Iterator[Progress],
+    budget: float,
+    clock: Callable[[], float],
+    tell: Callable[[str], None],
+) -> Progress:
+    """Run a search to its end, or its budget or an interrupt once there is a plan."""
+    start = clock()
+    progress = Progress()
+    best: Outcome | None = None
+    try:
+        for progress in steps:
+            if progress.best is not best and progress.best:
+                best = progress.best
+                tell(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
+            if progress.best and clock() - start > budget:
+                tell(f"the budget of {budget:g} s is spent: this is the best so far")
+                break
+    except KeyboardInterrupt:
+        if progress.best is None:
+            raise
+        tell("interrupted: this is the best so far")
+    return progress
+
+
+def _layout(outcome: Outcome) -> str:
+    layout = outcome.layout
+    mesh = " x ".join(map(str, layout.sizes))
+    recompute = ", recompute" if layout.recompute else ""
+    return f"{layout.stages} stages of {mesh}, {layout.microbatches} micro-batches{recompute}"
+
+
+def _too_little(limit: float, least: float | None, world: int) -> UsageError:
+    needed = f"; the smallest plan takes {least / _GIB:.3g} GiB" if least else ""
+    return UsageError(f"--memory {limit / _GIB:.3g}GiB: no plan on {world} ranks fits{needed}")
+
+
+def _saved(
+    question: Question,
+    job: Job,
+    progress: Progress,
+    traced: _Traced,
+) -> SavedPlan:
+    best = progress.best
+    if best is None:
+        raise ValueError("there is no plan to save")
+    layout, problem = best.layout, best.stages[0].chain.problem
+    chosen = expanded(best, traced.names)
+    # Of a micro-batch, since there is less to choose where a dim has one element.
+    part, blocks = job.batch // layout.microbatches, traced.blocks
+    program = traced.programs.at(part)
+    names = tuple(_axes(question)) or axis_names(layout.sizes, part)
+    setting = Setting(sizes=layout.sizes, topology=job.topology)
+    whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
+    rules = rules_of(whole.nodes)
+    others = [
+        f"{_layout(one)}: {one.seconds:.4g} s, {one.memory / _GIB:.3g} GiB"
+        for one in progress.runners_up
+        if one is not best
+    ]
+    unseen = progress.total - progress.seen - progress.pruned - progress.too_large
+    others.append(f"{progress.pruned} layouts cannot be faster")
+    others.append(f"{progress.too_large} layouts do not fit into {job.limit / _GIB:.3g} GiB")
+    if unseen > 0:
+        others.append(f"{unseen} layouts were not looked at")
+    return SavedPlan(
+        version=VERSION,
+        model=question.target,
+        program=identity(program),
+        topology=job.topology.name,
+        world=job.world,
+        mesh=dict(zip(names, layout.sizes, strict=True)),
+        stages=layout.stages,
+        microbatches=layout.microbatches,
+        batch=job.batch,
+        recompute=layout.recompute,
+        seconds=best.seconds,
+        costs=stage_costs(best, setting.prices(), names),
+        memory=best.memory,
+        gap=max(0.0, best.seconds / best.bound - 1),
+        limit=job.limit,
+        stage_memory={one.name: one.memory for one in best.stages} if layout.stages > 1 else {},
+        params=parameters(program, rules, chosen),
+        operators=operators(program, rules, chosen),
+        shared=shared(rules, chosen),
+        runs_on=_runs_on(job, layout, names, chosen, traced),
+        unknown=list(problem.unknown),
+        rejected=others,
+    )
+
+
+def _runs_on(
+    job: Job,
+    layout: JobLayout,
+    names: Sequence[str],
+    chosen: Mapping[str, tuple[int, ...]],
+    traced: _Traced,
+) -> str:
+    """Return what runs a plan in training, where ranks of the data axis have different samples."""
+    if layout.stages > 1 or layout.recompute:
+        return EXECUTOR
+    part = job.batch // layout.microbatches
+    program, data = traced.programs.at(part), _data_axes(names)
+    setting = Setting(sizes=layout.sizes, topology=job.topology, data_axes=data, batch=part)
+    nodes = build(program, setting, cuts=hubs(chosen)).nodes
+    outs = {node.name: tuple(node.rows[0].tolist()) for node in nodes if node.kind == "out"}
+    rules = rules_of_steps(program) | rules_of(nodes)
+    ranks = math.prod(layout.sizes[axis] for axis in data)
+    return runs_on(
+        Planned(program, setting, names, rules, {**chosen, **outs}),
+        traced.modules,
+        lambda: traced.programs.at(part // ranks),
+    )
+
+
+def _check_mesh(question: Question) -> None:
+    """Refuse a mesh that is not of all ranks, or has stages where they cannot be.
+
+    Raises:
+        UsageError: It is such a mesh.
+    """
+    mesh = question.mesh
+    if mesh and math.prod(mesh.values()) != question.world:
+        written = " x ".join(f"{name} {size}" for name, size in mesh.items())
+        raise UsageError(f"--mesh: {written} is not --world {question.world}")
+    if PIPELINE_AXIS not in mesh:
+        return
+    if next(iter(mesh)) != PIPELINE_AXIS or not 1 < len(mesh) <= 1 + EXACT_AXES_MAX:
+        raise UsageError(
+            f"--mesh: {PIPELINE_AXIS} comes first, and one to {EXACT_AXES_MAX} other axes behind it"
+        )
+    if question.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
+        raise UsageError(f"--mode {question.mode}: stages are found by mode exact alone")
+
+
+def _axes(question: Question) -> dict[str, int]:
+    """Return the axes of a stage; none where the mesh is not named."""
+    return {name: size for name, size in question.mesh.items() if name != PIPELINE_AXIS}
+
+
+def _data_axes(axes: Iterable[str]) -> frozenset[int]:
+    return frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS)
+
+
+def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch: int) -> SavedPlan:
+    """Return the best plan on the mesh that was named."""
+    axes = _axes(question)
+    sizes = tuple(axes.values())
+    traced = trace(model, resized(sample, batch))
+    program = traced.program
+    # As in training: ranks of the data axis are handed different samples.
+    data = _data_axes(axes)
+    setting = Setting(sizes=sizes, topology=question.topology, data_axes=data, batch=batch)
+    limit = question.memory or question.topology.memory
+    try:
+        found = search(program, setting, mode=question.mode, limit=limit)
+    except OutOfMemoryError as error:
+        raise _too_little(limit, error.least, question.world) from None
+    part = resized(sample, batch // axes.get(DATA_AXIS, 1))
+    return _saved_mesh(question, traced, setting, found, lambda: trace(model, part).program)
+
+
+def _saved_mesh(
+    question: Question,
+    traced: Traced,
+    setting: Setting,
+    found: Found,
+    local: Callable[[], Program],
+) -> SavedPlan:
+    program, axes = traced.program, tuple(_axes(question))
+    blocks = find_blocks(program)
+    problem = (
+        build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
+        if blocks
+        else build(program, setting)
+    )
+    account = Account(setting.prices(), axes)
+    account.add(problem, dict(enumerate(indices(problem, found.chosen))))
+    rules = rules_of(problem.nodes)
+    return SavedPlan(
+        version=VERSION,
+        model=question.target,
+        program=identity(program),
+        topology=question.topology.name,
+        world=question.world,
+        mesh=_axes(question),
+        stages=1,
+        microbatches=1,
+        batch=setting.batch,
+        recompute=False,
+        seconds=found.seconds,
+        costs=sorted_costs(account.costs),
+        memory=found.memory,
+        gap=found.gap,
+        limit=question.memory or question.topology.memory,
+        params=parameters(program, rules, found.chosen),
+        operators=operators(program, rules, found.chosen),
+        shared=shared(rules, found.chosen),
+        runs_on=runs_on(
+            Planned(program, setting, axes, traced.rules | rules, found.chosen),
+            traced.modules,
+            local,
+        ),
+        unknown=list(found.unknown),
+    )
+
+
+# The model.
+
+
+def make(target: str) -> tuple[nn.Module, list[Any]]:
+    """Return the model and the sample that the function called `target` makes, without memory.
+
+    Raises:
+        UsageError: There is no such function, it fails, or returns something else.
+    """
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise UsageError(f"{quoted(target)} names no function (choose such as model.py:make)")
+    function = getattr(_module(where), name, None)
+    if not callable(function):
+        raise UsageError(f"{where} has no function {name}")
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
+    match made:
+        case (nn.Module() as model, sample):
+            pass
+        case _:
+            raise UsageError(f"{target} must return a model and a sample of its inputs")
+    inputs = list(sample) if isinstance(sample, tuple | list) else [sample]
+    if not any(isinstance(item, Tensor) and item.dim() for item in inputs):
+        raise UsageError(f"{target}: the sample has no tensor with a batch")
+    return model.to("meta"), [x.to("meta") if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    if path.suffix == ".py" and not path.is_file():
+        raise UsageError(f"{where} is no file")
+    # As a script would find its neighbours.
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    try:
+        return _execute(path) if path.suffix == ".py" else importlib.import_module(where)
+    except Exception as error:
+        raise UsageError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _execute(path: Path) -> ModuleType:
+    """Return the file's module, under a name that no other module has."""
+    name = f"msrun_search_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no module")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _batch_of(sample: Sequence[Any]) -> int:
+    return next(int(x.shape[0]) for x in sample if isinstance(x, Tensor) and x.dim())
+
+
+def resized(sample: Sequence[Any], batch: int) -> list[Any]:
+    """Return inputs like `sample`, of `batch` samples; other sizes stay."""
+    given = _batch_of(sample)
+    return [
+        x.new_empty((batch, *x.shape[1:]))
+        if isinstance(x, Tensor) and x.dim() and x.shape[0] == given
+        else x
+        for x in sample
+    ]

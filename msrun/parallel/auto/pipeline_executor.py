@@ -1,0 +1,137 @@
+"""The model of `rt.shard` where a plan of the search has pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from msrun.parallel.auto.dropout_rng import Draws
+from msrun.parallel.auto.execute import Executor
+from msrun.parallel.auto.trace import Traced
+from msrun.parallel.pipeline.border import Border, Borders
+from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.pipeline.line import Line
+from msrun.parallel.pipeline.microbatch import Division, divide
+from msrun.parallel.pipeline.model import PipelineModel
+from msrun.parallel.pipeline.tree import check_names
+from msrun.parallel.search.mesh.stages import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """A traced model in stages; a `Cut`.
+
+    Args:
+        chunks: The chunks there are.
+        parts: What each chunk runs.
+        holdings: Parameters of each stage, by all their names.
+        buffers: Names of those of each stage.
+    """
+
+    chunks: Chunks
+    parts: Sequence[Part]
+    holdings: list[dict[str, Parameter]]
+    buffers: list[list[str]]
+    measure: str | None = None
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def modules(self, stage: int) -> list[str]:
+        """Return nothing: stages hold parameters and buffers, in modules that do nothing."""
+        del stage
+        return []
+
+    def attributes(self, stage: int) -> list[str]:
+        """Return the names of the parameters and buffers of `stage`."""
+        return [*self.holdings[stage], *self.buffers[stage]]
+
+    def shown(self, stage: int) -> str:
+        """Return the first and the last module that `stage` runs."""
+        return " | ".join(_shown(self.parts[chunk]) for chunk in self.chunks.of_stage(stage))
+
+
+def _shown(part: Part) -> str:
+    names = [step.module for step in part.steps if step.module]
+    return " to ".join(dict.fromkeys([*names[:1], *names[-1:]])) or "the model itself"
+
+
+def slices(model: nn.Module, traced: Traced, parts: Sequence[Part], chunks: Chunks) -> Slices:
+    """Return what each stage holds of `model`; buffers that nobody reads are the first's."""
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    holdings, kept = [], []
+    for stage in range(chunks.stages):
+        here = [parts[chunk] for chunk in chunks.of_stage(stage)]
+        own = {id(owners[traced.program.params[value]]) for part in here for value in part.params}
+        holdings.append({name: param for name, param in owners.items() if id(param) in own})
+        given = set[str]().union(*(part.given for part in here))
+        read = {traced.buffers[value] for value in given if value in traced.buffers}
+        kept.append([name for name in buffers if name in read])
+    kept[0] += sorted(set(buffers).difference(*kept))
+    return Slices(chunks=chunks, parts=parts, holdings=holdings, buffers=kept)
+
+
+class PlannedModel(PipelineModel):
+    """A stage of a model that a plan of the search runs.
+
+    Args:
+        model: The whole model, which is used up.
+        cut: Its stages.
+        microbatches: Parts of a local batch.
+        line: The pipeline.
+        traced: The whole model.
+        make: Returns what runs a part, given what holds its parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Slices,
+        microbatches: int,
+        line: Line,
+        *,
+        traced: Traced,
+        make: Callable[..., Executor],
+    ) -> None:
+        check_names(PlannedModel, model)
+        super().__init__(model, cut, microbatches, line)
+        own = cut.chunks.of_stage(line.stage)
+        self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
+        self._any = self._runs[own[0]]
+        self._borders = _borders(cut.parts, traced, self._any)
+        # Whoever still refers to it has parameters without memory.
+        model.to("meta")
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        """What dropout draws in each chunk."""
+        return tuple(run.draws for run in self._runs.values())
+
+    def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
+        """Return what the plan makes of `inputs`."""
+        return self._runs[chunk](*inputs)
+
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+        """Return how a batch is divided, and what stages send: it follows from the plan."""
+        division = divide(inputs, self._microbatches, is_free=is_free)
+        self._any.read(division.padded(inputs, 0), {})
+        return division, self._borders
+
+
+def _borders(parts: Sequence[Part], traced: Traced, run: Executor) -> Borders:
+    trained = traced.program.trained()
+    return tuple(
+        tuple(
+            Border(
+                name=name,
+                shape=run.local_shape(name, run.lies(name)),
+                dtype=traced.dtypes[name],
+                requires_grad=name in trained,
+            )
+            for name in part.sent or ()
+        )
+        for part in parts[:-1]
+    )

@@ -1,0 +1,273 @@
+"""What this job's devices and links can do, measured on them: a topology of `msrun search`.
+
+Runs as a program in every rank, started like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import msrun
+from msrun.errors import UsageError
+from msrun.parallel.auto.redistribute import Carrier
+from msrun.parallel.runtime import Runtime
+from msrun.parallel.search.cost.topology import CollectiveKind, Link, Measured, Topology
+from msrun.parallel.search.graph.codes import SUM, WHOLE
+
+# Placement before and after: what is measured is what an executor does, packing included.
+_CHANGES: dict[CollectiveKind, tuple[int, int]] = {
+    "gather": (0, WHOLE),
+    "scatter": (SUM, 0),
+    "reduce": (SUM, WHOLE),
+    "move": (0, 1),
+}
+_KIB = 1024
+_CPU_SIZES = (4 * _KIB, 64 * _KIB, _KIB**2, 8 * _KIB**2)
+_DEVICE_SIZES = (64 * _KIB, _KIB**2, 16 * _KIB**2, 128 * _KIB**2)
+_TURNS = 5
+_TURN_SECONDS = 0.02
+_CALLS_MAX = 200
+# Turns, and calls of each, that say what hides; never all of it, which no cost could stand for.
+_OVERLAP, _PAIRS, _HIDDEN_MAX = range(7), 4, 0.95
+
+
+def main(path: str) -> None:
+    """Measure, and write what was found to the YAML file `path` on the first rank.
+
+    Raises:
+        UsageError: The nodes have different numbers of ranks, or the file cannot be written.
+    """
+    with msrun.init() as runtime:
+        found = measure(runtime)
+        if runtime.is_main:
+            write(found, Path(path))
+
+
+def measure(runtime: Runtime) -> Topology:
+    """Return what the devices of all ranks and the links between them can do together."""
+    per_node = runtime.local_world_size or runtime.world_size
+    if runtime.world_size % per_node:
+        raise UsageError(
+            f"{runtime.world_size} ranks are not equally many on every node, of which this one "
+            f"has {per_node}: calibrate with equal nodes"
+        )
+    clock = Clock(runtime)
+    measured = [
+        *_inside(clock, per_node),
+        *_across(clock, per_node),
+    ]
+    inside = _link([one for one in measured if not one.across])
+    across = _link([one for one in measured if one.across])
+    flops, launch = _products(clock), _launch(clock)
+    return Topology(
+        name="calibrated",
+        flops=flops,
+        efficiency=1.0,
+        memory_bandwidth=_copies(clock),
+        memory=_memory(runtime, per_node),
+        launch=launch,
+        collective=launch,
+        per_node=per_node,
+        inside=inside or across or Link(bandwidth=flops, latency=0.0),
+        across=across or inside or Link(bandwidth=flops, latency=0.0),
+        overlap=_overlap(clock, per_node),
+        measured=tuple(measured),
+    )
+
+
+def write(found: Topology, path: Path) -> None:
+    """Write `found` as a file that `--topology` and `topology:` take.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    import yaml
+
+    try:
+        path.write_text(yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+class Clock:
+    """Times what all ranks do at the same time; every rank gets the time of the slowest.
+
+    Args:
+        runtime: Of this rank.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.device, self.world_size = runtime.device, runtime.world_size
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Return the seconds of one of many calls in a row: the median of several turns."""
+        action()
+        once = self._turn(action, 1)
+        calls = max(1, min(_CALLS_MAX, int(_TURN_SECONDS / max(once, 1e-7))))
+        return float(np.median([self._turn(action, calls) for _ in range(_TURNS)]))
+
+    def hidden(self, first: Callable[[], object], second: Callable[[], object]) -> float:
+        """Return the share of `first` that hides behind `second`, which follows at once.
+
+        The three are timed in turns, so that what else the machine does meets all of them.
+        """
+        times = max(1, round(self.seconds(first) / max(self.seconds(second), 1e-7)))
+
+        def work() -> None:
+            for _ in range(times):
+                second()
+
+        def both() -> None:
+            first()
+            work()
+
+        turns = [[self._turn(action, _PAIRS) for action in (first, work, both)] for _ in _OVERLAP]
+        return float(np.median([hidden_share(*turn) for turn in turns]))
+
+    def _turn(self, action: Callable[[], object], calls: int) -> float:
+        if self.world_size > 1:
+            dist.barrier()
+        self._finish()
+        began = time.perf_counter()
+        for _ in range(calls):
+            action()
+        self._finish()
+        taken = torch.tensor((time.perf_counter() - began) / calls, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
+
+    def _finish(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+
+def hidden_share(first: float, second: float, both: float) -> float:
+    """Return the share of the shorter of two times that is saved where both take `both`."""
+    return min(max((first + second - both) / min(first, second), 0.0), _HIDDEN_MAX)
+
+
+def fit(nbytes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Return the start and the seconds a byte that miss all of `seconds` by the least share."""
+    sizes, weights = np.array(nbytes, dtype=float), 1 / np.array(seconds)
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
+    start, per_byte = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)[0]
+    if start < 0:
+        return 0.0, float(np.mean(np.array(seconds) / sizes))
+    if per_byte < 0:
+        return float(np.mean(seconds)), 0.0
+    return float(start), float(per_byte)
+
+
+def _inside(clock: Clock, per_node: int) -> list[Measured]:
+    """Return the collectives of 2, 4, 8, ... neighbours on a node, in all groups at once."""
+    sizes = [n for n in _powers(per_node) if per_node % n == 0]
+    found: list[Measured] = []
+    for ranks in sizes:
+        shape = (clock.world_size // ranks, ranks)
+        mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))
+        found += _collectives(clock, mesh["inner"], across=False)
+    return found
+
+
+def _across(clock: Clock, per_node: int) -> list[Measured]:
+    """Return the collectives of one rank of each node, of all ranks at once."""
+    nodes = clock.world_size // per_node
+    if nodes == 1:
+        return []
+    mesh = init_device_mesh(clock.device.type, (nodes, per_node), mesh_dim_names=("outer", "inner"))
+    return _collectives(clock, mesh["outer"], across=True)
+
+
+def _powers(most: int) -> list[int]:
+    return sorted({2**i for i in range(1, most.bit_length()) if 2**i <= most} | {most} - {1})
+
+
+def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measured]:
+    carrier, ranks = Carrier(mesh), mesh.size()
+    sizes = _CPU_SIZES if clock.device.type == "cpu" else _DEVICE_SIZES
+    found = []
+    for kind, (source, target) in _CHANGES.items():
+        nbytes, seconds = [], []
+        for size in sizes:
+            side = ranks * max(1, round((size / 4) ** 0.5 / ranks))
+            rows = side // ranks if source == 0 else side
+            part = torch.ones(rows, side, device=clock.device)
+            action = functools.partial(carrier.carry, part, [source], [target])
+            nbytes.append(4 * side * side)
+            seconds.append(clock.seconds(action))
+        start, per_byte = fit(nbytes, seconds)
+        found.append(
+            Measured(kind=kind, ranks=ranks, across=across, start=start, per_byte=per_byte)
+        )
+    return found
+
+
+def _link(measured: list[Measured]) -> Link | None:
+    """Return the link that gathering among most ranks shows."""
+    gathers = [one for one in measured if one.kind == "gather" and one.per_byte]
+    if not gathers:
+        return None
+    most = max(gathers, key=lambda one: one.ranks)
+    share = (most.ranks - 1) / most.ranks
+    return Link(bandwidth=share / most.per_byte, latency=most.start / most.ranks.bit_length())
+
+
+def _products(clock: Clock) -> float:
+    """Return the operations a second of large matrix products."""
+    is_cpu = clock.device.type == "cpu"
+    side, dtype = (512, torch.float32) if is_cpu else (8192, torch.bfloat16)
+    x = torch.ones(side, side, device=clock.device, dtype=dtype)
+    return 2 * side**3 / clock.seconds(lambda: x @ x)
+
+
+def _copies(clock: Clock) -> float:
+    """Return the bytes a second that are read and written."""
+    x = torch.ones((4 if clock.device.type == "cpu" else 256) * _KIB**2, device=clock.device)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / clock.seconds(lambda: y.copy_(x))
+
+
+def _launch(clock: Clock) -> float:
+    """Return the seconds of an operator that has nothing to do."""
+    x = torch.ones(1, device=clock.device)
+    return clock.seconds(lambda: x + 1)
+
+
+def _overlap(clock: Clock, per_node: int) -> float:
+    """Return the share of a gradient's sum that hides behind the next product, as plans run both.
+
+    Among the ranks of a node; of one rank of each, where a node has one.
+    """
+    if clock.world_size == 1:
+        return 0.0
+    ranks = per_node if per_node > 1 else clock.world_size
+    shape = (clock.world_size // ranks, ranks)
+    mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))["inner"]
+    carrier, is_cpu = Carrier(mesh), clock.device.type == "cpu"
+    part = torch.ones((_CPU_SIZES if is_cpu else _DEVICE_SIZES)[-2] // 4, device=clock.device)
+    side = 256 if is_cpu else 4096
+    x = torch.ones(side, side, device=clock.device)
+    return clock.hidden(lambda: carrier.carry(part, [SUM], [WHOLE]), lambda: x @ x)
+
+
+def _memory(runtime: Runtime, per_node: int) -> int:
+    if runtime.device.type == "cpu":
+        return int(psutil.virtual_memory().total) // per_node
+    _, total = torch.get_device_module(runtime.device).mem_get_info()
+    return int(total)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Checkpoints that any number of ranks in any layout can load."""

@@ -1,0 +1,308 @@
+"""Which rank writes and reads which part of which tensor, planned by torch's own planners.
+
+What lies on several ranks is written by one.  Its files are ours (`checkpoint_tensors`), since
+those of torch begin with a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
+
+from msrun.errors import UsageError
+from msrun.parallel.checkpoint.state import State
+from msrun.parallel.checkpoint.store import Chunk, StoredTensor
+from msrun.parallel.checkpoint.targets import Target
+from msrun.parallel.checkpoint.tensors import (
+    CODES,
+    TORCH_DTYPES,
+    FilePlan,
+    Slot,
+    check_storable,
+    digest,
+    plan_file,
+    read_part,
+)
+from msrun.parallel.local import is_sharded
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank could write.
+
+    Args:
+        plan: Its tensors.
+        names: Of what it has besides.
+    """
+
+    plan: SavePlan
+    names: list[str]
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank writes.
+
+    Args:
+        plan: Its tensors.
+        speaks: Whether it has something besides that no lower rank has.
+    """
+
+    plan: SavePlan
+    speaks: bool
+
+
+class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where all tensors of a checkpoint lie.
+
+    Args:
+        tensors: Name -> place.
+        files: Data file -> bytes.
+    """
+
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, int] = {}
+
+
+class Division(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes what, which holds as long as every rank has the same kinds of tensors.
+
+    Args:
+        signature: Of this rank's state.
+        items: Name in this rank's file -> part.
+        file: Plan of the file; None when others write it all.
+        speaks: As of `Share`.
+        layout: Of the whole checkpoint, on the rank that plans for all; empty elsewhere.
+    """
+
+    signature: tuple[object, ...]
+    items: dict[str, WriteItem]
+    file: FilePlan | None
+    speaks: bool
+    layout: StorageLayout
+
+
+class _Planner(DefaultSavePlanner):
+    """Torch's planner, which also takes what is common from the lowest rank."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._common = frozenset(state.common)
+        self.set_up_planner(state.tensors)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, planner_data=self._common)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        seen: set[str] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index.fqn not in seen]
+            seen |= plan.planner_data
+            plans.append(dataclasses.replace(plan, items=items, planner_data=None))
+        return super().create_global_plan(plans)
+
+
+def signature(state: State) -> tuple[object, ...]:
+    """Return what decides how `state` is divided among ranks."""
+    tensors = tuple(
+        (
+            name,
+            tensor.shape,
+            tensor.dtype,
+            (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None,
+        )
+        for name, tensor in state.tensors.items()
+    )
+    return tensors, tuple(state.aliases), tuple(state.values), frozenset(state.common)
+
+
+@torch.no_grad()
+def propose(state: State) -> Proposal:
+    """Return what this rank could write.
+
+    Raises:
+        UsageError: A tensor cannot be stored.
+    """
+    for name, tensor in state.tensors.items():
+        check_storable(name, tensor)
+    plan = _Planner(state).create_local_plan()
+    return Proposal(plan=plan, names=[*state.aliases, *state.values])
+
+
+def divide(proposals: list[Proposal]) -> tuple[list[Share], StorageLayout]:
+    """Return what each rank writes, and where all of it will lie."""
+    plans, metadata = _Planner(State()).create_global_plan([each.plan for each in proposals])
+    layout = StorageLayout(
+        tensors={
+            name: StoredTensor(
+                dtype=CODES[stored.properties.dtype], shape=[*stored.size], chunks=[]
+            )
+            for name, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        },
+        files={},
+    )
+    shares = []
+    known: set[str] = set()
+    for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
+        shares.append(Share(plan=plan, speaks=not known.issuperset(proposal.names)))
+        known.update(proposal.names)
+        items = dict(_slots(plan))
+        if not items:
+            continue
+        file, name = plan_file(items), file_name(rank)
+        layout.files[name] = file.nbytes
+        for slot, start in zip(file.slots, file.starts, strict=True):
+            at = _data(items[slot]).chunk.offsets
+            chunk = Chunk(at=[*at], shape=[*slot.shape], file=name, start=start)
+            layout.tensors[items[slot].index.fqn].chunks.append(chunk)
+    return shares, layout
+
+
+def accept(state: State, share: Share, layout: StorageLayout) -> Division:
+    """Return the division of which `share` is this rank's part."""
+    items = dict(_slots(share.plan))
+    return Division(
+        signature=signature(state),
+        items={slot.name: item for slot, item in items.items()},
+        file=plan_file(items) if items else None,
+        speaks=share.speaks,
+        layout=layout,
+    )
+
+
+@torch.no_grad()
+def stage(state: State, division: Division, *, is_copied: bool) -> dict[str, Tensor]:
+    """Return name in this rank's file -> tensor to write.
+
+    Args:
+        state: Of this rank.
+        division: Made for such a state.
+        is_copied: As copies on the host, which the next step does not change.
+    """
+    planner = _Planner(state)
+    found = {}
+    for name, item in division.items.items():
+        tensor = planner.resolve_data(item)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is no tensor")
+        found[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
+    return found
+
+
+def digests(state: State) -> dict[str, bytes]:
+    """Return name -> digest of each tensor that is the same wherever there is one of its name."""
+    return {
+        name: digest(tensor)
+        for name, tensor in state.tensors.items()
+        if name not in state.common and not is_sharded(tensor)
+    }
+
+
+def compare(ranks: Iterable[Mapping[str, bytes]]) -> None:
+    """Check that `digests` of all `ranks` agree.
+
+    Raises:
+        UsageError: Tensors that are one by name differ.
+    """
+    first: dict[str, tuple[int, bytes]] = {}
+    for rank, own in enumerate(ranks):
+        for name, found in own.items():
+            other, expected = first.setdefault(name, (rank, found))
+            if found != expected:
+                raise UsageError(
+                    f"{name} is not the same on rank {other} and rank {rank}",
+                    hint="a tensor that a script divides itself is a DTensor, or has other names",
+                )
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the data file of `rank`."""
+    return f"rank_{rank:05}.safetensors"
+
+
+def read(folder: Path, targets: Mapping[str, Target]) -> None:
+    """Fill `targets` from the data files in `folder`; each rank reads what it needs.
+
+    Raises:
+        UsageError: A file has become shorter.
+        OSError: One cannot be read.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state: dict[str, Any] = {name: target.tensor for name, target in targets.items()}
+    known = {name: _metadata(target.stored) for name, target in targets.items()}
+    planner.set_up_planner(state, Metadata(state_dict_metadata=dict(known)))
+    wanted: dict[str, list[tuple[int, ReadItem]]] = {}
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            chunk = _chunk(targets, item)
+            wanted.setdefault(chunk.file, []).append((chunk.start, item))
+        for name, items in wanted.items():
+            with (folder / name).open("rb") as file:
+                for _, item in sorted(items, key=lambda pair: pair[0]):
+                    dtype = targets[item.storage_index.fqn].stored.dtype
+                    part = read_part(
+                        file, dtype, _chunk(targets, item), item.storage_offsets, item.lengths
+                    )
+                    tensor = planner.resolve_tensor(item)
+                    tensor.copy_(part)
+                    planner.commit_tensor(item, tensor)
+
+
+def _chunk(targets: Mapping[str, Target], item: ReadItem) -> Chunk:
+    """Return what `item` reads from: its index counts the chunks as `_metadata` has them."""
+    index = item.storage_index.index
+    if index is None:
+        raise UsageError(f"{item.storage_index.fqn} has no chunk")
+    return targets[item.storage_index.fqn].stored.chunks[index]
+
+
+def _metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=TORCH_DTYPES[stored.dtype]),
+        size=torch.Size(stored.shape),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size(chunk.at), sizes=torch.Size(chunk.shape))
+            for chunk in stored.chunks
+        ],
+    )
+
+
+def _slots(plan: SavePlan) -> Iterator[tuple[Slot, WriteItem]]:
+    """Yield the place of each part that has elements."""
+    for item in plan.items:
+        data = _data(item)
+        if math.prod(data.chunk.sizes):
+            name = item.index.fqn + _shown_part(data)
+            dtype = CODES[data.properties.dtype]
+            yield Slot(name=name, dtype=dtype, shape=tuple(data.chunk.sizes)), item
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    if item.tensor_data is None:
+        raise TypeError(f"{item.index.fqn} is no tensor")
+    return item.tensor_data
+
+
+def _shown_part(data: TensorWriteData) -> str:
+    """Return which part of its tensor it is, such as `[0:8,16:32]`; empty for all of it."""
+    if data.chunk.sizes == data.size:
+        return ""
+    bounds = zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+    return f"[{','.join(f'{first}:{first + length}' for first, length in bounds)}]"

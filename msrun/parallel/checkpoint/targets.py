@@ -1,0 +1,223 @@
+"""Where in models and optimizers what a checkpoint holds goes, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from msrun.errors import UsageError
+from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, Names
+from msrun.parallel.checkpoint.store import Index, StoredTensor
+from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.local import is_sharded
+
+_STEP_COUNT = "step"
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor to fill.
+
+    Args:
+        tensor: This rank's, whole or sharded.
+        stored: Where its values lie.
+    """
+
+    tensor: Tensor
+    stored: StoredTensor
+
+
+class Targets:
+    """What a load fills: first tensors from files, then, by `apply`, all the rest.
+
+    Args:
+        names: Of the models.
+        optimizers: Of their parameters.
+        index: Of the checkpoint.
+
+    Raises:
+        UsageError: The checkpoint has nothing for something, or not in its shape.
+    """
+
+    def __init__(self, names: Names, optimizers: Sequence[Optimizer], index: Index) -> None:
+        self.tensors: dict[str, Target] = {}
+        self._names = names
+        self._index = index
+        self._kept = _kept_keys(index)
+        self._states: list[tuple[Optimizer, Parameter, dict[str, Any]]] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._add_models()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._add_group(optimizer, group)
+
+    @property
+    def taken(self) -> list[bool]:
+        """Of each tensor of a model in the checkpoint, in order, whether one here takes it."""
+        own = {MODEL + name for name in (*self._names.tensors, *self._names.aliases)}
+        taken = {self._index.aliases.get(name, name) for name in own | set(self.tensors)}
+        return [name in taken for name in _models_tensors(self._index)]
+
+    def apply(self) -> None:
+        """Put in place what is no tensor of a model, once the tensors are filled."""
+        for optimizer, param, kept in self._states:
+            if kept:
+                optimizer.state[param] = kept
+            else:
+                optimizer.state.pop(param, None)
+        for group, settings in self._groups:
+            for key, value in settings.items():
+                group[key] = _like(group.get(key), value)
+        for name, module in self._names.extra.items():
+            filled = self.tensors.get(MODEL + name)
+            value = self._index.values.get(MODEL + name) if filled is None else filled.tensor
+            module.set_extra_state(value)
+
+    def _add_models(self) -> None:
+        for name, tensor in self._names.tensors.items():
+            stored = self._stored(name)
+            if stored.shape != list(tensor.shape):
+                shape = list(tensor.shape)
+                raise UsageError(
+                    f"{name} is {shape} in the model and {stored.shape} in the checkpoint"
+                )
+            if tensor.device.type == "meta":
+                hint = "model.to_empty(device=rt.device) gives it memory"
+                raise UsageError(f"{name} is on the device meta, which holds no values", hint=hint)
+            self.tensors[MODEL + name] = Target(tensor=tensor.detach(), stored=stored)
+        for name in self._names.extra:
+            if MODEL + name not in self._index.values:
+                stored = self._stored(name)
+                empty = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+                self.tensors[MODEL + name] = Target(tensor=empty, stored=stored)
+
+    def _stored(self, name: str) -> StoredTensor:
+        for candidate in _names_of(name):
+            stored = self._index.find(MODEL + candidate)
+            if stored is not None:
+                return stored
+        raise UsageError(f"the checkpoint has no {name}")
+
+    def _add_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        first = ""
+        for param in group["params"]:
+            name = self._names.of(param, optimizer)
+            prefix = _optimizer_name(self._index, name)
+            settings = self._index.values[prefix]
+            if not first:
+                first = name
+                self._groups.append((group, settings))
+            elif settings != self._groups[-1][1]:
+                raise UsageError(
+                    f"{first} and {name} are in one group of {type(optimizer).__name__}, and not "
+                    "in the checkpoint"
+                )
+            kept = dict(self._index.values.get(f"{prefix}.", {}))
+            for key in self._kept.get(prefix, ()):
+                stored = self._index.tensors[f"{prefix}.{key}"]
+                current = optimizer.state.get(param, {}).get(key)
+                kept[key] = _tensor_for(param, group, current, stored, f"{name}.{key}")
+                target = Target(tensor=kept[key], stored=stored)
+                self.tensors[f"{OPTIMIZER}{name}.{key}"] = target
+            self._states.append((optimizer, param, kept))
+
+
+def check_taken(taken: Sequence[bool], index: Index) -> None:
+    """Refuse a checkpoint with tensors that no model takes.
+
+    Args:
+        taken: As of `Targets`, of all ranks together.
+        index: Of the checkpoint.
+    """
+    names = [name for name, flag in zip(_models_tensors(index), taken, strict=True) if not flag]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        first = names[0].removeprefix(MODEL)
+        raise UsageError(f"the model has no place for {first}{more} of the checkpoint")
+
+
+def _models_tensors(index: Index) -> list[str]:
+    """Return the tensors of models; what further data-parallel ranks had may have no heir."""
+    return sorted(
+        name for name in index.tensors if name.startswith(MODEL) and f"@{DATA_AXIS}" not in name
+    )
+
+
+def _kept_keys(index: Index) -> dict[str, list[str]]:
+    """Return parameter -> keys of the tensors that the optimizer keeps of it."""
+    found: dict[str, list[str]] = {}
+    for name in index.tensors:
+        if name.startswith(OPTIMIZER):
+            prefix, _, key = name.rpartition(".")
+            found.setdefault(prefix, []).append(key)
+    return found
+
+
+def _names_of(name: str) -> Iterator[str]:
+    """Yield `name`, and where it is one rank's own, that of rank 0, for ranks that are new."""
+    yield name
+    if f"@{DATA_AXIS}" in name:
+        yield name.partition(f"@{DATA_AXIS}")[0]
+
+
+def _optimizer_name(index: Index, name: str) -> str:
+    """Return under which name the checkpoint has what an optimizer keeps of `name`.
+
+    One process has one state for a tensor with two names; two stages of a pipeline, each with
+    one of the names, have two.
+    """
+    for candidate in _names_of(name):
+        first = index.aliases.get(MODEL + candidate, MODEL + candidate)
+        same = [alias for alias, other in index.aliases.items() if other == first]
+        for key in (MODEL + candidate, first, *same):
+            stored = OPTIMIZER + key.removeprefix(MODEL)
+            if stored in index.values:
+                return stored
+    if any(key.startswith(OPTIMIZER) for key in index.values):
+        raise UsageError(f"the checkpoint has no optimizer state of {name}")
+    hint = "rt.load(path, model) takes the model alone"
+    raise UsageError("the checkpoint has no state of an optimizer", hint=hint)
+
+
+def _tensor_for(
+    param: Parameter, group: dict[str, Any], current: Any, stored: StoredTensor, name: str
+) -> Tensor:
+    """Return what the stored tensor called `name` fills, cut like `param` if it is of its shape.
+
+    Args:
+        param: Whose state it is.
+        group: Settings of the optimizer.
+        current: What the optimizer keeps there now.
+        stored: Where the values lie.
+        name: For messages.
+    """
+    dtype, shape = TORCH_DTYPES[stored.dtype], stored.shape
+    if isinstance(current, Tensor) and list(current.shape) == shape:
+        return current.detach()
+    if list(param.shape) == shape and not name.endswith(f".{_STEP_COUNT}"):
+        return torch.zeros_like(param.detach(), dtype=dtype)
+    if is_sharded(param) and shape:
+        raise UsageError(
+            f"{name} {shape} has another shape than its parameter, so it is not known how it is "
+            "divided",
+            hint="let the optimizer take a step before loading",
+        )
+    is_beside = bool(shape) or group.get("capturable") or group.get("fused")
+    return torch.zeros(shape, dtype=dtype, device=param.device if is_beside else "cpu")
+
+
+def _like(current: Any, value: Any) -> Any:
+    """Return `value` in the type of `current`."""
+    match current:
+        case Tensor():
+            return current.fill_(value)
+        case tuple():
+            return tuple(value) if isinstance(value, list) else value
+        case _:
+            return value

@@ -1,0 +1,253 @@
+"""Data files of checkpoints: safetensors, written from one tensor at a time and read in parts.
+
+The format is eight bytes with the length of a JSON header, the header, and the elements.
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+from torch import Tensor
+
+from msrun.errors import UsageError
+from msrun.parallel.checkpoint.store import ITEM_BYTES, Chunk, Index, StoredTensor
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+_LENGTH_BYTES = 8
+_HEADER_BYTES_MAX = 100_000_000  # as in the reference implementation
+_ALIGNMENT = 8
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of a data file.
+
+    Args:
+        name: Its name there.
+        dtype: As in `ITEM_BYTES`.
+        shape: Its sizes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A data file before it is written.
+
+    Args:
+        slots: Its tensors in the order in which they lie.
+        starts: First byte of each.
+        header: All before the first.
+        nbytes: Bytes of the file.
+    """
+
+    slots: list[Slot]
+    starts: list[int]
+    header: bytes
+    nbytes: int
+
+
+def slot(name: str, tensor: Tensor) -> Slot:
+    """Return the place that all of `tensor` takes.
+
+    Raises:
+        UsageError: It cannot be stored.
+    """
+    return Slot(name=name, dtype=check_storable(name, tensor), shape=tuple(tensor.shape))
+
+
+def check_storable(name: str, tensor: Tensor) -> str:
+    """Return the code of the type of `tensor`.
+
+    Raises:
+        UsageError: It has none, or there are no elements to store.
+    """
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{name} is {_short(tensor.layout)}, and a checkpoint holds dense tensors")
+    if tensor.device.type == "meta":
+        raise UsageError(f"{name} is on the device meta, where it has no values")
+    code = CODES.get(tensor.dtype)
+    if code is None:
+        known = ", ".join(_short(dtype) for dtype in CODES)
+        raise UsageError(f"{name} is {_short(tensor.dtype)} (a checkpoint knows {known})")
+    return code
+
+
+def plan_file(slots: Iterable[Slot]) -> FilePlan:
+    """Return where `slots` lie in one file; large elements come first, so that all are aligned."""
+    ordered = sorted(slots, key=lambda slot: (-ITEM_BYTES[slot.dtype], slot.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for slot in ordered:
+        entries[slot.name] = {
+            "dtype": slot.dtype,
+            "shape": slot.shape,
+            "data_offsets": [at, at + slot.nbytes],
+        }
+        at += slot.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    starts, start = [], len(header)
+    for slot in ordered:
+        starts.append(start)
+        start += slot.nbytes
+    return FilePlan(slots=ordered, starts=starts, header=header, nbytes=start)
+
+
+def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -> None:
+    """Write the file that `plan` describes, durably.
+
+    Args:
+        path: Where.
+        plan: Of the file.
+        tensor_of: Name -> tensor; asked in the order of the file, one at a time.
+
+    Raises:
+        OSError: There is no room, or the like.
+    """
+    with path.open("wb") as file:
+        file.write(plan.header)
+        for slot in plan.slots:
+            tensor = _flat(tensor_of(slot.name))
+            file.write(_bytes_of(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return what two tensors of the same elements have in common, and others have not."""
+    flat = _flat(tensor)
+    return hashlib.blake2b(_bytes_of(flat), digest_size=16).digest()
+
+
+def read_part(
+    file: BinaryIO, dtype: str, chunk: Chunk, first: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    """Return the part of `chunk` that begins at `first`, in a new tensor.
+
+    Only the rows that it touches are read.
+
+    Raises:
+        UsageError: The file has become shorter.
+    """
+    rows = chunk.shape[1:]
+    top, count = (first[0], lengths[0]) if chunk.shape else (0, 1)
+    shape = [count, *rows] if chunk.shape else []
+    found = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    view = _bytes_of(found)
+    file.seek(chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype])
+    if file.readinto(view) != len(view):  # type: ignore[attr-defined]  # a buffered file has it
+        raise UsageError(f"{chunk.file} has become shorter")
+    for dim in range(1, len(rows) + 1):
+        found = found.narrow(dim, first[dim], lengths[dim])
+    return found
+
+
+def read_tensor(folder: Path, stored: StoredTensor) -> Tensor:
+    """Return a whole tensor of the data files in `folder`."""
+    found = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+    for chunk in stored.chunks:
+        with (folder / chunk.file).open("rb") as file:
+            part = read_part(file, stored.dtype, chunk, [0] * len(chunk.shape), chunk.shape)
+        place = tuple(slice(at, at + n) for at, n in zip(chunk.at, chunk.shape, strict=True))
+        found[place].copy_(part)
+    return found
+
+
+def read_header(path: Path) -> Index:
+    """Return what a safetensors file holds, each tensor in one chunk.
+
+    Raises:
+        UsageError: It is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
+                raise UsageError(f"{path} is no safetensors file")
+            entries = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        start = _LENGTH_BYTES + length
+        return Index(
+            tensors={name: _stored(path, raw, start, size) for name, raw in entries.items()}
+        )
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise UsageError(f"{path} is no safetensors file") from None
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _stored(path: Path, raw: msgspec.Raw, start: int, size: int) -> StoredTensor:
+    entry = msgspec.json.decode(raw, type=_Entry)
+    if entry.dtype not in ITEM_BYTES:
+        raise UsageError(f"{path}: elements of type {entry.dtype[:20]!r} are not known")
+    first, end = entry.data_offsets
+    count = math.prod(entry.shape)
+    is_sound = all(n >= 0 for n in entry.shape) and 0 <= first <= end <= size - start
+    if not is_sound or end - first != count * ITEM_BYTES[entry.dtype]:
+        raise UsageError(f"{path} is no safetensors file")
+    chunk = Chunk(at=[0] * len(entry.shape), shape=entry.shape, file=path.name, start=start + first)
+    return StoredTensor(dtype=entry.dtype, shape=entry.shape, chunks=[chunk] if count else [])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return `tensor` on the host, its elements one after the other."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous `tensor` on the host, which must outlive it."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    if not tensor.data_ptr():
+        raise UsageError(f"{type(tensor).__name__} keeps its elements elsewhere")
+    # Without numpy, which torch does not need either, there is no other way without a copy.
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")

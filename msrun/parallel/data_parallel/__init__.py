@@ -1,0 +1,1 @@
+"""Data parallelism: gradient reduction, ZeRO, sparse embedding gradients."""

@@ -1,0 +1,153 @@
+"""Embedding tables: which of their options fit a divided batch, and gradients of a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.layout import MeshLayout
+from msrun.parallel.tensor.plan import ModulePlan
+
+Table = nn.Embedding | nn.EmbeddingBag
+
+_NOTHING, _ROWS, _ALL = range(3)
+
+
+def check(
+    config: ParallelConfig, layout: MeshLayout, model: nn.Module, plans: Mapping[str, ModulePlan]
+) -> None:
+    """Refuse options of tables that would mean something else than in one process.
+
+    Raises:
+        UsageError: There is one.
+    """
+    ranks = layout.size(DATA_AXIS)
+    parts = ranks * (config.pipeline.microbatches if config.pipeline else config.accumulate)
+    for name, table in _tables(model):
+        plan = plans.get(name)
+        if table.max_norm is not None and (ranks > 1 or plan):
+            raise UsageError(
+                f"{name}: max_norm writes the rows that a rank reads, and other ranks keep them",
+                hint="scale rows where the model uses them, with functional.normalize",
+            )
+        if table.scale_grad_by_freq and parts > 1:
+            raise UsageError(
+                f"{name}: scale_grad_by_freq counts words of a whole batch, and {parts} parts of "
+                "it are looked up apart"
+            )
+        if table.sparse and plan:
+            raise UsageError(
+                f"{plan.key}: {name} has sparse gradients, which are for tables that stay whole",
+                hint="make it with sparse=False, or leave it out of the plan",
+            )
+
+
+def check_whole(model: nn.Module, whole: Collection[Tensor]) -> None:
+    """Refuse sparse gradients of tables that optimizer parallel would divide.
+
+    Args:
+        model: The model.
+        whole: What it would not.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for name, table in _tables(model):
+        if table.sparse and table.weight not in whole:
+            raise UsageError(
+                f"{ROOT}.optimizer.zero: {name} has sparse gradients, which are for tables that "
+                "stay whole",
+                hint=f"make it with sparse=False, or set threshold above {table.weight.nbytes}",
+            )
+
+
+def sparse(model: nn.Module) -> set[Tensor]:
+    """Return the tables whose gradients are rows."""
+    return {table.weight for _, table in _tables(model) if table.sparse}
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Table]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Table):
+            yield name or type(module).__name__, module
+
+
+class RowBucket:
+    """One table, of whose gradient ranks send the rows that they have; see `reducer.Bucket`.
+
+    What another layer uses too has a gradient of all rows, on ranks that come to that layer: if
+    there is such a rank, all rows are summed.
+    """
+
+    def __init__(self, table: Parameter, dtype: torch.dtype | None) -> None:
+        self.params = (table,)
+        self.pending = 1
+        self._dtype = dtype or table.dtype
+        self._sent: tuple[dist.ProcessGroup, float] | None = None
+
+    def launch(self, group: dist.ProcessGroup, scale: float) -> None:
+        """Remember what to sum over; how much there is has to be known before it can be sent."""
+        self._sent = group, scale
+
+    def forget_room(self) -> None:
+        """Do nothing: rows are others in each step."""
+
+    def finish(self) -> None:
+        """Make the sum the gradient."""
+        if self._sent is None:
+            raise RuntimeError("the bucket was not launched")
+        group, scale = self._sent
+        self.pending, self._sent = 1, None
+        (table,) = self.params
+        own, table.grad = table.grad, None
+        table.grad = _sum(own, table, group, scale, self._dtype)
+
+
+def _sum(
+    own: Tensor | None,
+    table: Tensor,
+    group: dist.ProcessGroup,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return the sum of `own` gradients of `table` times `scale` over `group`, sent as `dtype`."""
+    ids = torch.zeros(0, dtype=torch.long, device=table.device)
+    rows = table.detach()[:0]
+    kind = _NOTHING if own is None else _ROWS if own.is_sparse else _ALL
+    if own is not None and own.is_sparse:
+        own = own.coalesce()
+        ids, rows = own.indices()[0], own.values()
+    found = _gather(torch.tensor([kind, len(ids)], device=table.device), group)
+    kind, most = found.amax(0).tolist()
+    if kind == _NOTHING:
+        return None
+    if kind == _ALL:
+        whole = (torch.zeros_like(table) if own is None else own.to_dense()).to(dtype) * scale
+        dist.all_reduce(whole, group=group)
+        return whole.to(table.dtype)
+    # All send as many: what a rank has less is left out behind.
+    is_real = torch.arange(most, device=table.device) < found[:, 1:]
+    ids, rows = (_filled(part, most) for part in (ids, rows.to(dtype) * scale))
+    ids, rows = _gather(ids, group)[is_real], _gather(rows, group)[is_real]
+    return torch.sparse_coo_tensor(
+        ids.unsqueeze(0), rows.to(table.dtype), table.shape, check_invariants=False
+    )
+
+
+def _filled(part: Tensor, count: int) -> Tensor:
+    whole = part.new_zeros(count, *part.shape[1:])
+    whole[: len(part)] = part
+    return whole
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the `part` of each rank, stacked."""
+    found = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(found, part, group=group)
+    return torch.stack(found)

@@ -1,0 +1,1 @@
+"""Models built without memory and materialised shard by shard."""

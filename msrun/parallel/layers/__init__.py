@@ -1,0 +1,1 @@
+"""Layers that need care under data parallelism, and recomputation."""

@@ -1,0 +1,1 @@
+"""Notations of sharded tensors: axis names, MindSpore strategies and layouts."""

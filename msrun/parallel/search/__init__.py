@@ -1,0 +1,1 @@
+"""Strategy search without torch: which placement of every tensor is fastest."""

@@ -1,0 +1,1 @@
+"""The cluster, and what collectives and redistribution cost on it."""

@@ -1,0 +1,101 @@
+"""Seconds of collectives and of redistribution.
+
+All of it is latency plus bytes over bandwidth, so the cost of a redistribution is two numbers,
+seconds and seconds a byte, that hold for tensors of any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from msrun.parallel.search.cost.redistribution import Kind, impossible, moves
+from msrun.parallel.search.cost.topology import Wire
+from msrun.parallel.search.graph.codes import Array, Codes
+
+
+def collective(kind: Kind, wire: Wire) -> tuple[float, float]:
+    """Return seconds, and seconds a byte of the whole tensor, of one collective over `wire`.
+
+    Where it was measured, those; for other numbers of ranks as the formula of `estimate` grows.
+    """
+    known = [one for one in wire.measured if one.kind == kind.name.lower()]
+    latency, per_byte = estimate(kind, wire)
+    if not known:
+        return latency, per_byte
+    near = min(known, key=lambda one: abs(math.log(one.ranks / wire.size)))
+    if near.ranks == wire.size:
+        return near.start, near.per_byte
+    there = estimate(kind, msgspec.structs.replace(wire, size=near.ranks))
+    growth = latency / there[0] if there[0] else 1.0
+    return near.start * growth, near.per_byte * per_byte / there[1]
+
+
+def estimate(kind: Kind, wire: Wire) -> tuple[float, float]:
+    """Return what `collective` does, from bandwidth and latency alone.
+
+    n ranks, r = (n - 1) / n, latency a = start + ceil(log2 n) hops:
+
+    - gather and scatter: a + r bytes / bandwidth (recursive doubling and halving),
+    - reduce: both, one after the other,
+    - move, pairwise: start + (n - 1) hops / 2 + r bytes / (n bandwidth).
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
+    in MPICH", IJHPCA 19(1), 2005; halved hops of the exchange since links are used both ways.
+    """
+    n = wire.size
+    latency = wire.start + math.ceil(math.log2(n)) * wire.hop
+    per_byte = (n - 1) / n / wire.bandwidth
+    match kind:
+        case Kind.GATHER | Kind.SCATTER:
+            return latency, per_byte
+        case Kind.REDUCE:
+            return 2 * latency, 2 * per_byte
+        case Kind.MOVE:
+            return wire.start + (n - 1) * wire.hop / 2, per_byte / n
+        case _:
+            return 0.0, 0.0
+
+
+class Prices:
+    """Costs of redistribution on one mesh; each table is made once.
+
+    Args:
+        wires: What the axes run over.
+    """
+
+    def __init__(self, wires: Sequence[Wire]) -> None:
+        self.wires = tuple(wires)
+        self.sizes = tuple(wire.size for wire in wires)
+        self._tables: dict[tuple[bytes, bytes], tuple[Array, Array]] = {}
+
+    def seconds(self, source: Codes, target: Codes, nbytes: float) -> Array:
+        """Return the seconds from each row of `source` to each row of `target`.
+
+        Args:
+            source: Placements, (sources, axes).
+            target: Placements, (targets, axes).
+            nbytes: Of the whole tensor.
+
+        Returns:
+            (sources, targets); infinite where there is no way.
+        """
+        key = (source.tobytes(), target.tobytes())
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._table(source, target)
+        latency, per_byte = table
+        return latency + nbytes * per_byte
+
+    def _table(self, source: Codes, target: Codes) -> tuple[Array, Array]:
+        latency: Array = np.where(impossible(source, target), np.inf, 0.0)
+        per_byte = np.zeros_like(latency)
+        for move in moves(source, target, self.sizes):
+            start, rate = collective(move.kind, self.wires[move.axis])
+            if start or rate:
+                latency += np.where(move.where, start, 0.0)
+                per_byte += np.where(move.where, rate / move.parts, 0.0)
+        return latency, per_byte

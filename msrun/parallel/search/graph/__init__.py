@@ -1,0 +1,1 @@
+"""The model as plain data: values, operators, and how each operator can be sharded."""

@@ -1,0 +1,378 @@
+"""The rules of the operators that `torch.export` leaves in a forward graph, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.rules import (
+    Labels,
+    Rule,
+    Site,
+    broadcast,
+    divided,
+    letters,
+    unknown,
+)
+
+Maker = Callable[[Site], Rule]
+
+
+def rule_of(site: Site) -> Rule:
+    """Return how the operator at `site` can be divided."""
+    if not site.ins or not site.outs:
+        return unknown(site)
+    maker = _MAKERS.get(site.packet)
+    return maker(site) if maker else unknown(site)
+
+
+def rules_of_steps(program: Program) -> dict[str, Rule]:
+    """Return step -> its rule; equal steps have one."""
+    found: dict[object, Rule] = {}
+    rules: dict[str, Rule] = {}
+    for step in program.steps:
+        site = Site(step, program)
+        key = site.signature()
+        rules[step.name] = found[key] = found.get(key) or rule_of(site)
+    return rules
+
+
+def _elementwise(site: Site) -> Rule:
+    shape = site.out.shape
+    ins = [broadcast(value.shape, shape) for value in site.ins]
+    return divided(site, ins, [letters(len(shape))] * len(site.outs), keeps=_all(site))
+
+
+def _linear_elementwise(site: Site) -> Rule:
+    """Sums pass through: all inputs together for `add`, the first alone for `mul` and `to`.
+
+    Not through what rounds, and not through one input to which a number is added.
+    """
+    shape = site.out.shape
+    ins = [broadcast(value.shape, shape) for value in site.ins]
+    is_sum = site.packet in ("add", "sub", "rsub", "add_", "sub_")
+    is_rounded = bool(site.attr("rounding_mode")) or not site.out.is_float
+    is_affine = is_rounded or (is_sum and len(ins) == 1)
+    linear: list[list[int]] = [] if is_affine else [list(range(len(ins))) if is_sum else [0]]
+    keeps = () if is_sum or len(ins) == 1 else _all(site)
+    return divided(site, ins, [letters(len(shape))], linear=linear, keeps=keeps)
+
+
+def _all(site: Site) -> tuple[int, ...]:
+    return tuple(range(len(site.ins)))
+
+
+def _linear(site: Site) -> Rule:
+    """`linear(x, w, b)`: x (batch..., k), w (n, k), b (n)."""
+    x, weight = site.ins[:2]
+    batch = letters(len(x.shape) - 1, "b")
+    ins: list[Labels] = [[*batch, "k"], ["n", "k"], ["n"]]
+    flops = 2.0 * x.count * weight.shape[0]
+    return _contraction(site, ins[: len(site.ins)], [*batch, "n"], added=(2,), flops=flops)
+
+
+def _contraction(
+    site: Site, ins: list[Labels], out: Labels, *, added: tuple[int, ...] = (), **options: Any
+) -> Rule:
+    keeps = tuple(index for index in _all(site) if index not in added)
+    return divided(site, ins, [out], added=added, backward=2.0, keeps=keeps, **options)
+
+
+def _matmul(site: Site) -> Rule:
+    """Products of matrices, in batches that may be broadcast; `addmm` has what is added first."""
+    added = len(site.ins) - 2
+    a, b = site.ins[added:]
+    shape = site.out.shape
+    rows = ["m"] if len(a.shape) > 1 else []
+    columns = ["n"] if len(b.shape) > 1 else []
+    batch = len(shape) - len(rows) - len(columns)
+    names = letters(batch, "b")
+    left = _batched(a.shape[: len(a.shape) - 1 - len(rows)], shape[:batch])
+    right = _batched(b.shape[: len(b.shape) - 1 - len(columns)], shape[:batch])
+    out = [*names, *rows, *columns]
+    ins: list[Labels] = [[*left, *rows, "k"], [*right, "k", *columns]]
+    if added:
+        shown = broadcast(site.ins[0].shape, shape)
+        ins = [[out[int(label[1:])] if label else None for label in shown], *ins]
+    flops = 2.0 * site.out.count * a.shape[-1]
+    return _contraction(site, ins, out, flops=flops, added=(0,) if added else ())
+
+
+def _batched(shape: tuple[int, ...], out: tuple[int, ...]) -> list[str | None]:
+    return [f"b{label[1:]}" if label else None for label in broadcast(shape, out)]
+
+
+def _attention(site: Site) -> Rule:
+    """By sample and head; queries also by position where none looks at positions of its own."""
+    query, key = site.ins[:2]
+    is_causal = bool(site.attr("is_causal"))
+    lead = letters(len(query.shape) - 2, "b")
+    at = None if is_causal else "s"
+    ins: list[Labels] = [[*lead, at, None], [*lead, None, None], [*lead, None, None]]
+    for mask in site.ins[3:]:
+        shown = broadcast(mask.shape, (*query.shape[:-1], key.shape[-2]))
+        names = [*lead, at, None]
+        ins.append([names[int(label[1:])] if label else None for label in shown])
+    flops = 4.0 * query.count * key.shape[-2] * (0.5 if is_causal else 1.0)
+    out: Labels = [*lead, at, None]
+    return divided(site, ins, [out], flops=flops, backward=2.5, keeps=(0, 1, 2), keeps_out=True)
+
+
+def _normalization(site: Site) -> Rule:
+    """`layer_norm` and `rms_norm`: every dim but the last ones, which are normalized."""
+    shape = site.ins[0].shape
+    last = len(site.attr("normalized_shape", [0]))
+    labels = [*letters(len(shape) - last), *[None] * last]
+    weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
+    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+
+
+def _group_norm(site: Site) -> Rule:
+    x = site.ins[0]
+    labels = ["b", *[None] * (len(x.shape) - 1)]
+    weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
+    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+
+
+def _batch_norm(site: Site) -> Rule:
+    """By sample and by channel; statistics of the whole batch are summed, two for each channel."""
+    x = site.ins[0]
+    labels = ["b", "c", *[None] * (len(x.shape) - 2)]
+    others: list[Labels] = [["c"] for _ in site.ins[1:]]
+    is_training = bool(site.attr("training", default=True))
+    summed = {"b": 8 * x.shape[1]} if is_training else {}
+    return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
+
+
+def _gated(site: Site) -> Rule:
+    """`prelu`, whose weights are of channels: of the second dim."""
+    shape = site.ins[0].shape
+    labels = letters(len(shape))
+    weight = [labels[1] if len(shape) > 1 and site.ins[1].count > 1 else None]
+    weights = weight * len(site.ins[1].shape)
+    return divided(site, [labels, weights], [labels], keeps=_all(site))
+
+
+def _along(site: Site) -> Rule:
+    """Every dim but those that the operator runs along."""
+    along = site.dims("dims") if "dims" in site.step.attrs else {site.dim()}
+    shape = site.ins[0].shape
+    labels = [None if dim in along else f"d{dim}" for dim in range(len(shape))]
+    outs = [labels] * len(site.outs)
+    others: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
+    return divided(site, [labels, *others], outs, keeps_out=True)
+
+
+def _reduction(site: Site) -> Rule:
+    """The dims that stay; `sum` and `mean` by all, as a sum of parts is the sum."""
+    if len(site.ins) > 1:  # `max` and `min` of two tensors
+        return _elementwise(site)
+    shape = site.ins[0].shape
+    dims = site.dims()
+    is_sum = site.packet in ("sum", "mean")
+    kept = [None if dim in dims else f"d{dim}" for dim in range(len(shape))]
+    ins = letters(len(shape)) if is_sum else kept
+    if site.attr("keepdim"):
+        out = kept
+    else:
+        out = [label for dim, label in enumerate(kept) if dim not in dims]
+    keeps = () if is_sum else (0,)
+    linear = [[0]] if is_sum else []
+    return divided(site, [ins], [out] * len(site.outs), linear=linear, keeps=keeps)
+
+
+def _embedding(site: Site) -> Rule:
+    """By token, by width, and by row: ranks look up the rows they have, which are then added."""
+    tokens = letters(len(site.ins[1].shape), "b")
+    nbytes = 2.0 * site.out.nbytes
+    # Gradients divided by how often a token comes need all tokens.
+    whole = ["v", *filter(None, tokens)] if site.attr("scale_grad_by_freq") else []
+    ins: list[Labels] = [["v", "h"], tokens]
+    return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, keeps=(1,))
+
+
+def _cross_entropy(site: Site) -> Rule:
+    """By sample; the mean of parts is taken of their sums."""
+    logits, target = site.ins[:2]
+    is_by_class = target.shape != logits.shape
+    batch = ["b", *letters(len(logits.shape) - 2)] if len(logits.shape) > 1 else []
+    labels: Labels = [batch[0], None, *batch[1:]] if batch else [None]
+    others: list[Labels] = [batch if is_by_class else labels]
+    others += [[None] * len(value.shape) for value in site.ins[2:]]
+    out: Labels = batch if site.out.shape else []
+    # Weights of classes make a mean that is none of the parts' means.
+    is_weighted = "weight" in site.slots and not site.out.shape
+    whole = [str(label) for label in batch] if is_weighted else []
+    return divided(site, [labels, *others], [out], whole=whole, keeps=(0,))
+
+
+def _elementwise_loss(site: Site) -> Rule:
+    labels = letters(len(site.ins[0].shape))
+    ins: list[Labels] = [broadcast(value.shape, site.ins[0].shape) for value in site.ins]
+    return divided(site, ins, [labels if site.out.shape else []], keeps=(0, 1))
+
+
+def _convolution(site: Site, *, transposed: bool = False) -> Rule:
+    """By sample and by channels, or by groups of them; positions would need their neighbours."""
+    x, weight = site.ins[:2]
+    rest = [None] * (len(weight.shape) - 2)
+    groups = int(site.attr("groups", 1))
+    lead = ["b"] if len(x.shape) == len(weight.shape) else []
+    if groups > 1:
+        ins: list[Labels] = [[*lead, "g", *rest], ["g", None, *rest], ["g"]]
+        out: Labels = [*lead, "g", *rest]
+    else:
+        cut = ["k", "n"] if transposed else ["n", "k"]
+        ins, out = [[*lead, "k", *rest], [*cut, *rest], ["n"]], [*lead, "n", *rest]
+    taps = math.prod(weight.shape[2:])
+    per_out = (weight.shape[0] if transposed else weight.shape[1]) * taps
+    flops = 2.0 * site.out.count * per_out / (groups if transposed else 1)
+    limits = {"g": groups} if groups > 1 else {}
+    ins = ins[: len(site.ins)]
+    return _contraction(site, ins, out, flops=flops, added=(2,), limits=limits)
+
+
+def _spatial(site: Site, *, last: int) -> Rule:
+    """Every dim but the `last` ones, which are positions: pooling, resizing."""
+    shape = site.ins[0].shape
+    labels = [*letters(len(shape) - last), *[None] * last]
+    return divided(site, [labels], [labels] * len(site.outs), keeps=(0,))
+
+
+def _padding(site: Site) -> Rule:
+    """Every dim to which nothing is added; what is added and taken may leave the size as it is."""
+    pads = list(site.attr("pad"))
+    ndim = len(site.ins[0].shape)
+    touched = {ndim - 1 - at // 2 for at, number in enumerate(pads) if number}
+    labels = [None if dim in touched else f"d{dim}" for dim in range(ndim)]
+    return divided(site, [labels], [labels])
+
+
+def _joined(site: Site) -> Rule:
+    """`cat` and `stack`: every dim but the one they are joined along."""
+    ndim = len(site.out.shape)
+    along = int(site.attr("dim", 0)) % ndim
+    out = [None if dim == along else f"d{dim}" for dim in range(ndim)]
+    is_new = site.packet == "stack"
+    one = [label for dim, label in enumerate(out) if not (is_new and dim == along)]
+    ins: list[Labels] = [
+        one if len(v.shape) == len(one) else [None] * len(v.shape) for v in site.ins
+    ]
+    return divided(site, ins, [out], linear=[list(_all(site))])
+
+
+def _parted(site: Site) -> Rule:
+    """`split`, `chunk`, `unbind`, `slice` and `select`: every dim but the one they part."""
+    ndim = len(site.ins[0].shape)
+    along = int(site.attr("dim", 0)) % ndim
+    ins = [None if dim == along else f"d{dim}" for dim in range(ndim)]
+    is_gone = len(site.out.shape) < ndim
+    out = [label for dim, label in enumerate(ins) if not (is_gone and dim == along)]
+    return divided(site, [ins], [out] * len(site.outs), linear=[[0]], nbytes=0.0)
+
+
+def _expanded(site: Site) -> Rule:
+    """`expand`, and `expand_as`, which takes the shape of a part from a part."""
+    shape = site.out.shape
+    ins = [broadcast(value.shape, shape) for value in site.ins]
+    return divided(site, ins, [letters(len(shape))], linear=[[0]], nbytes=0.0)
+
+
+def _repeated(site: Site) -> Rule:
+    """`repeat`: dims that are not repeated."""
+    shape, made = site.ins[0].shape, site.out.shape
+    offset = len(made) - len(shape)
+    ins = [f"d{offset + d}" if n == made[offset + d] else None for d, n in enumerate(shape)]
+    out = [label if label in ins else None for label in letters(len(made))]
+    return divided(site, [ins], [out], linear=[[0]])
+
+
+def _interleaved(site: Site) -> Rule:
+    """`repeat_interleave` by one number: parts stay together."""
+    if site.attr("dim") is None or len(site.ins) != 1:
+        return unknown(site)
+    labels = letters(len(site.ins[0].shape))
+    return divided(site, [labels], [labels], linear=[[0]])
+
+
+def _selected(site: Site) -> Rule:
+    """`index_select`: every dim but the one that is looked up, and that by index."""
+    along = site.dim()
+    ndim = len(site.ins[0].shape)
+    x = [None if dim == along else f"d{dim}" for dim in range(ndim)]
+    out = ["i" if dim == along else label for dim, label in enumerate(x)]
+    return divided(site, [x, ["i"] * len(site.ins[1].shape)], [out], keeps=(1,))
+
+
+def _gathered(site: Site) -> Rule:
+    """`gather`: every dim that index and input share, but the one that is looked up."""
+    along = site.dim()
+    pairs = zip(site.ins[0].shape, site.ins[1].shape, strict=True)
+    labels = [None if d == along or n != m else f"d{d}" for d, (n, m) in enumerate(pairs)]
+    return divided(site, [labels, labels], [labels], keeps=(1,))
+
+
+def _triangle(site: Site) -> Rule:
+    labels = [*letters(len(site.ins[0].shape) - 2), None, None]
+    return divided(site, [labels], [labels], linear=[[0]])
+
+
+_TABLE: tuple[tuple[Maker, str], ...] = (
+    (
+        _elementwise,
+        """abs acos addcdiv addcmul asin atan bitwise_and bitwise_not bitwise_or ceil celu clamp
+        clamp_max clamp_min cos dropout elu eq erf erfc exp expm1 fill floor ge gelu gt hardsigmoid
+        hardswish hardtanh isfinite isinf isnan le leaky_relu lerp log log1p log2 logical_and
+        logical_not logical_or logical_xor lt masked_fill maximum minimum mish ne ones_like pow
+        reciprocal relu relu_ remainder round rsqrt selu sigmoid sign silu sin softplus sqrt
+        square tan tanh threshold where zeros_like full_like floor_divide""",
+    ),
+    (
+        _linear_elementwise,
+        "add add_ sub sub_ rsub mul mul_ div div_ neg to _to_copy type_as clone detach",
+    ),
+    (_gated, "prelu"),
+    (_linear, "linear"),
+    (_matmul, "mm bmm matmul addmm baddbmm mv dot"),
+    (_attention, "scaled_dot_product_attention"),
+    (_normalization, "layer_norm rms_norm"),
+    (_group_norm, "group_norm instance_norm"),
+    (_batch_norm, "batch_norm"),
+    (
+        _along,
+        """softmax log_softmax cumsum cumprod sort topk argsort flip roll logcumsumexp
+        _safe_softmax glu""",
+    ),
+    (_reduction, "sum mean amax amin argmax argmin max min var std prod logsumexp any all"),
+    (_embedding, "embedding"),
+    (_cross_entropy, "cross_entropy_loss nll_loss nll_loss_nd"),
+    (
+        _elementwise_loss,
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits kl_div",
+    ),
+    (_convolution, "conv1d conv2d conv3d"),
+    (
+        partial(_convolution, transposed=True),
+        "conv_transpose1d conv_transpose2d conv_transpose3d",
+    ),
+    (partial(_spatial, last=1), "max_pool1d avg_pool1d adaptive_avg_pool1d upsample_linear1d"),
+    (
+        partial(_spatial, last=2),
+        """max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d
+        upsample_bilinear2d pixel_shuffle""",
+    ),
+    (partial(_spatial, last=3), "max_pool3d avg_pool3d adaptive_avg_pool3d"),
+    (_padding, "pad constant_pad_nd"),
+    (_joined, "cat concat stack"),
+    (_parted, "split split_with_sizes chunk unbind slice narrow select"),
+    (_expanded, "expand expand_as broadcast_to"),
+    (_repeated, "repeat"),
+    (_interleaved, "repeat_interleave"),
+    (_selected, "index_select"),
+    (_gathered, "gather"),
+    (_triangle, "tril triu"),
+)
+_MAKERS: dict[str, Maker] = {name: maker for maker, names in _TABLE for name in names.split()}

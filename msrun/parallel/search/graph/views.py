@@ -1,0 +1,107 @@
+"""Operators that only name the dims of a tensor anew: no work, no memory, no choice of their own.
+
+They are folded away: whoever reads such a view reads the tensor behind it, with dims translated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from msrun.parallel.search.graph.program import Step
+from msrun.parallel.search.graph.rules import Site
+
+
+class Renaming(msgspec.Struct, frozen=True):
+    """Which dim of a tensor is which of its view.
+
+    Args:
+        dims: Dim of the view -> dim of the tensor, and what its parts must divide.
+    """
+
+    dims: dict[int, tuple[int, int]]
+
+    def after(self, earlier: Renaming) -> Renaming:
+        """Return the renaming of a view of a view."""
+        found = {}
+        for dim, (middle, limit) in self.dims.items():
+            if middle in earlier.dims:
+                source, other = earlier.dims[middle]
+                found[dim] = (source, math.gcd(limit, other))
+        return Renaming(found)
+
+
+def renaming(site: Site) -> Renaming | None:
+    """Return what the view at `site` renames; None for what is no view."""
+    maker = _MAKERS.get(site.packet)
+    if maker is None or len(site.ins) != 1 or len(site.outs) != 1:
+        return None
+    return maker(site)
+
+
+def is_regrouped(step: Step) -> bool:
+    """Return whether a view is a reshape, which can be done again with other sizes."""
+    return _MAKERS.get(step.target.split(".")[1]) is _regrouped
+
+
+def _regrouped(site: Site) -> Renaming:
+    """Return the first dims of groups of equal product, in any reshape."""
+    before, after = site.ins[0].shape, site.out.shape
+    found = {}
+    for sources, made in _groups(before, after):
+        first = next((dim for dim in sources if before[dim] > 1), None)
+        view = next((dim for dim in made if after[dim] > 1), None)
+        if first is not None and view is not None:
+            found[view] = (first, math.gcd(before[first], after[view]))
+    return Renaming(found)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return runs of dims of both shapes with the same product, as short as can be."""
+    if 0 in before or 0 in after:
+        return []
+    found = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        left, right = [i], [j]
+        a, b = before[i], after[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if a < b:
+                a, left, i = a * before[i], [*left, i], i + 1
+            else:
+                b, right, j = b * after[j], [*right, j], j + 1
+        found.append((left, right))
+    return found
+
+
+def _permuted(site: Site) -> Renaming:
+    shape = site.ins[0].shape
+    ndim = len(shape)
+    order = list(range(ndim))
+    if site.packet == "permute":
+        order = [int(dim) % ndim for dim in site.attr("dims")]
+    elif ndim > 1:
+        a = int(site.attr("dim0", site.attr("axis0", -2))) % ndim
+        b = int(site.attr("dim1", site.attr("axis1", -1))) % ndim
+        order[a], order[b] = order[b], order[a]
+    return Renaming({dim: (source, shape[source]) for dim, source in enumerate(order)})
+
+
+def _same(site: Site) -> Renaming:
+    return Renaming({dim: (dim, size) for dim, size in enumerate(site.out.shape)})
+
+
+_MAKERS: dict[str, Callable[[Site], Renaming]] = {
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
+        _regrouped,
+    ),
+    **dict.fromkeys(
+        ("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint"),
+        _permuted,
+    ),
+    **dict.fromkeys(("contiguous", "alias"), _same),
+}

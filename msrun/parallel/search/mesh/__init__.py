@@ -1,0 +1,1 @@
+"""Which mesh: pipeline stages, axes and micro-batches."""

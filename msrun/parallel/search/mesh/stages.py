@@ -1,0 +1,297 @@
+"""A program in stages of a pipeline: what each runs, holds, is given and hands on."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import msgspec
+import numpy as np
+
+from msrun.errors import UsageError
+from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.repeat import Blocks
+from msrun.parallel.search.solve.problem import Node, Problem, Setting
+from msrun.parallel.search.solve.uses import Readings
+
+# Places to cut that are looked at, those where least is handed on.
+_PLACES_MAX = 512
+# What a stage may take longer than the best cut has it, where less is handed on then.
+_SLACK = 1.05
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage runs.
+
+    Args:
+        steps: In their order, but first those that no parameter has a part in: they are run by
+            every stage that needs them.
+        given: Inputs and buffers of the program that they read.
+        params: Parameters that they read.
+        received: What the stage before hands on.
+        sent: What it hands on itself; None in the last, which has the outputs.
+    """
+
+    steps: tuple[Step, ...]
+    given: frozenset[str]
+    params: frozenset[str]
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] | None = None
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How a schedule runs one part.
+
+    Args:
+        stage: That has it.
+        live: Micro-batches that it keeps at once, at most.
+    """
+
+    stage: int
+    live: int
+
+
+def divide(program: Program, readings: Readings, starts: Sequence[int]) -> list[Part]:
+    """Return the parts of `program` that begin at the steps numbered `starts`, the first at 0.
+
+    A value that a later part reads is handed on through all parts in between.  Parameters that
+    nobody reads are the first part's.
+    """
+    uses = [_Uses(program, readings) for _ in starts]
+    stage_of: dict[str, int] = {}
+    for at, step in enumerate(program.steps):
+        stage = bisect_right(starts, at) - 1
+        stage_of |= dict.fromkeys(step.outputs, stage)
+        uses[stage].add(step)
+    uses[-1].read(program.outputs)
+    read = set[str]().union(*(one.params for one in uses))
+    uses[0].params |= set(program.params) - read
+    borders = [
+        tuple(
+            name
+            for name, made in stage_of.items()
+            if made <= at and any(name in later.made for later in uses[at + 1 :])
+        )
+        for at in range(len(starts) - 1)
+    ]
+    ends: list[tuple[str, ...] | None] = [*borders, None]
+    return [
+        one.part(received, sent)
+        for one, received, sent in zip(uses, [(), *borders], ends, strict=True)
+    ]
+
+
+class _Uses:
+    """What the steps of one part read."""
+
+    def __init__(self, program: Program, readings: Readings) -> None:
+        self._program, self._readings = program, readings
+        self._makers = {name: step for step in program.steps for name in step.outputs}
+        self._own: list[Step] = []
+        self._constants: set[str] = set()
+        self.given: set[str] = set()
+        self.params: set[str] = set()
+        self.made: set[str] = set()
+
+    def add(self, step: Step) -> None:
+        """Add a step, unless it is run where it is needed, or with who reads it."""
+        if runs(step, self._readings):
+            self._own.append(step)
+            self.read(step.inputs.values())
+
+    def read(self, names: Collection[str]) -> None:
+        """Add what is read, and all that constants are made of."""
+        pending = list(names)
+        while pending:
+            name = pending.pop()
+            maker = self._makers.get(name)
+            if name not in self._readings.constants:
+                root, _ = self._readings.behind(name)
+                (self.params if root in self._program.params else self.made).add(root)
+            elif maker is None:
+                self.given.add(name)
+            elif maker.name not in self._constants:
+                self._constants.add(maker.name)
+                pending += maker.inputs.values()
+
+    def part(self, received: tuple[str, ...], sent: tuple[str, ...] | None) -> Part:
+        """Return all of it."""
+        constants = (step for step in self._program.steps if step.name in self._constants)
+        return Part(
+            steps=(*constants, *self._own),
+            given=frozenset(self.given),
+            params=frozenset(self.params),
+            received=received,
+            sent=sent,
+        )
+
+
+def runs(step: Step, readings: Readings) -> bool:
+    """Return whether a step has one place where it is run: it is no constant, and no view."""
+    is_constant = readings.constants.issuperset(step.outputs)
+    return not is_constant and step.outputs[0] not in readings.views
+
+
+# Where to cut.
+
+
+def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
+    """Return the first step of each stage where all have the same number of blocks.
+
+    Args:
+        blocks: Of the program; None if it has none.
+        stages: Of the pipeline.
+        key: Where the number of stages stands, for messages.
+
+    Raises:
+        UsageError: The blocks do not divide.
+    """
+    count = blocks.count if blocks else 0
+    if blocks is None or count % stages:
+        raise UsageError(
+            f"{key}: {stages} stages do not divide the {count} equal blocks of the model"
+        )
+    steps = blocks.period * (count // stages)
+    return [0, *(blocks.first + steps * stage for stage in range(1, stages))]
+
+
+def evenly(
+    program: Program,
+    readings: Readings,
+    seconds: Mapping[str, float],
+    setting: Setting,
+    stages: int,
+) -> list[int]:
+    """Return the first step of each stage where the slowest takes least, but for a little.
+
+    Of such cuts it is the one where least is handed on.
+
+    Args:
+        program: What is cut.
+        readings: Of the program.
+        seconds: Step -> seconds of one micro-batch.
+        setting: Of the mesh of one stage, whose ranks share what is handed on.
+        stages: At least 2.
+
+    Raises:
+        UsageError: There are too few steps to cut between.
+    """
+    crossing = _crossing(program, readings)
+    steps = program.steps
+    done = np.cumsum([0.0, *(seconds.get(step.name, 0.0) for step in steps)])
+    count = np.cumsum([0, *(runs(step, readings) for step in steps)])
+    inner = [at for at in range(1, len(steps)) if crossing[at]]
+    inner = sorted(sorted(inner, key=lambda at: crossing[at])[:_PLACES_MAX])
+    places = np.array([0, *inner, len(steps)])
+    wire, ranks = setting.topology.across, math.prod(setting.sizes)
+    sent = np.array([2 * (crossing[at] / ranks / wire.bandwidth + wire.latency) for at in places])
+    sent[[0, -1]] = 0.0
+    cost = done[places] - done[places][:, None] + sent + sent[:, None]
+    cost[count[places] <= count[places][:, None]] = np.inf
+    slowest = _way(cost, np.maximum, stages)
+    if slowest is None:
+        raise UsageError(
+            f"parallel.mesh.pp: {stages} stages, and the model has fewer places to cut at"
+        )
+    limit = max(cost[a, b] for a, b in pairwise(slowest)) * _SLACK
+    handed = np.where(cost <= limit, sent, np.inf)
+    return [int(places[at]) for at in (_way(handed, np.add, stages) or slowest)[:-1]]
+
+
+def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
+    """Return the best way from the first place to the last; None if there is none.
+
+    Args:
+        cost: Of each hop, (from, to).
+        joined: What makes one cost of those of two hops: their sum, or the larger.
+        hops: How many there are.
+    """
+    value = np.where(np.arange(len(cost)) == 0, 0.0, np.inf)
+    back = []
+    for _ in range(hops):
+        table = joined(value[:, None], cost)
+        back.append(table.argmin(axis=0))
+        value = table.min(axis=0)
+    if np.isinf(value[-1]):
+        return None
+    found = [len(cost) - 1]
+    for before in reversed(back):
+        found.append(int(before[found[-1]]))
+    return found[::-1]
+
+
+def _crossing(program: Program, readings: Readings) -> list[int]:
+    """Return for each step the bytes that a stage which begins with it is given."""
+    made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
+    last: dict[str, int] = {}
+    for at, step in enumerate(program.steps):
+        if runs(step, readings):
+            last |= {readings.behind(name)[0]: at for name in step.inputs.values()}
+    last |= {readings.behind(name)[0]: len(program.steps) for name in program.outputs}
+    change = [0] * (len(program.steps) + 2)
+    for name, until in last.items():
+        if name in made and name not in readings.constants:
+            change[made[name] + 1] += program.values[name].nbytes
+            change[until + 1] -= program.values[name].nbytes
+    return list(accumulate(change))
+
+
+# Memory.
+
+
+def largest(
+    problem: Problem, chosen: Sequence[int], parts: Sequence[Part], pace: Sequence[Pace]
+) -> float:
+    """Return the bytes on a rank of the largest stage.
+
+    What a reader keeps a copy of lies in the reader's stage.
+
+    Args:
+        problem: Of the whole program.
+        chosen: Strategy of each node.
+        parts: Of the program.
+        pace: Of each part.
+    """
+    found = dict.fromkeys((one.stage for one in pace), 0.0)
+    places = _places(parts)
+    lives = [_live(places.get(_name(node), {len(parts) - 1}), pace) for node in problem.nodes]
+    for node, strategy, live in zip(problem.nodes, chosen, lives, strict=True):
+        for stage, batches in live.items():
+            kept = (batches - 1) * float(node.held[strategy])
+            found[stage] += float(node.memory[strategy]) + kept
+    for edge in problem.edges:
+        if edge.memory is not None:
+            nbytes = float(edge.memory[chosen[edge.source], chosen[edge.target]])
+            for stage, batches in lives[edge.target].items():
+                found[stage] += nbytes * (batches if edge.is_of_each else 1)
+    return max(found.values())
+
+
+def _places(parts: Sequence[Part]) -> dict[str, set[int]]:
+    """Return what there is a node of -> the numbers of the parts that have it."""
+    found = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
+    for at, part in enumerate(parts):
+        for name in part.params:
+            found.setdefault(name, set()).add(at)
+    return found
+
+
+def _live(places: Collection[int], pace: Sequence[Pace]) -> dict[int, int]:
+    """Return the stages of some parts, and the micro-batches that each keeps at once there."""
+    found: dict[int, int] = {}
+    for at in places:
+        found[pace[at].stage] = max(found.get(pace[at].stage, 1), pace[at].live)
+    return found
+
+
+def _names(part: Part) -> Iterator[str]:
+    for step in part.steps:
+        yield step.name
+        yield from step.outputs
+
+
+def _name(node: Node) -> str:
+    return node.name.removeprefix("hub:")

@@ -1,0 +1,1 @@
+"""Plans as they are saved, explained, and lowered to the runtime."""

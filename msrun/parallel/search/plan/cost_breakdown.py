@@ -1,0 +1,174 @@
+"""What the seconds of a plan are made up of, and the form in which it is saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.search.cost.cost import Prices
+from msrun.parallel.search.cost.redistribution import Kind
+from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.mesh.mesh_search import Outcome, Stage
+from msrun.parallel.search.plan.plan import Operator
+from msrun.parallel.search.solve.chain import Plan
+from msrun.parallel.search.solve.edges import Item, itemize
+from msrun.parallel.search.solve.modes import Names
+from msrun.parallel.search.solve.problem import Exchange, Node, Problem
+
+_WORDS = {
+    Kind.GATHER: "all-gather",
+    Kind.SCATTER: "reduce-scatter",
+    Kind.MOVE: "all-to-all",
+    Kind.REDUCE: "all-reduce",
+}
+_AXES = ("xp", "mp", "tp")
+
+
+def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
+    """Return names for the axes of a mesh that was found, the slowest-varying first.
+
+    The first is `dp`, whose ranks get different samples, where it divides the samples of a
+    micro-batch.
+    """
+    if batch % sizes[0]:
+        return _AXES[-len(sizes) :]
+    return (DATA_AXIS, *_AXES[len(_AXES) + 1 - len(sizes) :])
+
+
+class Account:
+    """Adds up what a plan costs, by what it is for.
+
+    Args:
+        prices: Costs of redistribution.
+        names: Of the mesh axes.
+    """
+
+    def __init__(self, prices: Prices, names: Sequence[str]) -> None:
+        self._prices, self._names = prices, names
+        self._items: dict[object, list[tuple[str, float]]] = {}
+        self.costs: dict[str, float] = defaultdict(float)
+
+    def add(
+        self, problem: Problem, chosen: Mapping[int, int], own: Iterable[int] | None = None
+    ) -> None:
+        """Add nodes, and the edges that lead to them.
+
+        Args:
+            problem: Of the nodes.
+            chosen: Node -> strategy, of all that edges come from too.
+            own: Nodes to add; None adds all that are chosen.
+        """
+        wanted = set(chosen if own is None else own)
+        for at in wanted:
+            node = problem.nodes[at]
+            word = "computation" if node.kind == "op" else "update of parameters"
+            self.costs[word] += float(node.seconds[chosen[at]])
+        for edge in problem.edges:
+            if edge.target in wanted and edge.exchange and edge.source in chosen:
+                self._add_edge(problem, edge.source, edge.target, edge.exchange, chosen)
+
+    def _add_edge(
+        self,
+        problem: Problem,
+        source: int,
+        target: int,
+        exchange: Exchange,
+        chosen: Mapping[int, int],
+    ) -> None:
+        makes, reads = problem.nodes[source], problem.nodes[target]
+        made = makes.outs(exchange.made)[[chosen[source]]]
+        wanted = reads.ins(exchange.port)[[chosen[target]]]
+        view = tuple(exchange.view.dims.items()) if exchange.view else None
+        traffic = exchange.nbytes, exchange.ahead, exchange.back
+        key = made.tobytes(), wanted.tobytes(), view, traffic, makes.kind
+        if key not in self._items:  # equal blocks exchange the same
+            what = "parameters" if makes.kind == "param" else "activations"
+            self._items[key] = [
+                (self._name(item, what), item.seconds)
+                for item in itemize(self._prices, made, wanted, exchange)
+            ]
+        for name, seconds in self._items[key]:
+            self.costs[name] += seconds
+
+    def _name(self, item: Item, what: str) -> str:
+        side = "gradients of " if item.is_back else ""
+        return f"{_WORDS[item.kind]} over {self._names[item.axis]}, {side}{what}"
+
+
+def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[str, float]:
+    """Return what the slowest stage of `outcome` spends its time on."""
+    stage = max(outcome.stages, key=lambda one: one.seconds)
+    account = Account(prices, names)
+    for chosen, own in stage.plan.pieces(stage.chain, stage.entry):
+        account.add(stage.chain.problem, chosen, own)
+    if stage.name not in ("all", "last"):
+        sent = stage.seconds - sum(account.costs.values())
+        account.costs["sending between stages"] = max(0.0, sent)
+    return sorted_costs(account.costs)
+
+
+def sorted_costs(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return `costs` without what is nothing, the largest first."""
+    return dict(sorted(((k, v) for k, v in costs.items() if v > 0), key=lambda kv: -kv[1]))
+
+
+def joined(stages: Sequence[Stage], count: int) -> tuple[dict[int, int], list[dict[int, int]]]:
+    """Return head and tail of a plan in one, and its blocks after the first.
+
+    Args:
+        stages: All kinds of stages.
+        count: Stages there are.
+    """
+    by_name = {stage.name: stage.plan for stage in stages}
+    if "all" in by_name:
+        plan = by_name["all"]
+        return {**plan.head, **plan.tail}, plan.blocks
+    first, last = by_name["first"], by_name["last"]
+    middle = by_name["middle"].blocks * (count - 2) if "middle" in by_name else []
+    return {**last.head, **last.tail, **first.head}, [*first.blocks, *middle, *last.blocks]
+
+
+def expanded(outcome: Outcome, names: Names) -> dict[str, tuple[int, ...]]:
+    """Return what every node of the whole program chooses."""
+    ends, inside = joined(outcome.stages, outcome.layout.stages)
+    plan = Plan(head=ends, blocks=inside, tail={})
+    return names.expand(outcome.stages[0].chain.problem, plan)
+
+
+def operators(
+    program: Program, rules: Mapping[str, Rule], chosen: Mapping[str, tuple[int, ...]]
+) -> dict[str, Operator]:
+    """Return how every operator of `program` runs."""
+    found = {}
+    for step in program.steps:
+        row = chosen.get(step.name)
+        if row is None:
+            continue
+        choices = [rules[step.name].choices[at] for at in row]
+        found[step.name] = Operator(
+            module=step.module,
+            op=step.target.split(".")[1],
+            divided=[choice.name for choice in choices],
+            ins=[[text(c.ins[port]) for c in choices] for port in range(len(step.inputs))],
+            outs=[[text(c.outs[port]) for c in choices] for port in range(len(step.outputs))],
+        )
+    return found
+
+
+def parameters(
+    program: Program, rules: Mapping[str, Rule], chosen: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
+    """Return how every parameter of `program` is stored."""
+    return {
+        full: [text(rules[name].choices[at].outs[0]) for at in chosen[name]]
+        for name, full in program.params.items()
+        if name in chosen
+    }
+
+
+def rules_of(nodes: Iterable[Node]) -> dict[str, Rule]:
+    """Return node -> its rule."""
+    return {node.name: node.rule for node in nodes}

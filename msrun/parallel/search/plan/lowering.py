@@ -1,0 +1,421 @@
+"""Whether a plan is what the runtime does by itself: then a model runs by that, not by an executor.
+
+On the data axis every rank runs the model on its own samples, and gradients are averaged, perhaps
+in parts; on other axes modules are divided as rules of `parallel.plan` can say.  Whatever else a
+plan does, such as to move samples, is not lowered.  Every condition is one of `_Matched`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from msrun.parallel.config import DATA_AXIS, Dims, Optimizer
+from msrun.parallel.config import Rule as PlanRule
+from msrun.parallel.notation.dims import dim_of
+from msrun.parallel.search.graph.codes import PR, RR, RZ, SUM, WHOLE, forward
+from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.rules import Choice, Rule, Site
+from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.mesh.stages import runs
+from msrun.parallel.search.solve.edges import behind
+from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.uses import Readings
+
+EXECUTOR = "executor"
+
+# Losses whose mean is over the targets that count, and what else can be a mean.
+BY_CLASS = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+AVERAGES = (
+    "mean",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+)
+# Classes of modules that rules can divide, each with the input that is its first argument.
+_DIVIDED = {"Linear": "input", "Embedding": "indices", "LayerNorm": "input", "RMSNorm": "input"}
+# What runs on parts beside them as the plan has it; `guard` has the functions that are right.
+_FOLLOWED = """
+    add add_ div gelu leaky_relu mul neg pow relu relu_ rsqrt scaled_dot_product_attention sigmoid
+    silu sqrt sub tanh to
+"""
+_FOLLOWING = frozenset(_FOLLOWED.split())
+# Their numbers are sizes, which the shapes of what they make say too.
+_SIZED = frozenset(
+    ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "expand", "broadcast_to")
+)
+
+Placed = tuple[int, ...]
+
+
+class Lowering(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of the runtime that does what a plan says.
+
+    Args:
+        rules: Of modules; none for data parallel alone.
+        optimizer: What lies in parts over the data axis.
+        means: Numbers of the outputs that are means over the data axis.
+    """
+
+    rules: list[PlanRule] = []
+    optimizer: Optimizer = Optimizer()
+    means: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What a person is told that the model runs on."""
+        return "styles" if self.rules else "data parallel"
+
+
+class Modules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a program does not say of its model.
+
+    Args:
+        owners: Every name of each parameter -> its value in the program.
+        kinds: Module -> name of its class.
+    """
+
+    owners: dict[str, str]
+    kinds: dict[str, str]
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A plan.
+
+    Args:
+        program: For the samples of all ranks.
+        setting: What the plan is for.
+        axes: Names of the mesh axes.
+        rules: Node -> its rule, those of constants included.
+        chosen: Node -> its choice on every axis.
+    """
+
+    program: Program
+    setting: Setting
+    axes: Sequence[str]
+    rules: Mapping[str, Rule]
+    chosen: Mapping[str, tuple[int, ...]]
+
+    def choices(self, node: str) -> list[Choice]:
+        """Return what a node does on each axis."""
+        return [self.rules[node].choices[at] for at in self.chosen[node]]
+
+
+def lowered(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
+    """Return how the runtime does by itself what a plan says; None where it does not.
+
+    Args:
+        planned: The plan.
+        modules: Of the model.
+        local: Returns the program for the samples of one rank.
+    """
+    try:
+        return _Matched(planned, modules).lowering(local)
+    except _UnlikeError:
+        return None
+
+
+def runs_on(planned: Planned, modules: Modules, local: Callable[[], Program]) -> str:
+    """Return what a person is told that a plan runs on; see `lowered`."""
+    found = lowered(planned, modules, local)
+    return found.name if found else EXECUTOR
+
+
+class _UnlikeError(Exception):
+    """The plan does what the runtime does not."""
+
+
+def _demand(is_alike: object) -> None:
+    if not is_alike:
+        raise _UnlikeError
+
+
+class _Read(NamedTuple):
+    """One use of a value that a parameter has a part in, or of a constant.
+
+    Args:
+        step: Who reads; None is whoever called the model.
+        slot: Name of the step's input; of an output its number.
+        name: What is read.
+        wanted: Codes.
+    """
+
+    step: Step | None
+    slot: str
+    name: str
+    wanted: Placed
+
+
+class _Matched:
+    def __init__(self, planned: Planned, modules: Modules) -> None:
+        self._planned, self._modules = planned, modules
+        self._program, sizes = planned.program, planned.setting.sizes
+        self._readings = Readings(self._program, planned.setting, planned.rules)
+        axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        self._data = [axis for axis in axes if planned.axes[axis] == DATA_AXIS]
+        self._others = [axis for axis in axes if axis not in self._data]
+        self._dividing = self._find_dividing()
+        self._ends = {step.outputs[0] for step in self._dividing.values()}
+        self._made: dict[str, Placed] = {}
+        self._stored: dict[str, Placed] = {}
+        self._handed: dict[str, Placed] = {}
+        self._means: set[str] = set()
+
+    def lowering(self, local: Callable[[], Program]) -> Lowering:
+        """Return it.
+
+        Raises:
+            _UnlikeError: There is none.
+        """
+        self._place()
+        outputs = [self._check(read) for read in self._reads()]
+        if self._data:
+            self._compare(local())
+        return Lowering(
+            rules=self._rules(),
+            optimizer=self._optimizer(),
+            means=tuple(at for at in outputs if at is not None),
+        )
+
+    def _find_dividing(self) -> dict[str, Step]:
+        """Return the steps that are all that a module does which a rule can divide."""
+        alone: dict[str, list[Step]] = {}
+        for step in self._program.steps:
+            alone.setdefault(step.module, []).append(step)
+        owners, kinds = self._modules.owners, self._modules.kinds
+        return {
+            steps[0].name: steps[0]
+            for module, steps in alone.items()
+            if len(steps) == 1
+            and kinds.get(module) in _DIVIDED
+            and _DIVIDED[kinds[module]] in steps[0].inputs
+            and all(
+                owners.get(f"{module}.{slot}") == value
+                for slot, value in steps[0].inputs.items()
+                if value in self._program.params
+            )
+        }
+
+    # Where everything lies.
+
+    def _place(self) -> None:
+        """Find where values lie as they are made, and what is handed to who reads them."""
+        for value in self._program.params:
+            if value in self._planned.chosen:
+                self._stored[value] = tuple(c.outs[0] for c in self._planned.choices(value))
+                self._made[value] = _placed(self._stored[value])
+        for step in self._program.steps:
+            packet = _packet(step)
+            _demand(packet != "dropout" and not step.attrs.get("sparse"))
+            if runs(step, self._readings):
+                choices = self._planned.choices(step.name)
+                for port, name in enumerate(step.outputs):
+                    self._made[name] = _placed([c.outs[port] for c in choices])
+                    self._sum_up(step, choices, name)
+        for value in self._made:
+            hub = f"hub:{value}"
+            if hub in self._planned.chosen:
+                self._handed[value] = _placed([c.outs[0] for c in self._planned.choices(hub)])
+                self._check_hub(value)
+
+    def _sum_up(self, step: Step, choices: Sequence[Choice], name: str) -> None:
+        """Check an output that is a pending sum: over samples a mean, over others by a module."""
+        made = self._made[name]
+        _demand(step.name in self._dividing or all(made[axis] != SUM for axis in self._others))
+        for axis in self._data:
+            if made[axis] != SUM:
+                continue
+            given = [
+                self._readings.behind(value)[0]
+                for value, code in zip(step.inputs.values(), choices[axis].ins, strict=True)
+                if code == PR
+            ]
+            is_mean = (
+                _packet(step) in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
+            )
+            _demand(self._means.issuperset(given) if not choices[axis].divides else is_mean)
+            self._means.add(name)
+
+    def _check_hub(self, value: str) -> None:
+        """Demand that only modules that rules divide hand on what they make in another place."""
+        made, handed = self._made[value], self._handed[value]
+        for axis in self._data:
+            _demand(handed[axis] == (WHOLE if value in self._program.params else made[axis]))
+        for axis in self._others:
+            _demand(handed[axis] == made[axis] or value in self._ends)
+
+    # Who reads what.
+
+    def _reads(self) -> Iterator[_Read]:
+        for step in self._program.steps:
+            if runs(step, self._readings):
+                choices = self._planned.choices(step.name)
+                for port, (slot, name) in enumerate(step.inputs.items()):
+                    yield _Read(step, slot, name, tuple(c.ins[port] for c in choices))
+            elif self._readings.constants.issuperset(step.outputs):
+                self._check_constant(step)
+        for number, name in enumerate(self._program.outputs):
+            if name not in self._readings.constants:
+                choices = self._planned.choices(f"out:{number}")
+                yield _Read(None, str(number), name, tuple(c.ins[0] for c in choices))
+
+    def _check_constant(self, step: Step) -> None:
+        """Demand that what is made of each rank's samples is of these alone."""
+        layouts = self._readings.layouts
+        for axis in self._data:
+            is_cut = [layouts[name][0][axis] != RR for name in step.inputs.values()]
+            _demand(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
+
+    def _check(self, read: _Read) -> int | None:
+        """Demand that nothing moves for `read`; return the number of an output that is a mean."""
+        root, view = self._readings.behind(read.name)
+        if root in self._readings.constants:
+            _demand(_placed(self._readings.layouts[read.name][0].tolist()) == _placed(read.wanted))
+            return None
+        at_root, seen = behind(self._planned.setting.sizes, np.array([read.wanted]), view)
+        _demand(seen is None)
+        wanted = _placed(at_root[0].tolist())
+        own = self._dividing.get(read.step.name) if read.step else None
+        if root in self._program.params:
+            self._check_param(root, wanted, is_divided=own is not None)
+            return None
+        if own is None:
+            self._check_following(read, wanted)
+        handed = self._handed.setdefault(root, wanted if root in self._ends else self._made[root])
+        is_first = own is not None and read.slot == _DIVIDED[self._modules.kinds[own.module]]
+        for axis in self._others:
+            _demand(handed[axis] != SUM and (is_first or wanted[axis] == handed[axis]))
+        is_mean = False
+        for axis in self._data:
+            made = self._made[root][axis]
+            is_mean = read.step is None and made == SUM and wanted[axis] == WHOLE
+            _demand(is_mean or wanted[axis] == made)
+        return int(read.slot) if is_mean else None
+
+    def _check_param(self, value: str, wanted: Placed, *, is_divided: bool) -> None:
+        """Demand that a parameter is read as it lies, but for what of it is in parts for its state.
+
+        What a module adds to a pending sum is added once by the runtime too.
+        """
+        for axis in self._data:
+            _demand(wanted[axis] == WHOLE)
+        for axis in self._others:
+            made = self._made[value][axis]
+            _demand(self._stored[value][axis] != RZ and (is_divided or wanted[axis] == WHOLE))
+            _demand(wanted[axis] in (made, SUM if made == WHOLE else made))
+
+    def _check_following(self, read: _Read, wanted: Placed) -> None:
+        """Demand that what is no module of a rule keeps parts as the runtime does."""
+        if read.step and any(wanted[axis] != WHOLE for axis in self._others):
+            _demand(_packet(read.step) in _FOLLOWING and not read.slot.startswith("attn_mask"))
+
+    # A rank's own program.
+
+    def _compare(self, local: Program) -> None:
+        """Demand that a model does with one rank's samples what the plan has a rank do."""
+        _demand(len(local.steps) == len(self._program.steps))
+        for ours, theirs in zip(self._program.steps, local.steps, strict=True):
+            _demand(
+                (ours.name, ours.target, ours.inputs, ours.outputs)
+                == (theirs.name, theirs.target, theirs.inputs, theirs.outputs)
+                and (ours.attrs == theirs.attrs or _packet(ours) in _SIZED)
+            )
+        cut = self._cut()
+        for name, value in self._program.values.items():
+            shape = list(value.shape)
+            if name in cut:
+                for axis in self._data:
+                    shape[cut[name]] //= self._planned.setting.sizes[axis]
+            _demand(local.values[name].shape == tuple(shape))
+
+    def _cut(self) -> dict[str, int]:
+        """Return the dim by which the data axis cuts each value that it cuts."""
+        found: dict[str, int] = {}
+        for axis in self._data:
+            for name, layout in self._readings.layouts.items():
+                if layout[0][axis] != RR:
+                    found[name] = int(layout[0][axis])
+            for name, made in self._made.items():
+                if made[axis] >= 0 and name not in self._program.params:
+                    found[name] = made[axis]
+            for step in self._program.steps:
+                if step.outputs[0] in self._readings.views:
+                    view = renaming(Site(step, self._program))
+                    (source,) = step.inputs.values()
+                    for dim, (of, _) in (view.dims if view else {}).items():
+                        if found.get(source) == of:
+                            found[step.outputs[0]] = dim
+        return found
+
+    # What is handed to the runtime.
+
+    def _rules(self) -> list[PlanRule]:
+        """Return how modules are divided, those that are."""
+        found = map(self._rule, self._dividing.values())
+        return [rule for rule in found if _is_divided(rule)]
+
+    def _rule(self, step: Step) -> PlanRule:
+        """Return how a module is divided."""
+        first = _DIVIDED[self._modules.kinds[step.module]]
+        choices = self._planned.choices(step.name)
+        ins = _placed([c.ins[list(step.inputs).index(first)] for c in choices])
+        out = self._handed.get(step.outputs[0], self._made[step.outputs[0]])
+        return PlanRule(
+            match=step.module,
+            params={
+                slot: self._dims(self._made[value], value)
+                for slot, value in step.inputs.items()
+                if value in self._program.params
+            },
+            inputs=self._dims(ins, step.inputs[first]),
+            out=self._dims(out, step.outputs[0]),
+        )
+
+    def _dims(self, placed: Placed, value: str) -> Dims:
+        """Return the names of the axes that cut each dim."""
+        names = self._planned.axes
+        return [
+            dim_of([names[axis] for axis in self._others if placed[axis] == dim])
+            for dim in range(len(self._program.values[value].shape))
+        ]
+
+    def _optimizer(self) -> Optimizer:
+        """Return what divides those parameters which the data axis does: the larger ones."""
+        cut: dict[str, int] = {}
+        whole: list[int] = [0]
+        for value, stored in self._stored.items():
+            nbytes = self._program.values[value].nbytes
+            for axis in self._others:
+                nbytes //= self._planned.setting.sizes[axis] if stored[axis] not in (RR, RZ) else 1
+            if any(stored[axis] != RR for axis in self._data):
+                cut[value] = nbytes
+            else:
+                whole.append(nbytes)
+        if not cut:
+            return Optimizer()
+        threshold = max(whole) + 1 if len(whole) > 1 else 0
+        _demand(min(cut.values()) >= threshold)
+        _demand(len({self._program.values[value].itemsize for value in cut}) == 1)
+        is_state = all(self._stored[value][axis] == RZ for value in cut for axis in self._data)
+        return Optimizer(zero=1 if is_state else 2, threshold=threshold)
+
+
+_PLACED: list[int] = forward(np.arange(RZ + 1)).tolist()
+
+
+def _placed(codes: Sequence[int]) -> Placed:
+    return tuple(_PLACED[code] for code in codes)
+
+
+def _is_divided(rule: PlanRule) -> bool:
+    return any(map(any, (rule.inputs or (), rule.out or (), *rule.params.values())))
+
+
+def _packet(step: Step) -> str:
+    return step.target.split(".")[1]

@@ -1,0 +1,115 @@
+"""From a plan to the form in which it is saved, and back to what an execution chooses."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.plan.plan import SavedPlan
+from msrun.parallel.search.solve.problem import Node, Problem
+
+Row = tuple[int, ...]
+_HUB = "hub:"
+_DIGITS = 12
+
+
+def identity(program: Program) -> str:
+    """Return what tells one model from another: its parameters and steps, whatever the batch."""
+    params = [(full, program.values[value].shape) for value, full in program.params.items()]
+    steps = [(s.name, s.target, tuple(s.inputs.items()), s.outputs) for s in program.steps]
+    content = msgspec.json.encode([params, steps])
+    digest = hashlib.sha256(content).hexdigest()[:_DIGITS]
+    return f"{len(params)} parameters and {len(steps)} steps ({digest})"
+
+
+def shared(rules: Mapping[str, Rule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
+    """Return how tensors lie that several operators read: the names of the hubs' choices."""
+    return {
+        name.removeprefix(_HUB): [rules[name].choices[at].name for at in row]
+        for name, row in chosen.items()
+        if name.startswith(_HUB)
+    }
+
+
+def check_fit(
+    plan: SavedPlan, where: str, *, world: int, mesh: Mapping[str, int], batch: int
+) -> None:
+    """Refuse a plan that was made for something else.
+
+    Args:
+        plan: The plan.
+        where: How a person finds it.
+        world: Ranks of the job.
+        mesh: Its axes, stages of the pipeline included.
+        batch: Samples of a step.
+
+    Raises:
+        UsageError: World, mesh or batch differ.
+    """
+    if plan.world != world:
+        raise UsageError(f"{where} is for {plan.world} ranks, and world_size is {world}")
+    if plan.axes() != dict(mesh):
+        raise UsageError(f"{where} is for the mesh {_shown(plan.axes())}, not {_shown(mesh)}")
+    if plan.batch != batch:
+        raise UsageError(
+            f"{where} is for {plan.batch} samples a step, and the sample of rt.shard makes {batch}",
+            hint="search again with `msrun search --batch`",
+        )
+
+
+def check_model(plan: SavedPlan, where: str, program: Program) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        UsageError: Its parameters or steps are others.
+    """
+    found = identity(program)
+    if plan.program != found:
+        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {found}")
+
+
+def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) -> dict[str, Row]:
+    """Return what every node of `problem` chooses under `plan`.
+
+    Args:
+        plan: Of a program with the same steps.
+        where: How a person finds it.
+        problem: Built with a hub for everything that the plan has one for.
+        program: Of the problem.
+
+    Raises:
+        UsageError: The plan says nothing of a node, or what the node cannot do.
+    """
+    return {node.name: _row(plan, where, node, program) for node in problem.nodes}
+
+
+def _row(plan: SavedPlan, where: str, node: Node, program: Program) -> Row:
+    name = program.params.get(node.name, node.name.removeprefix(_HUB))
+    rows = [tuple(row) for row in node.rows.tolist()]
+    if node.kind == "out":
+        return rows[0]  # as whoever calls the model expects it: there is no other
+    words = [choice.name for choice in node.rule.choices]
+    if node.kind == "param":
+        words = [text(choice.outs[0]) for choice in node.rule.choices]
+        said = plan.params.get(name, [])
+    elif node.kind == "hub":
+        said = plan.shared.get(name, [])
+    else:
+        said = plan.operators[name].divided if name in plan.operators else []
+    row = tuple(words.index(word) if word in words else -1 for word in said)
+    if row not in rows:
+        shown = " x ".join(said) or "nothing"
+        raise UsageError(f"{where} has {shown} for {name}, which cannot lie so")
+    return row
+
+
+def _shown(mesh: Mapping[str, int]) -> str:
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    return f"{sizes} = {math.prod(mesh.values())}" if len(mesh) > 1 else sizes

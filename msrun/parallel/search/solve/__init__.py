@@ -1,0 +1,1 @@
+"""The best plan of one program on one mesh."""

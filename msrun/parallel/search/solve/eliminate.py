@@ -1,0 +1,238 @@
+"""Exact least cost of a problem by bucket elimination.
+
+Nodes go one after the other: what is left of one is a table over its neighbours, of its own best
+answer to each of their choices.  Nodes of one or two neighbours first: on the series-parallel
+graphs of real models no table has more than two dims, and the work is cubic in the strategies.
+
+Source: Dechter, "Bucket elimination: A unifying framework for reasoning", AIJ 113, 1999.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from msrun.parallel.search.graph.codes import Array, Codes
+from msrun.parallel.search.solve.problem import Problem
+
+# Cells of the largest table of one elimination; above it a mesh is solved by pairs of axes.
+CELLS_MAX = 60_000_000
+# Cells that are summed at a time: half a megabyte, which the cache of a core holds.
+_BLOCK = 1 << 16
+
+
+class TooWideError(Exception):
+    """The graph is too tangled for an exact answer with so many strategies.
+
+    Args:
+        cells: Of the table that would be needed.
+    """
+
+    def __init__(self, cells: int) -> None:
+        super().__init__(f"an elimination needs a table of {cells} cells")
+        self.cells = cells
+
+
+@dataclass(slots=True)
+class Costs:
+    """Costs as elimination takes them: of nodes, and one table for each pair of neighbours.
+
+    Args:
+        own: Node -> cost of each strategy.
+        pairs: Two nodes -> cost of each pair of strategies.
+    """
+
+    own: dict[int, Array]
+    pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
+
+    def join(self, a: int, b: int, table: Array) -> None:
+        """Add `table` to what the pair costs."""
+        if (b, a) in self.pairs:
+            self.pairs[b, a] = self.pairs[b, a] + table.T
+        else:
+            self.pairs[a, b] = self.pairs[a, b] + table if (a, b) in self.pairs else table
+
+
+def costs(problem: Problem, weight: float = 0.0) -> Costs:
+    """Return the costs of `problem`, with bytes of memory at `weight` seconds each."""
+    own = {
+        at: node.seconds + weight * node.memory if weight else node.seconds
+        for at, node in enumerate(problem.nodes)
+    }
+    found = Costs(own)
+    # Edges between equal nodes share their tables.
+    priced: dict[tuple[int, int], Array] = {}
+    for edge in problem.edges:
+        table = edge.seconds
+        if weight and edge.memory is not None:
+            key = (id(edge.seconds), id(edge.memory))
+            if key not in priced:
+                priced[key] = edge.seconds + weight * edge.memory
+            table = priced[key]
+        found.join(edge.source, edge.target, table)
+    return found
+
+
+@dataclass(slots=True)
+class Elimination:
+    """What is left when all nodes but some are gone.
+
+    Args:
+        value: Least cost as a table over the nodes kept, in their order; no dims if none.
+        answers: Node, its neighbours, and its best strategy for each of their choices, in order.
+        cells: Of the largest table.
+    """
+
+    value: Array
+    answers: list[tuple[int, tuple[int, ...], Codes]]
+    cells: int
+
+    def complete(self, chosen: dict[int, int]) -> dict[int, int]:
+        """Add the best strategies of all other nodes to those of the nodes kept."""
+        for node, scope, best in reversed(self.answers):
+            chosen[node] = int(best[tuple(chosen[other] for other in scope)])
+        return chosen
+
+
+def eliminate(found: Costs, keep: Sequence[int] = (), cells_max: int = CELLS_MAX) -> Elimination:
+    """Eliminate every node but those in `keep`.
+
+    Raises:
+        TooWideError: A table would have more than `cells_max` cells.
+    """
+    return _Eliminator(found, keep, cells_max).run()
+
+
+class _Eliminator:
+    def __init__(self, found: Costs, keep: Sequence[int], cells_max: int) -> None:
+        self._keep, self._cells_max = tuple(keep), cells_max
+        self._size = {node: len(table) for node, table in found.own.items()}
+        self._tables: dict[int, tuple[tuple[int, ...], Array]] = {}
+        self._at: dict[int, set[int]] = defaultdict(set)
+        self._near: dict[int, set[int]] = {node: set() for node in found.own}
+        self._constant = 0.0
+        self._made = 0
+        for node, table in found.own.items():
+            self._put((node,), table)
+        for pair, table in found.pairs.items():
+            self._put(pair, table)
+        self._cells = 0
+
+    def _put(self, scope: tuple[int, ...], table: Array) -> None:
+        number = self._made
+        self._made += 1
+        self._tables[number] = (scope, table)
+        for node in scope:
+            self._at[node].add(number)
+            self._near[node].update(other for other in scope if other != node)
+
+    def _order(self, node: int) -> tuple[int, int]:
+        """Return who goes first: few neighbours, then few cells."""
+        near = self._near[node]
+        return max(len(near), 1), self._size[node] * math.prod(self._size[w] for w in near)
+
+    def run(self) -> Elimination:
+        left = set(self._size) - set(self._keep)
+        queue = [(self._order(node), node) for node in left]
+        heapq.heapify(queue)
+        answers = []
+        while left:
+            order, node = heapq.heappop(queue)
+            if node not in left:
+                continue
+            now = self._order(node)
+            if now != order:
+                heapq.heappush(queue, (now, node))
+                continue
+            self._cells = max(self._cells, now[1])
+            if now[1] > self._cells_max:
+                raise TooWideError(now[1])
+            scope = tuple(sorted(self._near[node]))
+            answers.append((node, scope, self._remove(node, scope)))
+            left.discard(node)
+            for other in scope:
+                if other in left:
+                    heapq.heappush(queue, (self._order(other), other))
+        shape = [self._size[node] for node in self._keep]
+        value = np.broadcast_to(self._sum(self._keep, self._tables.values()), shape)
+        return Elimination(value + self._constant, answers, self._cells)
+
+    def _remove(self, node: int, scope: tuple[int, ...]) -> Codes:
+        """Eliminate one node and return its best strategies."""
+        numbers = self._at.pop(node)
+        taken = [self._tables.pop(number) for number in numbers]
+        for number, (others, _) in zip(numbers, taken, strict=True):
+            for other in others:
+                self._at[other].discard(number)
+        for other in scope:
+            self._near[other].discard(node)
+        best, table = self._best(node, scope, taken)
+        if scope:
+            self._put(scope, table)
+        else:
+            self._constant += float(table)
+        return best
+
+    def _best(
+        self, node: int, scope: tuple[int, ...], taken: Collection[tuple[tuple[int, ...], Array]]
+    ) -> tuple[Codes, Array]:
+        """Return the best strategy, and its cost, for each choice of the neighbours in `scope`.
+
+        The sums are made a block of the first neighbour's choices at a time, which the cache holds.
+        """
+        full = (*scope, node)
+        if not scope:
+            sums = self._sum(full, taken)
+            best: Codes = np.asarray(sums.argmin())
+            return best, np.asarray(sums.min())
+        first = scope[0]
+        shape = [self._size[w] for w in full]
+        constant = [item for item in taken if first not in item[0]]
+        varying = [item for item in taken if first in item[0]]
+        rest = self._sum(full[1:], constant)
+        best = np.empty(shape[:-1], dtype=np.int64)
+        values = np.empty(shape[:-1])
+        step = max(1, _BLOCK // math.prod(shape[1:]))
+        room = np.empty((min(step, shape[0]), *shape[1:]))
+        for start in range(0, shape[0], step):
+            block = slice(start, min(start + step, shape[0]))
+            part = [(s, np.moveaxis(t, s.index(first), 0)[block]) for s, t in varying]
+            part = [((first, *(w for w in s if w != first)), t) for s, t in part]
+            sums = np.add(rest, self._sum(full, part), out=room[: block.stop - start])
+            best[block] = sums.argmin(axis=-1)
+            values[block] = np.take_along_axis(sums, best[block][..., None], axis=-1)[..., 0]
+        return best, values
+
+    def _sum(
+        self, scope: tuple[int, ...], tables: Collection[tuple[tuple[int, ...], Array]]
+    ) -> Array:
+        """Return the sum of `tables`, with a dim for each of `scope`: of one where none has it."""
+        place = {node: at for at, node in enumerate(scope)}
+        total: Array = np.zeros([1] * len(scope))
+        for nodes, table in sorted(tables, key=lambda item: item[1].size):
+            order = sorted(range(len(nodes)), key=lambda at: place[nodes[at]])
+            wide = [1] * len(scope)
+            for at in order:
+                wide[place[nodes[at]]] = table.shape[at]
+            total = total + np.transpose(table, order).reshape(wide)
+        return total
+
+
+def solve(problem: Problem, weight: float = 0.0) -> tuple[float, list[int]]:
+    """Return the least cost of `problem`, and the strategy of every node.
+
+    Args:
+        problem: What to solve.
+        weight: Seconds that a byte of memory counts.
+
+    Raises:
+        TooWideError: Its graph is too tangled for so many strategies.
+    """
+    found = eliminate(costs(problem, weight))
+    chosen = found.complete({})
+    return float(found.value) + problem.fixed, [chosen[at] for at in range(len(problem.nodes))]

@@ -1,0 +1,321 @@
+"""The best plan of one program on one mesh, by any of the three modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
+from msrun.parallel.search.solve.build import Focus, Pin, build
+from msrun.parallel.search.solve.chain import Chain, Plan
+from msrun.parallel.search.solve.descent import descend
+from msrun.parallel.search.solve.eliminate import CELLS_MAX, TooWideError, solve
+from msrun.parallel.search.solve.memory import Answer, bounded, refine
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting
+
+Mode = Literal["exact", "recursive", "propagation"]
+EXACT_AXES_MAX = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan, and how good it is.
+
+    Args:
+        chosen: Node of the whole program -> its strategy: a choice of its rule on each axis.
+        seconds: Of one step of training.
+        memory: Bytes on one rank.
+        bound: Seconds that no plan within the memory limit can undercut; None if none is known.
+        unknown: Operators without a rule, which run whole on every rank.
+    """
+
+    chosen: dict[str, tuple[int, ...]]
+    seconds: float
+    memory: float
+    bound: float | None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """How much slower than the best of all plans this one can be; 0 if it is the best."""
+        if self.bound is None or not self.seconds:
+            return None
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else None
+
+
+def search(
+    program: Program,
+    setting: Setting,
+    *,
+    mode: Mode = "exact",
+    pins: Sequence[Pin] = (),
+    limit: float | None = None,
+) -> Found:
+    """Return the fastest plan.
+
+    Args:
+        program: The forward pass.
+        setting: Mesh, machine, and how a step is run.
+        mode: `exact` and `propagation` look at all axes at once, as long as they are three at most;
+            `recursive` at two at a time.
+        pins: The user's wishes.
+        limit: Bytes that a rank has; None is any.
+
+    Raises:
+        UsageError: A wish cannot be met.
+        OutOfMemoryError: No plan fits.
+    """
+    blocks = _blocks(program, pins)
+    axes = sum(size > 1 for size in setting.sizes)
+    if mode != "recursive" and axes <= EXACT_AXES_MAX:
+        try:
+            return _exact(program, setting, blocks, pins, limit)
+        except TooWideError:
+            pass
+    return _by_axes(program, setting, blocks, pins, limit)
+
+
+def _blocks(program: Program, pins: Sequence[Pin]) -> Blocks | None:
+    """Return the repeated blocks, if there are some and no wish is for a part of one alone."""
+    blocks = find_blocks(program)
+    if blocks is None:
+        return None
+    inside = blocks.block_of(program)
+    names = set(inside)
+    for step in program.steps:
+        if step.name in inside:
+            names.update(step.inputs.values())
+            names.update(f"hub:{name}" for name in (*step.inputs.values(), *step.outputs))
+    return None if any(pin.node in names for pin in pins) else blocks
+
+
+# All axes at once.
+
+
+def _exact(
+    program: Program,
+    setting: Setting,
+    blocks: Blocks | None,
+    pins: Sequence[Pin],
+    limit: float | None,
+) -> Found:
+    if blocks is None:
+        problem = build(program, setting, pins=pins)
+        return _bounded_plain(problem, _order(problem), limit)
+    short, two = shortened(program, blocks)
+    problem = build(short, setting, cuts=two.cuts, block_of=two.block_of(short), pins=pins)
+    chain = Chain(problem, two.block_of(short), two.cuts, CELLS_MAX)
+
+    def answer(weight: float) -> Answer[Plan]:
+        value, plan = chain.tables(weight).solve(blocks.count)
+        memory = plan.memory(chain)
+        return Answer(value - weight * memory, memory, plan)
+
+    if limit is None:
+        only = answer(0.0)
+        found = bounded(answer, only.memory)
+    else:
+        found = bounded(answer, limit)
+    names = Names(program, short, blocks)
+    if found.exceeds is None or limit is None:
+        best = found.fits
+        chosen = names.expand(problem, best.plan)
+        return Found(
+            chosen=chosen,
+            seconds=best.seconds,
+            memory=best.memory,
+            bound=best.seconds,
+            unknown=problem.unknown,
+        )
+    whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program), pins=pins)
+    fits = indices(whole, names.expand(problem, found.fits.plan))
+    exceeds = indices(whole, names.expand(problem, found.exceeds.plan))
+    groups = _groups(program, blocks, whole)
+    plan = refine(whole, fits, exceeds, groups, limit)
+    return _found(whole, plan, found.bound)
+
+
+def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None) -> Found:
+    def answer(weight: float) -> Answer[list[int]]:
+        _, plan = solve(problem, weight)
+        return Answer(problem.seconds(plan), problem.memory(plan), plan)
+
+    if limit is None:
+        plan = solve(problem)[1]
+        return _found(problem, plan, problem.seconds(plan))
+    found = bounded(answer, limit)
+    if found.exceeds is None:
+        return _found(problem, found.fits.plan, found.bound)
+    plan = refine(problem, found.fits.plan, found.exceeds.plan, groups, limit)
+    return _found(problem, plan, found.bound)
+
+
+def _found(problem: Problem, plan: Sequence[int], bound: float | None) -> Found:
+    chosen = {
+        node.name: tuple(node.rows[at].tolist())
+        for node, at in zip(problem.nodes, plan, strict=True)
+    }
+    return Found(
+        chosen=chosen,
+        seconds=problem.seconds(plan),
+        memory=problem.memory(plan),
+        bound=bound,
+        unknown=problem.unknown,
+    )
+
+
+def indices(problem: Problem, chosen: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """Return the number of each node's strategy, given its choices on the axes."""
+    return [
+        int(np.flatnonzero((node.rows == np.array(chosen[node.name])).all(axis=1))[0])
+        for node in problem.nodes
+    ]
+
+
+# Two axes at a time.
+
+
+def _by_axes(
+    program: Program,
+    setting: Setting,
+    blocks: Blocks | None,
+    pins: Sequence[Pin],
+    limit: float | None,
+) -> Found:
+    """Search by axes; repeated blocks are all alike here."""
+    axes = len(setting.sizes)
+    if blocks is None:
+        whole = None
+
+        def make(focus: Focus) -> Problem:
+            return build(program, setting, pins=pins, focus=focus)
+    else:
+        short, two = shortened(program, blocks)
+        inside = two.block_of(short)
+        whole = Names(program, short, blocks)
+
+        def make(focus: Focus) -> Problem:
+            problem = build(short, setting, cuts=two.cuts, block_of=inside, pins=pins, focus=focus)
+            return alike(Chain(problem, inside, two.cuts, CELLS_MAX), blocks.count)
+
+    def answer(weight: float) -> Answer[dict[str, tuple[int, ...]]]:
+        end = descend(make, axes, weight)
+        return Answer(end.problem.seconds(end.chosen), end.problem.memory(end.chosen), end.picked)
+
+    found = answer(0.0) if limit is None else bounded(answer, limit, tolerance=1e-3).fits
+    chosen = whole.repeat(found.plan) if whole else found.plan
+    unknown = make(Focus(axes=frozenset(), others={})).unknown
+    return Found(
+        chosen=chosen, seconds=found.seconds, memory=found.memory, bound=None, unknown=unknown
+    )
+
+
+def alike(chain: Chain, count: int) -> Problem:
+    """Return the problem in which the second block of `chain` stands for all but the first.
+
+    What both blocks hand on lies in the same way.
+    """
+    inside = chain.parts[1]
+    problem = chain.problem
+    times = float(count - 1)
+    nodes = [
+        replace(
+            node,
+            seconds=node.seconds * (times if at in inside else 1.0),
+            memory=node.memory * (times if at in inside else 1.0),
+        )
+        for at, node in enumerate(problem.nodes)
+    ]
+    edges = [
+        replace(e, seconds=e.seconds * times, memory=None if e.memory is None else e.memory * times)
+        if e.target in inside
+        else e
+        for e in problem.edges
+    ]
+    first, second = chain.hubs
+    same = (nodes[first].rows[:, None] == nodes[second].rows[None]).all(axis=2)
+    edges.append(Edge(first, second, np.where(same, 0.0, np.inf)))
+    return Problem(nodes=nodes, edges=edges, fixed=problem.fixed, unknown=problem.unknown)
+
+
+# From two blocks to all.
+
+
+class Names:
+    """Which node of the second block is which of every other.
+
+    Args:
+        program: The whole program.
+        short: The program of two blocks.
+        blocks: Of the whole program.
+    """
+
+    def __init__(self, program: Program, short: Program, blocks: Blocks) -> None:
+        first, period = blocks.first, blocks.period
+        template = short.steps[first + period : first + 2 * period]
+        self._blocks = blocks
+        self._maps: list[dict[str, str]] = []
+        for number in range(1, blocks.count):
+            start = first + number * period
+            found = {f"hub:{blocks.cuts[1]}": f"hub:{blocks.cuts[number]}"}
+            for step, other in zip(template, program.steps[start : start + period], strict=True):
+                found[step.name] = other.name
+                pairs = zip(
+                    (*step.inputs.values(), *step.outputs),
+                    (*other.inputs.values(), *other.outputs),
+                    strict=True,
+                )
+                for name, theirs in pairs:
+                    if name != blocks.cuts[0]:
+                        found[name] = theirs
+                        found[f"hub:{name}"] = f"hub:{theirs}"
+            self._maps.append(found)
+
+    def expand(self, problem: Problem, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """Return the choices of every node of the whole program."""
+
+        def choices(chosen: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
+            return {
+                problem.nodes[node].name: tuple(problem.nodes[node].rows[at].tolist())
+                for node, at in chosen.items()
+            }
+
+        found = choices(plan.head) | choices(plan.tail)
+        for block, names in zip(plan.blocks, self._maps, strict=True):
+            found |= {names.get(name, name): row for name, row in choices(block).items()}
+        return found
+
+    def repeat(self, picked: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the choices of every node when all blocks choose what the second does."""
+        found = dict(picked)
+        for names in self._maps:
+            found |= {names[name]: row for name, row in picked.items() if name in names}
+        return found
+
+
+def _groups(program: Program, blocks: Blocks, problem: Problem) -> list[int]:
+    """Return the number of the block of each node, what stands before and behind included."""
+    group: dict[str, int] = {}
+    end = blocks.first + blocks.period * blocks.count
+    for at, step in enumerate(program.steps):
+        block = max(0, min(at, end) - blocks.first) // blocks.period
+        number = block + (at >= blocks.first)
+        group[step.name] = number
+        for name in step.outputs:
+            group[name] = number
+        for name in step.inputs.values():
+            group.setdefault(name, number)
+    return [group.get(node.name.removeprefix("hub:"), blocks.count + 1) for node in problem.nodes]
+
+
+def _order(problem: Problem) -> list[int]:
+    """Return a number for each node that follows the order of execution."""
+    found = {at: at for at in range(len(problem.nodes))}
+    for edge in problem.edges:
+        if problem.nodes[edge.source].kind == "param":
+            found[edge.source] = min(found[edge.target], len(problem.nodes))
+    return [found[at] for at in range(len(problem.nodes))]

@@ -1,0 +1,141 @@
+"""What backward finds kept: by whom, in whose layout, and how often.
+
+A tensor that one operator keeps lies as that operator reads it.  One that several keep lies as its
+hub does, one that its maker keeps as that left it, a parameter as it is stored; whoever reads these
+in another layout keeps a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from msrun.parallel.search.graph.program import Program, Step
+from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.solve.uses import Readings
+
+
+class Share(NamedTuple):
+    """Whether a tensor is kept, and whether of each micro-batch that is on its way."""
+
+    is_kept: bool
+    is_of_each: bool
+
+
+class Held(NamedTuple):
+    """What an operator keeps.
+
+    Args:
+        end: `ins` or `outs`.
+        port: Number of the input or output.
+        nbytes: Of the whole tensor.
+        is_of_each: As of `Share`.
+    """
+
+    end: str
+    port: int
+    nbytes: int
+    is_of_each: bool
+
+
+NOTHING = Share(is_kept=False, is_of_each=False)
+
+
+class Kept:
+    """Knows what is kept of a program.
+
+    Args:
+        program: The forward pass.
+        rules: Rule of each step.
+        readings: Who reads what.
+        trained: Values that have a gradient.
+        cuts: Values between repeated blocks.
+        recomputed: Step whose values are computed again -> number of its block.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rules: Mapping[str, Rule],
+        readings: Readings,
+        *,
+        trained: Collection[str],
+        cuts: Collection[str],
+        recomputed: Mapping[str, int],
+    ) -> None:
+        self._program, self._rules, self._readings = program, rules, readings
+        self._trained, self._cuts, self._recomputed = trained, cuts, recomputed
+        self._made_by = {name: step.name for step in program.steps for name in step.outputs}
+
+    def has_hub(self, value: str) -> bool:
+        """Return whether `value` moves once for all who read it."""
+        return value in self._cuts or len(self._readings.uses.get(value, ())) > 1
+
+    def of_step(self, step: Step) -> tuple[Held, ...]:
+        """Return what `step` keeps, but for copies of what is held elsewhere."""
+        rule = self._rules[step.name]
+        found = [("outs", port, name) for port, name in enumerate(step.outputs) if rule.keeps_out]
+        for port, name in enumerate(step.inputs.values()):
+            value = self._readings.behind(name)[0]
+            if port in rule.keeps and not self._is_held(value):
+                found.append(("ins", port, value))
+        shares = [self._inside(value, step.name) for _, _, value in found]
+        return tuple(
+            Held(end, port, self._program.values[value].nbytes, share.is_of_each)
+            for (end, port, value), share in zip(found, shares, strict=True)
+            if share.is_kept
+        )
+
+    def of_hub(self, value: str) -> Share:
+        """Return whether the hub of a value keeps it, and not only who reads it there."""
+        maker = self._made_by.get(value)
+        if maker is None or self._rules[maker].keeps_out or not self._is_kept_at_hub(value):
+            return NOTHING
+        return self._inside(value, maker)
+
+    def of_copy(self, value: str, step: Step | None, port: int) -> Share:
+        """Return whether what `step` gets is kept, where it is no longer what was held before.
+
+        Args:
+            value: What is read.
+            step: Who reads it; None for its hub.
+            port: Number of the step's input.
+        """
+        if step is None:
+            maker = self._made_by.get(value)
+            keepers = self._keepers(value)
+            is_held = maker is None or self._rules[maker].keeps_out
+            reader = keepers[0].name if keepers and is_held else None
+        else:
+            is_copy = port in self._rules[step.name].keeps and self._is_held(value)
+            reader = step.name if is_copy else None
+        if reader is None or value not in self._trained:
+            return NOTHING
+        if reader in self._recomputed:
+            return Share(self._recomputed[reader] == 0, is_of_each=False)
+        return Share(is_kept=True, is_of_each=value in self._made_by)
+
+    def _keepers(self, value: str) -> list[Step]:
+        uses = self._readings.uses.get(value, ())
+        return [u.step for u in uses if u.step and u.port in self._rules[u.step.name].keeps]
+
+    def _is_held(self, value: str) -> bool:
+        """Return whether a value is kept before any operator reads it."""
+        maker = self._made_by.get(value)
+        return maker is None or self._rules[maker].keeps_out or self._is_kept_at_hub(value)
+
+    def _is_kept_at_hub(self, value: str) -> bool:
+        is_between = value in self._cuts and self._made_by.get(value) in self._recomputed
+        return self.has_hub(value) and (is_between or len(self._keepers(value)) > 1)
+
+    def _inside(self, value: str, step: str) -> Share:
+        """Return how a tensor is kept for the backward pass of `step`.
+
+        A block that is recomputed has what is inside it for one micro-batch, and for one block at
+        a time: this is counted for the first.
+        """
+        if value not in self._trained:
+            return NOTHING
+        if step in self._recomputed and value not in self._cuts:
+            return Share(self._recomputed[step] == 0, is_of_each=False)
+        return Share(is_kept=True, is_of_each=True)

@@ -1,0 +1,187 @@
+"""A model after `rt.shard`: what its steps need, and what must stay as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+
+if TYPE_CHECKING:
+    from msrun.parallel.data_parallel.collective_order import UnitOrder
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Contents:
+    """The parameters of a model, of which ranks count on what they were in `rt.shard`.
+
+    Args:
+        model: All is done to it.
+        gathered: Names of those that have others in their place now and then.
+        can_thaw: Whether these may be trained where they were not.
+    """
+
+    def __init__(self, model: nn.Module, gathered: Collection[str], *, can_thaw: bool) -> None:
+        self._model = weakref.ref(model)
+        self._gathered = gathered
+        self._parts = self._found(model)
+        self._frozen = [
+            name
+            for name, param in model.named_parameters(remove_duplicate=False)
+            if not (param.requires_grad or (can_thaw and name in gathered))
+        ]
+
+    def check(self) -> None:
+        """See whether they are still there, and none of the others is trained.
+
+        Raises:
+            UsageError: One would be left to each rank by itself.
+        """
+        model = self._model()
+        if model is None:
+            return  # nobody can train it
+        found, parts = self._found(model), self._parts
+        for name in {**parts, **found}:
+            if name not in found or name not in parts or found[name] is not parts[name]:
+                what = "replaced" if name in parts else "added"
+                raise UsageError(
+                    f"{name} was {what} after rt.shard, so ranks do not train it together",
+                    hint="change the model before rt.shard",
+                )
+        for name in self._frozen:
+            if model.get_parameter(name).requires_grad:
+                raise UsageError(
+                    f"{name} was frozen in rt.shard, so ranks do not train it together",
+                    hint="freeze what is to be trained later after rt.shard",
+                )
+
+    def _found(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
+        """Return the parameters by name, or for what is gathered the module that holds it."""
+        found: dict[str, Parameter | nn.Module | None] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            holder, _, _ = name.rpartition(".")
+            if name not in self._gathered:
+                found[name] = param
+            else:  # the model itself cannot be replaced, and must not be kept
+                found[name] = model.get_submodule(holder) if holder else None
+        return found
+
+
+class Reduction(msgspec.Struct, frozen=True):
+    """One way in which gradients are summed over data-parallel ranks.
+
+    Args:
+        paused: Context in which they add up on this rank instead.
+        reduce: Sums what was left so.
+        completed: Context of one backward pass after which they are summed in any case.
+    """
+
+    paused: Context
+    reduce: Callable[[], None]
+    completed: Context = contextlib.nullcontext
+
+
+def _all_of(contexts: Iterable[Context]) -> contextlib.ExitStack:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        return stack.pop_all()
+
+
+class ShardedModel:
+    """A model after `shard`, with what its steps need.
+
+    Args:
+        model: The model.
+        originals: Its parameters before; those that were replaced are no longer its own.
+        reductions: What sums gradients over data-parallel ranks.
+        computing: Context in which loss and gradients come out right.
+        microbatches: Into how many a step divides a local batch; a pipeline does so itself.
+        is_pipeline: Whether it is a stage of one.
+        contents: Its parameters; None where they may change.
+        excluded: Names of parameters that each data-parallel rank has for itself.
+        order: Compares what ranks gather; None where nothing is gathered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        originals: Sequence[weakref.ref[Parameter]],
+        reductions: Sequence[Reduction],
+        computing: Context,
+        *,
+        microbatches: int = 1,
+        is_pipeline: bool = False,
+        excluded: Collection[str] = (),
+        contents: Contents | None = None,
+        order: UnitOrder | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._own = set(model.parameters())
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._contents = contents
+        self.order = order
+        self._excluded = excluded
+        self._originals = originals
+        self._reductions = reductions
+        self.computing = computing
+        self.microbatches = microbatches
+        self.is_pipeline = is_pipeline
+
+    def parameters(self) -> list[Parameter]:
+        """Return this rank's parameters, each once."""
+        model = self._model()
+        return [] if model is None else list(model.parameters())
+
+    def excluded(self) -> list[Parameter]:
+        """Return those that each data-parallel rank has for itself."""
+        model = self._model()
+        named = [] if model is None else model.named_parameters()
+        return [param for name, param in named if name in self._excluded]
+
+    def paused(self) -> contextlib.ExitStack:
+        """Let gradients add up on this rank, inside the context that is returned."""
+        return _all_of(reduction.paused for reduction in self._reductions)
+
+    def completed(self) -> contextlib.ExitStack:
+        """Have gradients summed after the one backward pass inside the context that is returned."""
+        return _all_of(reduction.completed for reduction in self._reductions)
+
+    def reduce(self) -> None:
+        """Reduce the gradients that backward passes left while paused."""
+        for reduction in self._reductions:
+            reduction.reduce()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a model that has changed since `shard`, or an optimizer of another one.
+
+        Raises:
+            UsageError: A step would train something else, or nothing.
+        """
+        if self._contents:
+            self._contents.check()
+        if optimizer in self._optimizers:
+            return
+        self.check_optimizer(optimizer)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        if self._own.isdisjoint(held):
+            name = type(self._model()).__name__
+            raise UsageError(f"{type(optimizer).__name__} holds no parameter of {name}")
+        self._optimizers.add(optimizer)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that holds parameters which `shard` replaced."""
+        replaced = {id(reference()) for reference in self._originals}
+        replaced -= {id(param) for param in self.parameters()}
+        for group in optimizer.param_groups:
+            if any(id(param) in replaced for param in group["params"]):
+                message = f"{type(optimizer).__name__} holds parameters from before rt.shard"
+                raise UsageError(message, hint="make the optimizer after rt.shard(model)")

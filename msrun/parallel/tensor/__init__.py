@@ -1,0 +1,1 @@
+"""Operator-level (tensor) parallelism."""

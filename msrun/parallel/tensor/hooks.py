@@ -1,0 +1,278 @@
+"""Operator-level parallel: parameters and activations divided over mesh axes, module by module.
+
+What lies between two planned modules stays a `DTensor`, which knows how it is divided, so an
+unmodified model computes with it; `guard` sees to it that only what is known to be right runs
+on the parts.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import Parameter
+
+from msrun.errors import UsageError
+from msrun.parallel import torch_compat
+from msrun.parallel.config import Dims
+from msrun.parallel.local import local_gradient
+from msrun.parallel.tensor.guard import Guard
+from msrun.parallel.tensor.placements import on_mesh, placements
+from msrun.parallel.tensor.plan import ModulePlan, ModuleShape
+
+# Of how many shapes of one tensor it is kept where they go; sequences may have any length.
+_SHAPES_MAX = 100
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
+    """Return what a plan must know of each module of `model`, by name."""
+    names: dict[int, list[str]] = defaultdict(list)
+    found = {}
+    for name, module in model.named_modules():  # of a module with several names the first
+        for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
+            names[id(tensor)].append(param)
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        prefix = f"{name}." if name else ""
+        found[name] = ModuleShape(
+            kind=type(module).__name__,
+            params={param: tuple(tensor.shape) for param, tensor in own.items()},
+            shared={
+                param: tuple(other for other in names[id(tensor)] if other != prefix + param)
+                for param, tensor in own.items()
+                if len(names[id(tensor)]) > 1
+            },
+        )
+    return found
+
+
+def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
+    """Make the planned modules of `model` compute on `mesh`, in place.
+
+    Every rank has the same whole parameters before.
+
+    Returns:
+        What guards the model, and has to guard its loss and whatever runs again in backward.
+    """
+    for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
+        torch_compat.join_axes(mesh[axes])
+    done: dict[int, Parameter] = {}
+    guard = Guard(mesh)
+    for name, plan in plans.items():
+        module = model.get_submodule(name)
+        for param, tensor in list(module.named_parameters(recurse=False)):
+            if id(tensor) not in done:
+                done[id(tensor)] = _divide(tensor, plan.params.get(param, ["..."]), mesh)
+                done[id(done[id(tensor)])] = done[id(tensor)]
+            setattr(module, param, done[id(tensor)])
+        hooks = _Hooks(name, plan, mesh, guard)
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+        module.register_forward_hook(hooks.after)
+    model.forward = partial(_guarded, guard, model.forward)
+    return guard
+
+
+def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the sets of axes that divide one dim together, each in the order of `names`."""
+    tensors = (
+        dims for plan in plans for dims in (*plan.params.values(), plan.inputs, plan.out) if dims
+    )
+    found = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
+    return sorted(tuple(sorted(axes, key=names.index)) for axes in found if len(axes) > 1)
+
+
+def _divide(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
+    """Return this rank's part of `param`."""
+    placed = placements(dims, mesh, param.dim())
+    # Every rank has the same values: nothing need be sent.
+    part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
+    return Parameter(part, requires_grad=param.requires_grad)
+
+
+def watch(model: nn.Module) -> None:
+    """Have gradients of divided parameters completed, once the parameters have their memory."""
+    for param in model.parameters():
+        if isinstance(param, DTensor) and param.requires_grad:
+            tensor: Tensor = param
+            tensor.register_post_accumulate_grad_hook(_complete)
+
+
+def _complete(param: Tensor) -> None:
+    """Sum a gradient that is still in parts: what MindSpore calls a mirror operator."""
+    local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
+
+
+class _Hooks:
+    """Places the first input and the output of one planned module."""
+
+    def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh, guard: Guard) -> None:
+        self._guard = guard
+        self._missing = f"{plan.key}: {name} was called without a tensor"
+        self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
+        self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
+        self._has_output = plan.out is not None
+        self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": None}  # what a forward that failed left
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._guard.resume()
+        if args and isinstance(args[0], Tensor):
+            return (self._take(args[0]), *args[1:]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, {**kwargs, key: self._take(value)}
+        raise UsageError(self._missing)
+
+    def _take(self, x: Tensor) -> DTensor:
+        """Return `x` where the module wants it, for siblings that want it there too but once.
+
+        Query, key and value then give one gradient, which is summed over ranks once.
+        """
+        placed = self._put(x)
+        self._taken = None
+        if placed is not x and not placed.is_inference():
+            self._taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
+        return placed
+
+    def _put(self, x: Tensor) -> DTensor:
+        shared = self._guard.shared
+        if shared is None or not torch.is_grad_enabled() or x.is_inference():
+            return self._input.put(x)
+        if not shared or not shared[0].is_right(x, self._input):
+            shared[:] = [_Placed(x, self._input)]
+        placed: DTensor = shared[0].result
+        return placed
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del args
+        if self._taken is not None:
+            self._write_back(*self._taken)
+            self._taken = None
+        if not torch_compat.is_active(self._guard):  # a script calls a part of the model
+            return _plain(output, may_be_divided=False)
+        if not self._has_output or not isinstance(output, Tensor):
+            return output
+        placed = self._output.put(output)
+        is_whole = all(placement.is_replicate() for placement in placed.placements)
+        return placed.to_local() if is_whole else placed
+
+    def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
+        """Write in the input, where anybody can see it, what the module wrote in the placed one."""
+        target, written = x(), placed()
+        if target is None or written is None or torch_compat.write_count(written) == count:
+            return
+        if isinstance(target, DTensor):
+            target.copy_(written.redistribute(placements=target.placements))
+        else:
+            target.copy_(written.full_tensor())
+
+
+class _Placed:
+    """An input where modules want it, as long as nobody changes it."""
+
+    def __init__(self, x: Tensor, place: _Place) -> None:
+        self.result = place.put(x)
+        self._x, self._place, self._source = x, place, x.grad_fn
+        self._versions = self._count(x)
+
+    def is_right(self, x: Tensor, place: _Place) -> bool:
+        """Return whether the result is what a module gets that wants `x` at `place`."""
+        return (
+            x is self._x
+            and place.is_like(self._place, x)
+            and self._count(x) == self._versions
+            # Which it may have been told since, as where its gradients go.
+            and x.requires_grad == self.result.requires_grad
+            and x.grad_fn is self._source
+        )
+
+    def _count(self, x: Tensor) -> tuple[int, int]:
+        return torch_compat.write_count(x), torch_compat.write_count(self.result)
+
+
+class _Place:
+    """Where the plan wants a tensor.
+
+    Args:
+        dims: What it says; nothing where any place will do.
+        mesh: What the tensor is divided over.
+        where: What the tensor is, for messages.
+    """
+
+    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
+        self._dims, self._mesh, self._where = dims, mesh, where
+        self._whole = (Replicate(),) * mesh.ndim
+        self._found: dict[torch.Size, tuple[Placement, ...]] = {}
+
+    def put(self, x: Tensor) -> DTensor:
+        """Return `x` there; a plain tensor is the same on every rank."""
+        placed = x
+        if not isinstance(placed, DTensor):
+            placed = on_mesh(x, self._mesh, self._whole)
+        if self._dims is None:
+            return placed
+        wanted = self._wanted(x.shape)
+        return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
+
+    def is_like(self, other: _Place, x: Tensor) -> bool:
+        """Return whether `x` goes to the same place here and there."""
+        if self._dims is None or other._dims is None:
+            return self._dims is other._dims
+        return self._wanted(x.shape) == other._wanted(x.shape)
+
+    def _wanted(self, shape: torch.Size) -> tuple[Placement, ...]:
+        if shape not in self._found:
+            if len(self._found) == _SHAPES_MAX:
+                self._found.clear()
+            self._found[shape] = self._find(shape)
+        return self._found[shape]
+
+    def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
+        """Return the placements of a tensor of that shape, if these divide it evenly."""
+        try:
+            wanted = placements(self._dims or [], self._mesh, len(shape))
+        except UsageError as error:
+            raise UsageError(f"{self._where}: {error.message}") from None
+        for dim, size in enumerate(shape):
+            cuts = (i for i, placement in enumerate(wanted) if placement.is_shard(dim))
+            parts = math.prod(map(self._mesh.size, cuts))
+            if size % parts:
+                raise UsageError(
+                    f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
+                )
+        return wanted
+
+
+def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a model's forward; whole, plain tensors leave it, unless a guarded loss takes them."""
+    with guard.active():
+        output = forward(*args, **kwargs)
+    return _plain(output, may_be_divided=guard.has_loss)
+
+
+def _plain(value: Any, *, may_be_divided: bool) -> Any:
+    inner = partial(_plain, may_be_divided=may_be_divided)
+    match value:
+        case DTensor() if all(placement.is_replicate() for placement in value.placements):
+            return value.to_local()
+        case DTensor() if not may_be_divided:
+            return value.full_tensor()
+        case tuple() | list():
+            return type(value)(map(inner, value))
+        case dict():
+            return {key: inner(item) for key, item in value.items()}
+        case _:
+            return value

@@ -1,0 +1,167 @@
+"""The operator plan made concrete: which rule is for which module, and how it divides what.
+
+Pure: modules come as descriptions, so that a plan is checked without a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from msrun.errors import UsageError
+from msrun.parallel.config import ROOT, WHOLE, Dims, Rule
+from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
+from msrun.parallel.match import matching
+from msrun.parallel.notation.rules import notation_dims
+
+
+class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan must know of one module.
+
+    Args:
+        kind: Name of its class.
+        params: Name of each own parameter -> its shape.
+        shared: Own parameter -> all names that it has in the model, where there are several.
+    """
+
+    kind: str
+    params: dict[str, tuple[int, ...]]
+    shared: dict[str, tuple[str, ...]] = {}
+
+
+class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How one module computes.
+
+    Args:
+        key: Its rule in the configuration, for messages.
+        params: Parameter -> axis names of each dim.
+        inputs: Of the first input; None leaves it as it comes.
+        out: Of the output; None leaves it as it comes.
+    """
+
+    key: str
+    params: dict[str, Dims]
+    inputs: Dims | None
+    out: Dims | None
+
+
+def plan_modules(
+    rules: Sequence[Rule],
+    layout: MeshLayout,
+    modules: Mapping[str, ModuleShape],
+    source: str | None = None,
+) -> dict[str, ModulePlan]:
+    """Return the plan of each module that a rule matches.
+
+    Args:
+        rules: The first that matches a module counts.
+        layout: The mesh.
+        modules: All modules, by name.
+        source: File that the rules come from, for messages; None is the configuration.
+
+    Raises:
+        UsageError: A rule matches nothing, does not fit its module, or cannot divide it.
+    """
+    keys = [
+        f"{source}: {rule.match}" if source else f"{ROOT}.plan[{index}]"
+        for index, rule in enumerate(rules)
+    ]
+    for index, rule in enumerate(rules):
+        matching([rule.match], list(modules), f"plan[{index}].match")
+    found: dict[str, ModulePlan] = {}
+    for name, module in modules.items():
+        for key, rule in zip(keys, rules, strict=True):
+            if fnmatchcase(name, rule.match):
+                found[name] = _plan(key, rule, layout, name, module)
+                _check_divides(found[name], layout, name, module)
+                break
+    _check_shared(found, modules)
+    return found
+
+
+def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleShape) -> ModulePlan:
+    if rule.style:
+        axis = style_axis(rule, layout)
+        return _styled(key, rule.style, axis, f"{name or 'the model'} ({module.kind})", module)
+    if rule.strategy or rule.layout:
+        return _in_mindspores_words(key, rule, layout, module)
+    for param in rule.params:
+        if param not in module.params:
+            choices = ", ".join(module.params) or "it has none"
+            raise UsageError(f"{key}.params.{param}: {name} has no such parameter ({choices})")
+    return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
+
+
+def _in_mindspores_words(
+    key: str, rule: Rule, layout: MeshLayout, module: ModuleShape
+) -> ModulePlan:
+    axes = {name: layout.axes[name] for name in plan_axes(layout)}
+    found = notation_dims(rule, key, module.kind, axes)
+    params = found.params
+    if rule.layout is None:  # a strategy has no names: of what such modules can have, what is there
+        params = {name: dims for name, dims in params.items() if name in module.params}
+    return ModulePlan(key=key, params=params, inputs=found.inputs, out=found.out)
+
+
+def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> ModulePlan:
+    """Return what `style` means for a module of this kind.
+
+    A linear weight is (out, in), that of an embedding (rows, width).
+    """
+    whole: Dims = [WHOLE]
+    last: Dims = [WHOLE, axis]
+    styles: dict[tuple[str, str], tuple[dict[str, Dims], Dims, Dims]] = {
+        ("colwise", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
+        ("vocab", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
+        ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last, whole),
+        ("colwise", "Embedding"): ({"weight": [None, axis]}, whole, last),
+        ("rowwise", "Embedding"): ({"weight": [axis, None]}, whole, whole),
+        ("embedding", "Embedding"): ({"weight": [axis, None]}, whole, whole),
+    }
+    if style == "sequence":
+        # (batch, sequence, ...): every rank has its part of each sequence.
+        cut: Dims = [None, axis, WHOLE]
+        return ModulePlan(key=key, params={}, inputs=cut, out=cut)
+    if (style, module.kind) not in styles:
+        kinds = " or ".join(kind for known, kind in styles if known == style)
+        raise UsageError(f"{key}.style: {style} is for {kinds}, not {who}")
+    params, inputs, out = styles[style, module.kind]
+    own = {name: dims for name, dims in params.items() if name in module.params}
+    return ModulePlan(key=key, params=own, inputs=inputs, out=out)
+
+
+def _check_divides(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
+    """Refuse what cannot be cut evenly, by MindSpore's rule: every dim into equal parts."""
+    for param, dims in plan.params.items():
+        shape = module.params[param]
+        if len(dims) != len(shape):
+            raise UsageError(
+                f"{plan.key}.params.{param}: {len(dims)} entries for the {len(shape)} dims of "
+                f"{name}.{param} {list(shape)}"
+            )
+        for dim, (size, entry) in enumerate(zip(shape, dims, strict=True)):
+            axes = [entry] if isinstance(entry, str) else entry or []
+            parts = math.prod(layout.size(axis) for axis in axes)
+            if size % parts:
+                raise UsageError(
+                    f"{plan.key}: {name}.{param} {list(shape)} can not be split by strategy: "
+                    f"dim {dim} of {size} in {parts} parts ({' x '.join(axes)})"
+                )
+
+
+def _check_shared(plans: Mapping[str, ModulePlan], modules: Mapping[str, ModuleShape]) -> None:
+    """Refuse a parameter of several modules unless all of them divide it alike."""
+    for name, plan in plans.items():
+        for param, dims in plan.params.items():
+            for other in modules[name].shared.get(param, ()):
+                owner, _, other_param = other.rpartition(".")
+                theirs = plans[owner].params.get(other_param) if owner in plans else None
+                if theirs != dims:
+                    raise UsageError(
+                        f"{plan.key}: {name}.{param} and {other} are one parameter, and the plan "
+                        "divides them in two ways",
+                        hint=f"give {owner} a rule that divides it like {name}",
+                    )

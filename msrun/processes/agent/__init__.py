@@ -1,0 +1,1 @@
+"""The agent: one process a node that starts, watches and stops its workers."""

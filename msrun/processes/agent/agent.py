@@ -1,0 +1,441 @@
+"""The agent: the `msrun` process itself, brain of one node.
+
+It wires sockets, processes, signals and the console to `AgentState`, which decides.
+Everything that could outlive it hangs on the reaper, which it starts first and which
+ends with it, whatever it dies of.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from msrun.cluster.agent.events import (
+    Action,
+    Announce,
+    Conclude,
+    Event,
+    Join,
+    Received,
+    SchedulerLost,
+    Send,
+    Signalled,
+    SignalWorkers,
+    StartWorkers,
+    Sweep,
+    Swept,
+    Tell,
+    Tick,
+    TreeLost,
+    TreeReady,
+    WorkerEnded,
+)
+from msrun.cluster.agent.state import AgentState, Phase
+from msrun.cluster.agent.uplink import Uplink, UplinkEvent
+from msrun.cluster.verdict import Verdict, render_seconds
+from msrun.cluster.wire.link import first_resend
+from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
+from msrun.errors import ExitCode, UsageError, VersionError
+from msrun.job import JobSpec
+from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.processes import ending, first_process
+from msrun.processes.agent import background, worker_end
+from msrun.processes.agent.node_control import NodeControl
+from msrun.processes.agent.node_resources import NodeResources, node_name
+from msrun.processes.agent.scheduler_watch import SchedulerWatch
+from msrun.processes.agent.worker_end import OomCounter, RunningWorker
+from msrun.processes.console import Console, Status, open_console
+from msrun.supervise import logs, orders, process
+from msrun.supervise.channel import ChannelClosed
+from msrun.supervise.machine import memory_cgroup_files
+from msrun.transport.loop import Loop
+
+REFRESH_SECONDS = 0.1
+# Whoever stopped the job does not want to read all of a long log first.
+CONSOLE_SECONDS_STOPPED = 1.0
+CONSOLE_SECONDS = 30.0
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run(plan: LaunchPlan) -> int:
+    """Run the job of `plan` on this node to its end and return its exit code.
+
+    Raises:
+        MsrunError: It could not be started; nothing is left of it.
+    """
+    process.open_standard_streams()
+    logs.make_log_dir(plan.job.log_dir)
+    body = partial(_run, plan)
+    if not plan.job.detach:
+        return body(lambda: None)
+    log_file = str(Path(plan.job.log_dir, _journal_name(plan)))
+    return background.run(body, name=plan.job.job_id, log_file=log_file)
+
+
+def _run(plan: LaunchPlan, when_running: Callable[[], None]) -> int:
+    loop = Loop()
+    try:
+        return Agent(plan, loop, when_running).run().code
+    finally:
+        loop.close()
+
+
+class Agent:
+    """One node of a job.
+
+    Args:
+        plan: What to run.
+        loop: This process's loop.
+        when_running: Called when all workers run for the first time.
+    """
+
+    _verdict: Verdict
+
+    def __init__(self, plan: LaunchPlan, loop: Loop, when_running: Callable[[], None]) -> None:
+        self._plan = plan
+        self._job = plan.job
+        self._loop = loop
+        self._when_running: Callable[[], None] | None = when_running
+        self._began_at = loop.now()
+        self._workers: dict[int, RunningWorker] = {}
+        self._running = 0
+        self._has_imported = False
+        self._oom = OomCounter(memory_cgroup_files())
+        loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
+        first_process.reap_orphans(loop, lambda: self._node.pids)
+        journal = open_journal(plan.job.log_dir, _journal_name(plan))
+        # Of several nodes, none knows its ranks yet.
+        tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
+        self._console: Console = open_console(journal, tails, plan.machine.host)
+        self._refresh_at = self._began_at if tails or self._console.is_live else None
+        # In the background nothing may hold on to the terminal.
+        self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
+        self._scheduler = SchedulerWatch(
+            self._node, loop, self._console, tell=self._handle, greet=self._greet
+        )
+        self._control = NodeControl(
+            self._job, self._node, loop, self._console, send=self._tell_scheduler
+        )
+        self._uplink = Uplink(
+            job_id=self._job.job_id,
+            node_id=self._node.node_id,
+            incarnation=secrets.randbits(63),
+            lease=self._node.lease,
+            first_resend=first_resend(self._job.nnodes_max, self._node.lease),
+        )
+        self._state = AgentState(
+            job_id=self._job.job_id,
+            register=Register(
+                host=plan.machine.host,
+                slots=self._job.workers_per_node,
+                store_host=self._node.store[0],
+                store_port=int(self._node.store[1]),
+                node_rank=self._job.node_rank,
+                serves=self._job.serves,
+                shares_host=bool(self._job.node_name),
+                formation=self._node.formation,
+                devices=self._node.devices(),
+            ),
+            grace=self._job.grace,
+            form_by=self._began_at + self._job.join_timeout,
+            join_timeout=self._job.join_timeout,
+            lease=self._node.lease,
+            scheduler=self._node.scheduler_name,
+        )
+
+    def run(self) -> Verdict:
+        """Take part in the job until its verdict, then end everything and report."""
+        stuck: list[str] = []
+        with self._console:
+            try:
+                self._start()
+                self._loop.run(self._deadline, self._tick)
+            finally:
+                stuck = self._node.close()
+            stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
+            seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
+            self._console.finish(self._loop.now, total=seconds)
+        verdict = msgspec.structs.replace(
+            self._verdict,
+            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
+            insecure=self._job.insecure,
+        )
+        took = self._loop.now() - self._began_at
+        workers = self._job.workers_per_node
+        ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
+        return verdict
+
+    def _start(self) -> None:
+        self._node.open()
+        job = self._job
+        self._console.say(
+            f"msrun: {job.job_id}: {_count(job.workers_per_node)} on {self._plan.machine.host}, "
+            f"contained by {self._node.containment}; logs: {job.log_dir}"
+        )
+        self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
+        self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
+        self._loop.watch(self._node.socket.socket, self._on_scheduler)
+        self._scheduler.start()
+        process.raise_priority(before_all=True)
+        self._perform(self._state.begin())
+
+    # What happens.
+
+    def _deadline(self) -> float | None:
+        dues = (
+            self._state.deadline(),
+            self._uplink.deadline(),
+            self._scheduler.deadline(),
+            self._control.deadline(),
+            self._refresh_at,
+        )
+        return min((due for due in dues if due is not None), default=None)
+
+    def _tick(self) -> None:
+        if self._refresh_at is not None and self._refresh_at <= self._loop.now():
+            self._refresh_at = self._loop.now() + REFRESH_SECONDS
+            self._console.pump()
+            self._console.show(self._status())
+        self._scheduler.tick()
+        self._control.tick()
+        self._keep_time()
+        self._handle(Tick())
+
+    def _keep_time(self) -> None:
+        """Notice that the lease is over, if it is, before what happened after its end.
+
+        An agent that was frozen finds workers dead that did not fail.
+        """
+        self._after_uplink(*self._uplink.tick(now=self._loop.now()))
+
+    def _on_signal(self, signum: int) -> None:
+        if signum in STOPS:
+            self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
+        self._handle(Signalled(signum))
+
+    def _on_scheduler(self) -> None:
+        self._keep_time()
+        try:
+            envelopes = self._node.socket.receive()
+        except VersionError as error:
+            reason = f"{self._node.scheduler_name}: {error.message}: {error.hint}"
+            self._handle(SchedulerLost(reason, code=error.exit_code))
+            return
+        for envelope in envelopes:
+            until = self._uplink.live_until
+            self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
+            if self._uplink.live_until != until and self._state.phase is not Phase.JOINING:
+                self._node.let_live(self._state.generation, self._uplink.live_until)
+
+    def _greet(self) -> None:
+        self._send(self._uplink.ask(now=self._loop.now()))
+
+    def _after_uplink(self, events: list[UplinkEvent], frames: list[Envelope]) -> None:
+        self._send(frames)
+        for event in events:
+            if isinstance(event, Received) and self._control.is_for(event.body):
+                self._control.serve(event.generation, event.body)
+            else:
+                self._handle(event)
+
+    def _on_reaper(self) -> None:
+        self._keep_time()
+        tree = self._node.tree
+        try:
+            reports = tree.reaper.receive()
+        except ChannelClosed:
+            self._loop.forget(tree.reaper.fileno())
+            self._node.kill_by_force()
+            self._handle(TreeLost(f"the reaper (pid {tree.pid}) ended", ExitCode.NODE_LOST))
+            return
+        for report in reports:
+            match report:
+                case orders.Swept(generation=generation, stuck=stuck):
+                    self._handle(Swept(generation, tuple(stuck)))
+                case orders.ForkserverExited(status=status):
+                    how = process.render_status(status)
+                    when = "" if self._has_imported else " during its imports"
+                    self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
+
+    def _on_forkserver(self) -> None:
+        self._keep_time()
+        forkserver = self._node.tree.forkserver
+        try:
+            reports = forkserver.receive()
+        except ChannelClosed:
+            # The reaper is its parent and says how it ended.
+            self._loop.forget(forkserver.fileno())
+            return
+        for report in reports:
+            match report:
+                case orders.Ready():
+                    self._on_ready(report)
+                case orders.Spawned():
+                    self._on_spawned(report)
+                case orders.Exited(rank=None):
+                    self._on_store_end(report)
+                case orders.Exited():
+                    self._on_worker_end(report)
+
+    def _on_ready(self, ready: orders.Ready) -> None:
+        self._has_imported = True
+        if ready.reason:
+            self._console.say(
+                f"warning: {ready.reason}, so every worker is an interpreter of its own"
+            )
+        self._handle(TreeReady(ready.error))
+
+    def _on_spawned(self, spawned: orders.Spawned) -> None:
+        if spawned.generation != self._state.generation:
+            return
+        worker = self._workers[spawned.rank]
+        worker.started_at, worker.pid = spawned.at, spawned.pid
+        self._running += 1
+        if self._running < self._job.workers_per_node:
+            return
+        self._control.running()
+        after = render_seconds(self._loop.now() - self._began_at)
+        self._console.say(f"msrun: running {self._running}/{self._running} after {after}")
+        if self._when_running:
+            self._when_running()
+            self._when_running = None
+
+    def _on_store_end(self, end: orders.Exited) -> None:
+        if end.generation == self._state.generation and self._state.phase is Phase.RUNNING:
+            how = end.reason or process.render_status(end.status)
+            self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
+
+    def _on_worker_end(self, end: orders.Exited) -> None:
+        if end.generation != self._state.generation or end.rank is None:
+            return
+        worker = self._workers[end.rank]
+        worker.pid = 0
+        self._running -= worker.started_at is not None
+        rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
+        self._handle(WorkerEnded(end.generation, rank_exit))
+
+    # What is done about it.
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self._state.handle(event, now=self._loop.now()))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Join(register=register):
+                    now, generation = self._loop.now(), self._state.generation
+                    self._send(self._uplink.join(generation, register, now=now))
+                    self._control.rejoined()
+                case Send(generation=generation, body=body):
+                    self._send(self._uplink.send(generation, body, now=self._loop.now()))
+                case StartWorkers():
+                    self._start_workers(action)
+                case SignalWorkers(ranks=ranks, signum=signum):
+                    self._node.signal_workers(ranks, signum)
+                case Sweep(generation=generation):
+                    self._node.tree.reaper.send(orders.Sweep(generation=generation))
+                case Announce(restarting=restarting):
+                    self._announce(restarting)
+                case Tell(sentence=sentence, warn=warn):
+                    self._console.say(f"{'warning' if warn else 'msrun'}: {sentence}")
+                case Conclude(verdict=verdict):
+                    self._verdict = verdict
+                    self._loop.stop()
+
+    def _tell_scheduler(self, body: FromAgent) -> None:
+        generation, now = self._state.generation, self._loop.now()
+        self._send(self._uplink.send(generation, body, now=now))
+
+    def _send(self, frames: list[Envelope]) -> None:
+        for frame in frames:
+            self._node.socket.send(frame)
+
+    def _start_workers(self, action: StartWorkers) -> None:
+        process.raise_priority(before_all=True)
+        self._running = 0
+        self._workers = {
+            worker.plan.rank: worker
+            for worker in self._node.start_workers(
+                action.generation, action.start, self._uplink.live_until
+            )
+        }
+        self._control.started(action.generation, self._workers.values())
+        if not self._job.is_alone:
+            plans = [(worker.plan, worker.log_start) for worker in self._workers.values()]
+            self._console.follow(_tails(self._job, plans))
+            if self._refresh_at is None:
+                self._refresh_at = self._loop.now()
+
+    def _announce(self, restarting: Restarting) -> None:
+        when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
+        log = f"; log: {restarting.log_file}" if restarting.log_file else ""
+        if not restarting.restart:
+            self._console.say(f"msrun: {restarting.reason}: starting again {when}")
+            return
+        self._console.say(
+            f"warning: {restarting.reason}{log}\n"
+            f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
+        )
+
+    def _status(self) -> Status:
+        workers = self._job.workers_per_node
+        phase = self._state.phase.value
+        if self._state.phase is Phase.JOINING:
+            phase = "forming"
+        elif self._state.phase is Phase.RUNNING and self._running < workers:
+            phase = "starting" if not self._some_ended() else "running"
+        return Status(
+            phase=phase,
+            running=self._running,
+            workers=workers,
+            generation=self._state.generation,
+            elapsed=self._loop.now() - self._began_at,
+        )
+
+    def _some_ended(self) -> bool:
+        return len(self._state.live) < self._job.workers_per_node
+
+
+def _journal_name(plan: LaunchPlan) -> str:
+    """Return the name of our own log, which several nodes may write to one directory."""
+    if plan.job.is_alone:
+        return "msrun.log"
+    return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
+
+
+def open_journal(log_dir: str, name: str) -> int:
+    """Return the descriptor of our own log, which is ours alone from now on.
+
+    Raises:
+        UsageError: It is another job's, or cannot be written.
+    """
+    try:
+        return logs.claim(str(Path(log_dir, name)))
+    except BlockingIOError:
+        msg = f"--log-dir {log_dir} is in use by a job that still runs"
+        hint = "choose another directory; a further node of one job here needs a --node-rank"
+        raise UsageError(msg, hint=hint) from None
+    except OSError as error:
+        msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
+        raise UsageError(msg) from None
+
+
+def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:
+    """Return what shows the workers that the user chose, of each worker's log from a byte on."""
+    is_terminal = os.isatty(1)
+    return [
+        logs.Tail(worker.log_file, f"[rank {worker.rank}] ", start)
+        for worker, start in workers
+        if job.is_shown(worker.rank, worker.local_rank, is_terminal=is_terminal)
+    ]
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers != 1 else ''}"

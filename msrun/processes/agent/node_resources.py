@@ -1,0 +1,435 @@
+"""What one node opens for a job, and closes at its end: directory, sockets, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+from msrun import __version__, environ
+from msrun.cluster.liveness.lease import Lease, lease
+from msrun.cluster.wire.messages import Formation, Start
+from msrun.errors import MsrunError, UsageError
+from msrun.job import JobSpec, ProgramKind, StartMethod
+from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.processes import control_file, run_dir
+from msrun.processes.agent.worker_end import RunningWorker
+from msrun.processes.control_file import Card
+from msrun.processes.ending import VERDICT_FILE
+from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.processes.scheduler.handle import SchedulerProcess
+from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
+from msrun.supervise.logs import banner
+from msrun.supervise.node_plan import Placement
+from msrun.supervise.orders import (
+    Configure,
+    LiveUntil,
+    SignalWorkers,
+    SpawnStore,
+    SpawnWorker,
+)
+from msrun.supervise.secret import read_secret
+from msrun.supervise.tree import ProcessTree
+from msrun.transport.keys import new_secret
+from msrun.transport.loop import Loop, new_context
+from msrun.transport.sockets import (
+    AgentSocket,
+    check_own_library,
+    control_keys,
+    endpoint,
+    listen,
+)
+from msrun.worker.stacks import AGENT_SIGNAL
+
+# DDP imports the second after `init_process_group`: then its default arguments hold the
+# group, which cannot end its threads any more, and the exit may abort.
+BUILT_IN_PRELOAD = ("torch", "torch.distributed.nn")
+SCHEDULER_SECONDS = 2.0
+# With several nodes it first tells all of them how the job ended.
+FAREWELL_SECONDS = 7.0
+TREE_SECONDS = 8.0
+
+
+class NodeResources:
+    """Everything that this node holds for the job.
+
+    The listening sockets and the private directory are there from the start, so that
+    what is in the way is found before any process is.
+
+    Args:
+        plan: What will run.
+        stderr: As of `ProcessTree`.
+
+    Raises:
+        UsageError: A port is in use, the job runs already, or libzmq is too old.
+    """
+
+    tree: ProcessTree
+    scheduler: SchedulerProcess | None = None
+    socket: AgentSocket
+    containment: str
+
+    def __init__(self, plan: LaunchPlan, *, stderr: int | None = None) -> None:
+        self._plan = plan
+        self._stderr = stderr
+        self._job = plan.job
+        self._base = {**environ.current(), **plan.job.env}
+        self._opened: set[str] = set()
+        self._context = new_context()
+        self._schedulers = self._term = 0
+        job = plan.job
+        self.formation = formation(job)
+        check_own_library()
+        self._secret = job_secret(job)
+        self._scheduler_socket: socket.socket | None = None
+        port = job.master_port
+        if job.serves:
+            self._scheduler_socket = listen_or_refuse(job.listen_host, port, "--master-port")
+            port = self._scheduler_socket.getsockname()[1]
+        self.scheduler_address = (job.listen_host, str(port))
+        self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
+        self.store = (job.address, str(self._store_socket.getsockname()[1]))
+        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
+
+    @property
+    def scheduler_name(self) -> str:
+        """Where the scheduler listens, in words."""
+        host, port = self.scheduler_address
+        named = self._job.master_addr
+        return f"{named} ({host}), port {port}" if named and named != host else f"{host}:{port}"
+
+    @property
+    def node_id(self) -> str:
+        """Name of this node in the job, the same whenever an agent is started on it again."""
+        words = (self._plan.machine.host, self._job.address, node_name(self._job))
+        return "/".join(filter(None, words))
+
+    @property
+    def pids(self) -> set[int]:
+        """Pids of the processes that were started here and are waited for."""
+        return {self.tree.pid, *([self.scheduler.pid] if self.scheduler else [])}
+
+    @property
+    def lease(self) -> Lease:
+        """How long this node may go on without the scheduler."""
+        return lease(self.formation.lease)
+
+    def devices(self) -> list[tuple[int, str]]:
+        """Return what a rank table says of the devices of this node's workers."""
+        # The tool takes its time, which only a job spends that needs the answer.
+        ask = ask_hccn_tool if self._job.emit_rank_table else lambda _: ""
+        return node_plan.slot_devices(
+            self._job,
+            self._plan.machine,
+            lambda numbers: read_device_ips(Path("/"), numbers, ask),
+        )
+
+    def open(self) -> None:
+        """Start the processes that are ours.
+
+        Raises:
+            MsrunError: The machine does not let us.
+        """
+        self._forget_earlier_job()
+        self._hand_over_config()
+        try:
+            self._open()
+        except OSError as error:
+            msg = f"{self._plan.machine.host} cannot start another process: {error.strerror}"
+            raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
+
+    def _forget_earlier_job(self) -> None:
+        """Remove what must not be shown as this job's."""
+        verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
+        # Of several nodes, which may share the directory, none knows its ranks yet.
+        workers = self._plan.workers if self._job.is_alone else ()
+        for path in (verdict_file, *(worker.log_file for worker in workers)):
+            try:
+                Path(path).unlink(missing_ok=True)
+            except OSError as error:
+                msg = f"{path} of an earlier job cannot be replaced: {error.strerror}"
+                raise UsageError(msg, hint="choose another --log-dir") from None
+
+    def _hand_over_config(self) -> None:
+        """Write the parallel configuration to where every worker is told that it is."""
+        if not self._job.parallel:
+            return
+        path = node_plan.config_file(str(self._dir))
+        try:
+            run_dir.write_private(path, self._job.parallel)
+        except OSError as error:
+            msg = f"{path} cannot be written: {error.strerror}"
+            raise MsrunError(msg, hint="it holds the parallel configuration") from error
+
+    def _open(self) -> None:
+        env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
+        cgroup = self._make_cgroup()
+        self.containment = containment.describe(cgroup)
+        self.tree = ProcessTree(
+            _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
+            self._store_socket,
+            env,
+            lock=self._lock,
+            stderr=self._stderr,
+        )
+        self._opened.add("tree")
+        self.start_scheduler()
+        host, port = self.scheduler_address
+        self.socket = AgentSocket(
+            self._context, endpoint(host, int(port)), self._secret, self._job.nnodes_max
+        )
+        self._hand_over_control()
+
+    def _hand_over_control(self) -> None:
+        """Write down what it takes to control the job from this machine."""
+        host, port = self.scheduler_address
+        card = Card(
+            job_id=self._job.job_id,
+            host=host,
+            port=int(port),
+            keys=control_keys(self._secret) if self._secret else None,
+            pid=os.getpid(),
+            log_dir=self._job.log_dir,
+            workers=self._job.workers_per_node,
+            serves=self._job.serves,
+            began=Loop.now(),
+        )
+        control_file.write(self._dir, card)
+
+    def start_scheduler(self) -> None:
+        """Start the scheduler, if it belongs here; a later one takes up where another ended."""
+        if self._scheduler_socket is None:
+            return
+        if self.scheduler:
+            self._term = max(self._term, self.scheduler.term)
+        timeout = self._job.join_timeout
+        config = SchedulerConfig(
+            job_id=self._job.job_id,
+            formation=self.formation,
+            join_timeout=timeout,
+            last_call=self._job.last_call,
+            restarts=self._job.restarts,
+            secret=self._secret,
+            wal_file=str(self._dir / run_dir.WAL),
+            log_file=str(Path(self._job.log_dir, "scheduler.log")),
+            lives=self._schedulers,
+            term=self._term,
+            parent=os.getpid(),
+            rank_table=self._job.emit_rank_table,
+        )
+        self._schedulers += 1
+        self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base)
+
+    def _make_cgroup(self) -> str | None:
+        parent = self._plan.machine.cgroup
+        cgroup = containment.create(parent, f"msrun-{self._dir.name}") if parent else None
+        if cgroup:
+            run_dir.note_cgroup(self._dir, cgroup)
+        return cgroup
+
+    def let_live(self, generation: int, until: float | None) -> None:
+        """Let the workers live until then and no longer; None for ever."""
+        if until is not None:
+            self.tree.reaper.send(LiveUntil(generation=generation, at=until))
+
+    def start_workers(
+        self, generation: int, start: Start, until: float | None
+    ) -> list[RunningWorker]:
+        """Order the store and the workers of a generation; return the workers.
+
+        Args:
+            generation: The generation.
+            start: Which part of it is here.
+            until: After which none may start any more; None for ever.
+        """
+        placement = Placement(
+            generation=generation,
+            node_rank=start.node_rank,
+            nnodes=start.nnodes,
+            first_rank=start.first_rank,
+            world_size=start.world_size,
+            store=(start.store_host, str(start.store_port)),
+            scheduler=self.scheduler_address,
+            run_dir=str(self._dir),
+            first_local_rank=start.first_local_rank,
+            local_world_size=start.local_world_size,
+        )
+        (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        self.let_live(generation, until)
+        if start.serve_store:
+            self._order_store(generation)
+        plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
+        return [self._order_worker(generation, plan, until) for plan in plans]
+
+    def _order_store(self, generation: int) -> None:
+        host, port = self.store
+        is_lazy = self._job.program.kind is ProgramKind.COMMAND
+        order = SpawnStore(generation=generation, host=host, port=int(port), lazy=is_lazy)
+        self.tree.forkserver.send(order)
+
+    def _order_worker(
+        self, generation: int, plan: WorkerPlan, until: float | None
+    ) -> RunningWorker:
+        order = SpawnWorker(
+            generation=generation,
+            rank=plan.rank,
+            env={**self._base, **plan.env},
+            log_file=plan.log_file,
+            append=generation > 0,
+            cpus=list(plan.cpus),
+            numa_nodes=list(plan.numa_nodes),
+            # A process of another session cannot read from a terminal.
+            keep_stdin=plan.rank == 0 and not os.isatty(0),
+            until=until,
+        )
+        worker = RunningWorker(
+            plan=plan,
+            host=self._plan.machine.host,
+            error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
+            beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
+            stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
+            log_start=_size(plan.log_file) + len(banner(generation)) if order.append else 0,
+        )
+        self.tree.forkserver.send(order)
+        return worker
+
+    def signal_workers(self, ranks: tuple[int, ...], signum: int) -> None:
+        """Send `signum` to workers: to Python's main process, of other programs to the group."""
+        is_group = self._job.program.kind is ProgramKind.COMMAND
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def ask_for_stacks(self, ranks: tuple[int, ...]) -> None:
+        """Have Python workers write where they are, each into its `stack_file`."""
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
+
+    def kill_by_force(self) -> None:
+        """Kill what is left of the tree, whose reaper is gone."""
+        self.tree.kill_by_force(run_dir.cookie(self._dir))
+
+    def close(self) -> list[str]:
+        """End every process and remove what they left; return what could not be killed."""
+        stuck: list[str] = []
+        if self.scheduler:
+            self.scheduler.end(SCHEDULER_SECONDS if self._job.is_alone else FAREWELL_SECONDS)
+            self._tell_verdict_again(self.scheduler)
+        if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
+            stuck = self.tree.end(TREE_SECONDS)
+        # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
+        self._context.destroy(linger=0)
+        if self._scheduler_socket:
+            self._scheduler_socket.close()
+        self._store_socket.close()
+        shutil.rmtree(self._dir, ignore_errors=True)
+        os.close(self._lock)
+        return stuck
+
+    def _tell_verdict_again(self, told_by: SchedulerProcess) -> None:
+        """Have another scheduler tell the other nodes what one that died had written down.
+
+        It may have told this node, and died before it had told all.
+        """
+        if self._job.is_alone or not told_by.has_died or not told_by.verdict():
+            return
+        self.start_scheduler()
+        if self.scheduler:
+            self.scheduler.end(FAREWELL_SECONDS)
+
+
+def node_name(job: JobSpec) -> str:
+    """Return what tells this node from others on its machine; empty where there are none."""
+    if job.node_name or job.is_alone or job.node_rank is None:
+        return job.node_name
+    return f"node{job.node_rank}"
+
+
+def formation(job: JobSpec) -> Formation:
+    """Return what all nodes of `job` have to agree on."""
+    has_python = not job.is_alone and job.program.kind is not ProgramKind.COMMAND
+    return Formation(
+        nnodes_min=job.nnodes_min,
+        nnodes_max=job.nnodes_max,
+        world_size=None if job.is_alone else job.world_size,
+        lease=0.0 if job.is_alone else job.lease,
+        release=__version__,
+        python=f"{sys.version_info[0]}.{sys.version_info[1]}" if has_python else "",
+        torch=_version_of("torch") if has_python else "",
+    )
+
+
+def _version_of(package: str) -> str:
+    """Return the version of what a program would import, empty where it could not."""
+    from importlib import metadata  # takes long, and a job on one node needs none
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def job_secret(job: JobSpec) -> bytes | None:
+    """Return the secret of `job`, None without authentication.
+
+    Raises:
+        UsageError: Its file cannot be used.
+    """
+    if job.insecure:
+        return None
+    return new_secret() if job.is_alone and not job.secret_file else read_secret(job.secret_file)
+
+
+def listen_or_refuse(host: str, port: int, what: str) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        UsageError: There can be none; `what` named the place.
+    """
+    try:
+        return listen(host, port)
+    except OSError as error:
+        where = f"{host} port {port}" if port else host
+        msg = f"{what}: {where} cannot be used: {error.strerror}"
+        raise UsageError(msg, hint="choose another --master-port, or end what uses it") from None
+
+
+def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
+    is_python = job.program.kind is not ProgramKind.COMMAND
+    return Configure(
+        job_id=job.job_id,
+        kind=job.program.kind.value,
+        argv=[job.program.target, *job.program.args],
+        interpreter_options=list(job.program.interpreter_options),
+        cwd=job.cwd,
+        preload=[*BUILT_IN_PRELOAD, *_preloads(job)] if is_python else [],
+        preload_of_user=list(job.preload) if is_python else [],
+        fork=job.start_method is StartMethod.FORK and not job.program.interpreter_options,
+        run_dir=directory,
+        cgroup=cgroup,
+        threads=threads,
+    )
+
+
+def _preloads(job: JobSpec) -> tuple[str, ...]:
+    """Return what the parallel runtime of the workers imports."""
+    if not job.parallel:
+        return ()
+    from msrun.parallel.config import preloads  # 5 ms that other jobs need not.
+    from msrun.parallel.config_file import parse_config
+
+    return preloads(parse_config(json.loads(job.parallel)))
+
+
+def _threads(plan: LaunchPlan) -> int:
+    """Return the thread count of most workers."""
+    bound = node_plan.plan_affinity(plan.job, plan.machine)
+    return affinity.plan_threads(bound, plan.machine.cpus)[0]
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,144 @@
+"""What an agent does about its scheduler: starts it again, or finds out that it is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msrun.cluster.agent.events import SchedulerLost
+from msrun.cluster.scheduler.crash_loop_guard import Lives
+from msrun.errors import ExitCode
+from msrun.processes.agent.node_resources import NodeResources
+from msrun.processes.console import Console
+from msrun.transport.loop import Loop
+from msrun.transport.probe import Prober
+from msrun.transport.sockets import Line
+
+# A connection may end for another reason than its key: a scheduler that is started again,
+# a tunnel whose other end is not there yet.
+_REJECTED_SECONDS = 2.0
+_RECONNECT_SECONDS = 0.5
+# Whoever starts before the scheduler's node does is told what it waits for.
+_WAITING_SECONDS = 3.0
+
+
+class SchedulerWatch:
+    """Watches the scheduler, a child of this process or of another node's agent.
+
+    Args:
+        node: This node's resources.
+        loop: This process's loop.
+        console: Where to say what happens.
+        tell: Takes the event that there is no scheduler any more.
+        greet: Called when a new connection has taken the place of a broken one.
+    """
+
+    def __init__(
+        self,
+        node: NodeResources,
+        loop: Loop,
+        console: Console,
+        tell: Callable[[SchedulerLost], None],
+        greet: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._loop = loop
+        self._console = console
+        self._tell = tell
+        self._greet = greet
+        self._prober = Prober(loop)
+        self._lives = Lives()
+        self._was_up = False
+        self._has_warned = False
+        self._rejected_at: float | None = None
+        self._reconnect_at: float | None = None
+        self._waiting_at: float | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._loop.watch(self._node.socket.monitor, self._on_line)
+        self._watch_process()
+        if self._node.scheduler is None:
+            self._waiting_at = self._loop.now() + _WAITING_SECONDS
+
+    def deadline(self) -> float | None:
+        """Time by which `tick` must be called; None when there is none."""
+        dues = (self._prober.deadline(), self._waiting_at, self._reconnect_at)
+        return min((due for due in dues if due is not None), default=None)
+
+    def tick(self) -> None:
+        """Give up what takes too long, and say what is waited for."""
+        self._prober.tick()
+        if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
+            self._waiting_at = None
+            self._console.say(f"msrun: waiting for the scheduler at {self._node.scheduler_name}")
+        if self._reconnect_at is not None and self._loop.now() >= self._reconnect_at:
+            self._reconnect_at = None
+            self._node.socket.reconnect()
+
+    def _watch_process(self) -> None:
+        if self._node.scheduler:
+            self._lives.began(self._loop.now())
+            self._loop.watch(self._node.scheduler.pidfd, self._on_end)
+
+    def _on_end(self) -> None:
+        """Start the scheduler again, which goes on with what its log says."""
+        scheduler = self._node.scheduler
+        if scheduler is None:
+            return
+        self._loop.forget(scheduler.pidfd)
+        how, verdict = scheduler.how_it_ended(), scheduler.verdict()
+        if verdict or not self._lives.may_begin_again(self._loop.now()):
+            self._tell(SchedulerLost(how, verdict))
+            return
+        scheduler.close()
+        self._console.say(f"warning: {how}; it is started again")
+        self._node.start_scheduler()
+        self._watch_process()
+
+    def _on_line(self) -> None:
+        for line in self._node.socket.line():
+            is_again = line is Line.RETRYING
+            self._reconnect_at = None if is_again else self._loop.now() + _RECONNECT_SECONDS
+            if line is Line.UP:
+                if self._was_up:
+                    self._greet()
+                self._was_up, self._rejected_at = True, None
+                self._waiting_at = self._reconnect_at = None
+            elif is_again:
+                continue
+            elif self._was_up:
+                self._ask_whether_it_lives()
+            elif line is Line.SILENT:
+                self._warn_of_silence()
+            else:
+                self._reject()
+
+    def _warn_of_silence(self) -> None:
+        """Say once that the port may be another program's, unless our own scheduler is slow."""
+        self._rejected_at = None
+        if not self._has_warned and self._node.scheduler is None:
+            self._has_warned = True
+            self._console.say(
+                f"warning: what listens at {self._node.scheduler_name} does not answer as a "
+                "scheduler does; is that the port of another program?"
+            )
+
+    def _reject(self) -> None:
+        now = self._loop.now()
+        self._rejected_at = self._rejected_at or now
+        if now - self._rejected_at >= _REJECTED_SECONDS:
+            reason = (
+                f"{self._node.scheduler_name} refuses this node: it has another secret, or is "
+                "no scheduler of msrun"
+            )
+            self._tell(SchedulerLost(reason, code=ExitCode.AUTHENTICATION))
+
+    def _ask_whether_it_lives(self) -> None:
+        """Find out whether its node's agent, which holds its socket, is still there."""
+        host, port = self._node.scheduler_address
+        if self._node.scheduler is None:
+            self._prober.watch_end(host, int(port), self._on_master_end)
+
+    def _on_master_end(self) -> None:
+        reason = f"the launcher on the scheduler's node, {self._node.scheduler_name}, has ended"
+        self._tell(SchedulerLost(reason, code=ExitCode.NODE_LOST))

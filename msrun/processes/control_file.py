@@ -1,0 +1,68 @@
+"""What it takes to control a job from a machine on which one of its launchers runs.
+
+It lies in the job's private directory, so that only its user can read it, and holds the keys
+of the control role, with which a job can be looked into and stopped, but not joined.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from msrun.processes import run_dir
+from msrun.transport.sockets import ControlKeys
+
+_NAME = "control.json"
+_BYTES_MAX = 64 * 1024
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a job.
+
+    Args:
+        job_id: The job; empty for whichever the scheduler runs.
+        host: Numeric address of the scheduler.
+        port: Its port.
+        keys: What it takes to be let in; None without authentication.
+        pid: The launcher on this machine; 0 when there is none.
+        log_dir: Where it keeps its logs.
+        workers: Workers that it starts.
+        serves: The scheduler is its child.
+        began: When it began, on this machine's monotonic clock.
+    """
+
+    job_id: str
+    host: str
+    port: int
+    keys: ControlKeys | None
+    pid: int = 0
+    log_dir: str = ""
+    workers: int = 0
+    serves: bool = False
+    began: float = 0.0
+
+
+def write(directory: Path, card: Card) -> None:
+    """Leave `card` in a job's private directory, whole from its first moment.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    draft = directory / f"{_NAME}.new"
+    run_dir.write_private(str(draft), msgspec.json.encode(card).decode())
+    draft.rename(directory / _NAME)
+
+
+def jobs() -> list[Card]:
+    """Return this user's jobs that run on this machine, one for each launcher."""
+    return [card for directory in run_dir.held() if (card := _read(directory / _NAME))]
+
+
+def _read(path: Path) -> Card | None:
+    """Return what the file at `path` says; None when the job has just begun, or ended."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_BYTES_MAX), type=Card)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,59 @@
+"""The last things a launcher does about a job: its result on disk, then on the console."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from msrun.cluster.verdict import Verdict, render, render_seconds
+from msrun.processes.console import Console
+
+VERDICT_FILE = "verdict.json"
+_BYTES_MAX = 1 << 20
+
+
+def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, took: float) -> None:
+    """Write `verdict` to its file and show it.
+
+    Args:
+        verdict: The job's result.
+        console: Where to show it.
+        log_dir: Directory of its file.
+        workers: Workers on this node.
+        took: Seconds since the launcher started.
+    """
+    try:
+        _write(verdict, Path(log_dir, VERDICT_FILE))
+    except OSError as error:
+        console.say(f"warning: {Path(log_dir, VERDICT_FILE)} was not written: {error.strerror}")
+    if verdict.code:
+        console.say(render(verdict))
+        return
+    for process in verdict.stuck:
+        console.say(f"warning: could not be killed: {process}")
+    console.say(f"msrun: {workers}/{workers} workers finished after {render_seconds(took)}")
+
+
+def read(log_dir: str, job_id: str) -> Verdict | None:
+    """Return the result that a launcher of that job has written; None when it has not, yet."""
+    try:
+        with Path(log_dir, VERDICT_FILE).open("rb") as file:
+            found = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.job_id == job_id else None
+
+
+def _write(verdict: Verdict, path: Path) -> None:
+    """Replace `path` in one step, so that a reader never sees half of it."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

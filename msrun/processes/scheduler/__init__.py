@@ -1,0 +1,1 @@
+"""The scheduler process, and the handle of the agent that started it."""

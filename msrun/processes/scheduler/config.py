@@ -1,0 +1,45 @@
+"""What an agent tells the scheduler that it starts."""
+
+import msgspec
+
+from msrun.cluster.wire.messages import Formation
+from msrun.job import RestartLimits
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent tells its scheduler on standard input, the secret included.
+
+    Args:
+        job_id: The job.
+        formation: How many nodes it takes.
+        join_timeout: Seconds in which they must register; None waits for ever.
+        last_call: Seconds for which more nodes than the fewest are waited for.
+        restarts: Restart budget and pace.
+        secret: The job's secret; None without authentication.
+        wal_file: Where the state is written down.
+        log_file: Where to log.
+        lives: Schedulers of the job that were started before this one.
+        term: Which life was the last of them that had begun; the log must know it.
+        parent: Pid of the agent.
+        alone: Its parent is no agent of this job, but passes on by standard input the signals
+            that it gets; the scheduler leaves by itself when all nodes know the verdict.
+        listen_fd: Inherited listening socket.
+        began_fd: Inherited pipe that is told this life's own term once the log has it.
+        rank_table: Where to write the rank table of each generation; empty writes none.
+    """
+
+    job_id: str
+    formation: Formation
+    join_timeout: float | None
+    last_call: float
+    restarts: RestartLimits
+    secret: bytes | None
+    wal_file: str
+    log_file: str
+    parent: int
+    lives: int = 0
+    term: int = 0
+    alone: bool = False
+    listen_fd: int = -1
+    began_fd: int = -1
+    rank_table: str = ""

@@ -1,0 +1,114 @@
+"""The agent's handle on the scheduler that it starts and outlives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, cast
+
+import msgspec
+
+from msrun.cluster.scheduler import wal
+from msrun.cluster.verdict import Verdict
+from msrun.errors import signal_name
+from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.supervise import logs, process
+from msrun.supervise.channel import dump
+from msrun.supervise.tree import dies_with_us, python_command
+from msrun.transport.loop import wait_readable
+
+
+class SchedulerProcess:
+    """The job's scheduler, a child of this process.
+
+    Args:
+        config: What it is told; its descriptors are set here.
+        listening: Its listening socket, which stays the caller's for another one.
+        env: Its environment.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        listening: socket.socket,
+        env: Mapping[str, str],
+    ) -> None:
+        again = config.lives > 0
+        self._wal_file, self._log_file = config.wal_file, config.log_file
+        opener = logs.reopen if again else logs.create
+        self.term = 0
+        """Which life of the scheduler it was; 0 until it is closed, and if it never began."""
+        self._began, began = os.pipe2(os.O_CLOEXEC)
+        with os.fdopen(opener(config.log_file), "ab") as log, os.fdopen(began, "wb") as theirs:
+            config = msgspec.structs.replace(
+                config, listen_fd=listening.fileno(), began_fd=theirs.fileno()
+            )
+            self._process = subprocess.Popen(
+                python_command("msrun.processes.scheduler.scheduler:main"),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listening.fileno(), theirs.fileno()],
+                start_new_session=True,
+                env=dict(env),
+                # By the second time there are threads, and it asks for this itself.
+                preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
+            )
+        self._lifeline = cast("IO[bytes]", self._process.stdin)
+        # One that ended at once shows by its pidfd.
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.write(dump(config) + b"\n")
+            self._lifeline.flush()
+        self.pidfd = os.pidfd_open(self._process.pid)
+        """Readable as soon as it has ended."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self._process.pid
+
+    def pass_on(self, signum: int) -> None:
+        """Tell one that is `alone` of a signal."""
+        with contextlib.suppress(BrokenPipeError):
+            self._lifeline.write(bytes([signum]))
+            self._lifeline.flush()
+
+    def how_it_ended(self) -> str:
+        """Return the words for its end, after `pidfd` became readable."""
+        with process.patiently():
+            code = self._process.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return f"the scheduler {how}; log: {self._log_file}"
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended before it was let go."""
+        with process.patiently():
+            return self._process.poll() not in (None, 0)
+
+    def verdict(self) -> Verdict | None:
+        """Return the verdict that it wrote down, None when there is none."""
+        try:
+            return wal.verdict(Path(self._wal_file).read_bytes())
+        except OSError:
+            return None
+
+    def end(self, timeout: float) -> None:
+        """Let it end and wait for that; kill it after `timeout` seconds."""
+        self._lifeline.close()
+        if not wait_readable(self.pidfd, timeout):
+            self._process.kill()
+        with process.patiently():
+            self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of one that has ended."""
+        self.term = int(os.read(self._began, 20) or 0)
+        self._lifeline.close()
+        os.close(self._began)
+        os.close(self.pidfd)

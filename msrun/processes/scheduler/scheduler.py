@@ -1,0 +1,396 @@
+"""The scheduler process: wires sockets, log and clock to `Peers` and `SchedulerState`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, cast
+
+import msgspec
+
+from msrun import environ
+from msrun.cluster.liveness.freeze_detector import Pulse
+from msrun.cluster.liveness.lease import lease
+from msrun.cluster.scheduler import report, wal
+from msrun.cluster.scheduler.admission import Admission, Life
+from msrun.cluster.scheduler.control import Action as ControlAction
+from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.events import (
+    Event,
+    Lost,
+    Received,
+    Send,
+    Tick,
+    Unreachable,
+    Woke,
+    Write,
+)
+from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.wire import codec, control_messages
+from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
+from msrun.cluster.wire.link import first_resend
+from msrun.cluster.wire.messages import Envelope, Refused, Register, Start
+from msrun.errors import ExitCode, ProtocolError, UsageError, VersionError
+from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.processes.scheduler.dropped_messages import Dropped
+from msrun.supervise import limits, process, title
+from msrun.supervise.channel import load
+from msrun.supervise.logs import LINE_CHARS_MAX, printable
+from msrun.supervise.reaper import ignore_signals
+from msrun.transport.loop import Loop, new_context
+from msrun.transport.probe import Prober, describe
+from msrun.transport.sockets import Asked, SchedulerSocket, io_threads
+
+log = logging.getLogger(__name__)
+
+# After its agent has let go, until the last node knows the verdict.
+_FAREWELL_SECONDS = 5.0
+# Without a node: what was just said is still on its way, such as the answer to `msrun stop`.
+_LAST_WORDS_SECONDS = 0.25
+# Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
+_FILES_RESERVED = 512
+# A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
+# machine's memory this process ends; its agent starts it again, and its log has everything.
+_MEMORY_BYTES = 1 << 30
+# What libzmq sets aside for a connection, of which it uses a third.
+_MEMORY_BYTES_EACH = 192 << 10
+_CROWD_MAX = 20_000
+# From so many nodes on, those that speak are heard together.
+_CROWD_MIN = 100
+_REST_SECONDS = 0.002
+_OTHER_JOBS = "messages of other jobs"
+
+
+class Scheduler:
+    """One life of the scheduler of a job."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        nnodes = config.formation.nnodes_max
+        self._loop = Loop(_REST_SECONDS if nnodes >= _CROWD_MIN else 0.0)
+        self._prober = Prober(self._loop)
+        listening = socket.socket(fileno=config.listen_fd)
+        context = new_context(io_threads(nnodes, len(os.sched_getaffinity(0))))
+        self._socket = SchedulerSocket(context, listening, config.secret, nnodes)
+        self._dropped = Dropped(self._socket.dropped)
+        self._wal, records = _open_wal(config.wal_file)
+        is_whole = wal.term(records) >= config.term
+        term = max(wal.term(records), config.lives) + 1
+        self._write(wal.Began(term))
+        os.write(config.began_fd, b"%d" % term)
+        os.close(config.began_fd)
+        times = lease(config.formation.lease)
+        self._peers = Peers(
+            job_id=config.job_id,
+            lease=times,
+            term=term,
+            first_resend=first_resend(nnodes, times),
+        )
+        self._state = ControlledState(
+            job_id=config.job_id,
+            formation=config.formation,
+            join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
+            last_call=config.last_call,
+            policy=RestartPolicy(config.job_id, config.restarts),
+            started_at=self._loop.now(),
+        )
+        self._control = Control(state=self._state, peers=self._peers)
+        self._admission = Admission(is_open=config.formation.nnodes_max == 1)
+        if not is_whole:
+            log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
+        now = self._loop.now()
+        self._pulse = Pulse(lease=times, look_at=now)
+        self._control.recall(records)
+        for member in self._state.recover(records, now=now, is_whole=is_whole):
+            self._peers.expect(member.node_id, member.incarnation, now=now)
+            self._admission.expect(member.node_id, member.incarnation)
+        self._addresses: dict[str, tuple[int, str, int]] = {}
+        self._leave_by: float | None = None
+        self._perform([])  # one that comes after the verdict leaves when all know it
+
+    def run(self) -> None:
+        """Serve until the agent, whose end of standard input closes, is gone."""
+        self._loop.watch(0, self._on_parent)
+        self._loop.watch(self._socket.socket, self._receive)
+        self._loop.watch(self._socket.monitor, self._on_broken)
+        if gate := self._socket.gate:
+            gate.serve(self._loop)
+        process.raise_priority()  # by now there are ZeroMQ's threads
+        log.info("listening job=%s phase=%s", self._config.job_id, self._state.phase.value)
+        self._loop.run(self._deadline, self._tick)
+
+    def _deadline(self) -> float | None:
+        machines = (self._state, self._peers, self._prober, self._control, self._dropped)
+        dues = [machine.deadline() for machine in machines]
+        dues += [self._leave_by, self._pulse.deadline()]
+        return min((due for due in dues if due is not None), default=None)
+
+    def _tick(self) -> None:
+        now = self._loop.now()
+        if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
+            self._loop.stop()
+            return
+        if self._pulse.tick(now=now):
+            log.warning("frozen until now: whoever spoke meanwhile is heard first")
+            self._peers.woke(now=now)
+            self._control.woke(now=now)
+            self._handle(Woke())
+        self._prober.tick()
+        self._dropped.tick(now=now)
+        losses, frames = self._peers.tick(now=now)
+        self._send(frames)
+        for loss in losses:
+            self._lose(loss)
+        self._perform(self._control.tick(now=now))
+        self._handle(Tick())
+
+    def _on_parent(self) -> None:
+        """Stop the job on a signal of the parent; leave when it is gone, and all know the end."""
+        if signum := os.read(0, 1):
+            if not self._state.is_over:
+                self._perform(self._state.interrupt(signum[0]))
+            return
+        self._loop.forget(0)
+        if not self._state.is_over or self._has_told_all:
+            self._loop.stop()
+        else:
+            self._leave_by = self._loop.now() + _FAREWELL_SECONDS
+
+    @property
+    def _has_told_all(self) -> bool:
+        is_heard = self._peers.all_delivered and not self._admission.is_busy
+        return is_heard and self._state.may_leave(now=self._loop.now())
+
+    # What agents say.
+
+    def _receive(self) -> None:
+        for envelope in self._socket.receive():
+            if envelope.job_id != self._config.job_id:
+                self._refuse_stranger(envelope)
+                continue
+            events, frames = self._peers.receive(envelope, now=self._loop.now())
+            self._send(frames)
+            for event in events:
+                if isinstance(event, Lost):
+                    self._lose(event)
+                    continue
+                log.info(
+                    "node=%s generation=%d received %s",
+                    event.node_id,
+                    event.generation,
+                    type(event.body).__name__,
+                )
+                self._admit(event)
+        for asked in self._socket.asked():
+            self._answer(asked)
+        if self._leave_by is not None and self._has_told_all:
+            self._loop.stop()
+
+    def _refuse_stranger(self, envelope: Envelope) -> None:
+        """Tell a node of another job that it is wrong here."""
+        self._socket.dropped[_OTHER_JOBS] += 1
+        reason = f"the scheduler here runs job {self._config.job_id}, not {envelope.job_id}"
+        refused = Refused(reason=f"{reason}: choose another --master-port", code=ExitCode.USAGE)
+        answer = msgspec.structs.replace(envelope, seq=1, ack=0, term=1, body=refused)
+        self._socket.send(answer)
+
+    def _admit(self, event: Received) -> None:
+        """Pass `event` on once it is known that other nodes can reach its node."""
+        if isinstance(event.body, Register):
+            address = (event.body.store_host, event.body.store_port)
+            self._addresses[event.node_id] = (event.incarnation, *address)
+        heard, must_probe = self._admission.receive(event)
+        if must_probe:
+            incarnation, host, port = self._addresses[event.node_id]
+            self._prober.probe(host, port, partial(self._on_probed, (event.node_id, incarnation)))
+        for each in heard:
+            self._handle(each)
+
+    def _on_probed(self, life: Life, code: int) -> None:
+        held = self._admission.probed(life, is_reachable=not code)
+        register = held[0].body if held else None
+        if code and isinstance(register, Register):
+            address = f"{register.store_host}:{register.store_port}"
+            problem = (
+                f"node {register.host} gave its address as {address}, which the scheduler "
+                f"cannot reach: {describe(code)}"
+            )
+            log.warning("node=%s %s", life[0], problem)
+            self._handle(Unreachable(*life, problem))
+            return
+        for event in held:
+            self._handle(event)
+
+    def _on_broken(self) -> None:
+        """Find out whether a node whose connection ended is still there."""
+        for node_id in self._socket.broken():
+            if node_id in self._peers and node_id in self._addresses:
+                incarnation, host, port = self._addresses[node_id]
+                self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
+
+    def _on_end(self, node_id: str, incarnation: int) -> None:
+        # The agent and all that it started held that socket, so nothing of them lives.
+        for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
+            self._lose(loss)
+
+    # What is done about it.
+
+    def _lose(self, loss: Lost) -> None:
+        log.warning("node=%s lost: %s", loss.node_id, loss.reason)
+        self._admission.lose(loss)
+        self._handle(loss)
+
+    def _handle(self, event: Event) -> None:
+        now = self._loop.now()
+        if isinstance(event, Received) and self._control.is_for(event):
+            self._perform(self._control.receive(event, now=now))
+            return
+        self._perform(self._state.handle(event, now=now))
+
+    def _answer(self, asked: Asked) -> None:
+        """Do what somebody asks who controls the job."""
+        try:
+            question = control_messages.decode_question(asked.frame)
+        except VersionError:
+            self._socket.answer(asked.route, codec.VERSION_FRAME)
+            return
+        except ProtocolError as error:
+            if control_messages.is_question(asked.frame):
+                self._socket.answer(asked.route, _frame(Denied(reason=error.message)))
+            return
+        log.info("asked %s", type(question.request).__name__)
+        now = self._loop.now()
+        request = question.request
+        self._perform(self._control.ask(question.question, request, asked.route, now=now))
+
+    def _perform(self, actions: Sequence[ControlAction]) -> None:
+        self._control.note(actions)
+        if any(isinstance(action, Send) and isinstance(action.body, Start) for action in actions):
+            self._write_table()
+        for action in actions:
+            match action:
+                case Write(record=record):
+                    self._write(record)
+                    log.info("phase=%s wrote %s", self._state.phase.value, type(record).__name__)
+                case Send(node_id=node_id, generation=generation, body=body):
+                    now = self._loop.now()
+                    self._send(self._peers.send(node_id, generation, body, now=now))
+                case Reply(route=route, reply=reply):
+                    self._socket.answer(route, _frame(reply))
+        if self._config.alone and self._state.is_over and self._leave_by is None:
+            wait = _LAST_WORDS_SECONDS if self._has_told_all else _FAREWELL_SECONDS
+            self._leave_by = self._loop.now() + wait
+
+    def _write_table(self) -> None:
+        """Write the rank table of the generation that is about to start, if one is wanted."""
+        if not self._config.rank_table:
+            return
+        from msrun.cluster.scheduler.rank_table import (
+            table_of,  # Few jobs want one, and all would load them.
+        )
+        from msrun.rank_table.file import write_table
+
+        now = self._loop.now()
+        try:
+            write_table(
+                table_of(report.all_nodes(self._state, self._peers, now=now)),
+                self._config.rank_table,
+            )
+        except UsageError as error:
+            log.error("no rank table: %s", error.message)  # noqa: TRY400 - it is no bug of ours
+
+    def _write(self, record: wal.Record) -> None:
+        os.write(self._wal, wal.encode(record))
+        os.fdatasync(self._wal)
+
+    def _send(self, frames: list[Envelope]) -> None:
+        for frame in frames:
+            self._socket.send(frame)
+
+
+def _frame(reply: AnyReply) -> bytes:
+    try:
+        return control_messages.encode(Answer(answer=reply))
+    except ProtocolError as error:
+        return control_messages.encode(Answer(answer=Denied(reason=error.message)))
+
+
+def _open_wal(path: str) -> tuple[int, list[wal.Record]]:
+    """Open the log, cut off what a torn write left at its end, and return its records."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    data = Path(path).read_bytes()
+    os.ftruncate(descriptor, wal.whole(data))
+    return descriptor, wal.decode(data)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serve the job that standard input describes in its first line."""
+    del arguments
+    ignore_signals()
+    title.set_name("msrun scheduler")
+    line = _read_line()
+    if not line:
+        os._exit(1)
+    config = cast("SchedulerConfig", load(line, SchedulerConfig))
+    process.die_with_parent(config.parent)
+    process.raise_priority()
+    title.show_as(["msrun", "scheduler", config.job_id], environ.current())
+    _log_to(config.log_file)
+    _set_limits(config.formation.nnodes_max)
+    gc.freeze()  # What is there by now stays, and need not be looked at again.
+    try:
+        Scheduler(config).run()
+    except Exception:
+        log.exception("this is a bug of msrun")
+        os._exit(70)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _read_line() -> bytes:
+    """Read one line from standard input without reading past it."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, 1)
+        if not data:
+            return b""
+        line += data
+    return bytes(line)
+
+
+class _OneLine(logging.Formatter):
+    """Keeps what a message quotes from becoming lines or acting on a terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line of `record`."""
+        record.message = printable(record.message[:LINE_CHARS_MAX])
+        return super().formatMessage(record)
+
+
+def _log_to(path: str) -> None:
+    Path(path).touch(mode=0o600)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _set_limits(nnodes: int) -> None:
+    limits.bound_memory(_MEMORY_BYTES + min(nnodes, _CROWD_MAX) * _MEMORY_BYTES_EACH)
+    files = limits.raise_open_files()
+    if files < nnodes + _FILES_RESERVED:
+        log.warning(
+            "open files are limited to %d (ulimit -Hn), which is not enough for %d nodes: "
+            "raise the limit to %d where the scheduler runs",
+            files,
+            nnodes,
+            nnodes + _FILES_RESERVED,
+        )

@@ -1,0 +1,1 @@
+"""Rank tables as files, and as nodes of a job."""

@@ -1,1 +1,0 @@
-"""What runs in each process of ours: agent, scheduler, and the node's reaper and forkserver."""
