@@ -7,7 +7,7 @@ import sys
 from msgspec import structs
 
 from msrun import environ
-from msrun.job import JobSpec, Program, ProgramKind
+from msrun.job import JobSpec, ProgramKind, WorkerProgram
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import run_dir
 from msrun.supervise import containment, node_plan
@@ -50,7 +50,7 @@ def _without_rank(job: JobSpec, machine: Machine, worker: WorkerPlan) -> WorkerP
     return structs.replace(worker, log_file=name)
 
 
-def _command(program: Program) -> tuple[str, ...]:
+def _command(program: WorkerProgram) -> tuple[str, ...]:
     if program.kind is ProgramKind.COMMAND:
         return (program.target, *program.args)
     module = ("-m",) if program.kind is ProgramKind.MODULE else ()

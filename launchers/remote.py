@@ -25,7 +25,7 @@ from msrun import __version__, environ
 from msrun.errors import ExitCode, UsageError
 from msrun.fleet import (
     ORDER_BYTES_MAX,
-    Order,
+    NodeInstructions,
     Report,
     agent_words,
     parse_order,
@@ -84,7 +84,7 @@ def _run(words: Sequence[str]) -> int:
     return 0 if order.hides_code else code
 
 
-def _prepare(words: Sequence[str], order: Order) -> tuple[int, Order]:
+def _prepare(words: Sequence[str], order: NodeInstructions) -> tuple[int, NodeInstructions]:
     """Return this node's rank, and `order` as it is here, in whose directory we are then."""
     check_versions(order.versions, read_versions(order.versions))
     node_rank, order = _place(words, order)
@@ -105,7 +105,7 @@ def _report(report: Report) -> None:
         os.write(sys.stdout.fileno(), render_report(report))
 
 
-def _place(words: Sequence[str], order: Order) -> tuple[int, Order]:
+def _place(words: Sequence[str], order: NodeInstructions) -> tuple[int, NodeInstructions]:
     """Return this node's rank, and `order` with the scheduler's address."""
     if words:
         return _node_rank(words), order

@@ -54,7 +54,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 0
 
 
-class Order(
+class NodeInstructions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """What one node, or each by its node_rank, is told; the fields are those of `Fleet`.
@@ -158,10 +158,10 @@ def check_options(backend: str, options: Mapping[str, str], known: Iterable[str]
             raise UsageError(f"--launcher {backend} has no option --{name} (choose {choices})")
 
 
-def make_order(fleet: Fleet) -> Order:
+def make_order(fleet: Fleet) -> NodeInstructions:
     """Return the order of all nodes."""
     slots = [() if h.slots is None else ("--workers-per-node", str(h.slots)) for h in fleet.hosts]
-    return Order(
+    return NodeInstructions(
         words=("--job-id", fleet.job_id, *fleet.words),
         nnodes=fleet.nnodes,
         cwd=fleet.cwd,
@@ -184,24 +184,24 @@ def _visible(hosts: tuple[Host, ...]) -> tuple[dict[str, str], ...]:
     return tuple({} if devices is None else dict.fromkeys(names, devices) for devices in lists)
 
 
-def render_order(order: Order) -> str:
+def render_order(order: NodeInstructions) -> str:
     """Return `order` as one line of JSON."""
     return msgspec.json.encode(order).decode()
 
 
-def parse_order(text: str | bytes) -> Order:
+def parse_order(text: str | bytes) -> NodeInstructions:
     """Return the order that `render_order` wrote.
 
     Raises:
         UsageError: The text is no order.
     """
     try:
-        return msgspec.json.decode(text, type=Order)
+        return msgspec.json.decode(text, type=NodeInstructions)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the launcher's order is not understood: {error}") from None
 
 
-def order_of_node(order: Order, node_rank: int) -> Order:
+def order_of_node(order: NodeInstructions, node_rank: int) -> NodeInstructions:
     """Return `order` as one node needs it, without what is for others."""
     own = order.own[node_rank] if order.own else ()
     own_env = order.own_env[node_rank] if order.own_env else {}
@@ -224,7 +224,7 @@ def parse_report(line: bytes) -> Report | None:
         return None
 
 
-def agent_words(order: Order, node_rank: int, secret_file: str) -> tuple[str, ...]:
+def agent_words(order: NodeInstructions, node_rank: int, secret_file: str) -> tuple[str, ...]:
     """Return what follows `msrun` on the node of `node_rank`.
 
     Raises:

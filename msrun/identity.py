@@ -18,7 +18,7 @@ from msrun.errors import UsageError
 from msrun.units import shown
 
 if TYPE_CHECKING:
-    from ranktable import Device, RankTable, Server
+    from ranktable import RankTable, Server, TableDevice
 
 # The second is MindSpore's older name.
 _TABLES = ("RANK_TABLE_FILE", "MINDSPORE_HCCL_CONFIG_PATH")
@@ -177,7 +177,7 @@ def _read(path: str) -> RankTable:
     return read_table(path)
 
 
-def _entry(table: RankTable, path: str, env: Mapping[str, str]) -> tuple[Server, Device]:
+def _entry(table: RankTable, path: str, env: Mapping[str, str]) -> tuple[Server, TableDevice]:
     text = env["RANK_ID"]
     entries = {str(device.rank_id): (server, device) for server, device in table.by_rank()}
     if text not in entries:
@@ -201,7 +201,7 @@ def _check_size(table: RankTable, server: Server, path: str, env: Mapping[str, s
         raise UsageError(f"environment RANK_SIZE={shown(text)} contradicts the ranks: {has}")
 
 
-def _check_device(device: Device, path: str, env: Mapping[str, str]) -> None:
+def _check_device(device: TableDevice, path: str, env: Mapping[str, str]) -> None:
     text = env.get("DEVICE_ID")
     known = (str(device.device_id), str(device.device_logical_id))
     if text and text not in known:

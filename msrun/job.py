@@ -38,7 +38,7 @@ class BindMode(enum.Enum):
     GIVEN = "given"
 
 
-class Program(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerProgram(msgspec.Struct, frozen=True, kw_only=True):
     """What every worker runs.
 
     Args:
@@ -149,7 +149,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     job_id: str
-    program: Program
+    program: WorkerProgram
     workers_per_node: int
     cwd: str
     log_dir: str

@@ -12,13 +12,13 @@ it touches no file, socket or environment.
 from ranktable.build import Inventory, InventoryDevice, build_table, convert_table, merge_tables
 from ranktable.check import check_hccl, check_table
 from ranktable.model import (
-    Device,
-    Problem,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableProblem,
+    TableStatus,
     UnknownVersionError,
     Version,
 )
@@ -26,15 +26,15 @@ from ranktable.parse import parse_table
 from ranktable.render import render_table
 
 __all__ = [
-    "Device",
     "Inventory",
     "InventoryDevice",
-    "Problem",
     "RankTable",
     "RankTableError",
     "Server",
-    "Status",
     "SuperPod",
+    "TableDevice",
+    "TableProblem",
+    "TableStatus",
     "UnknownVersionError",
     "Version",
     "build_table",

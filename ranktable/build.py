@@ -6,21 +6,21 @@ from itertools import count
 
 from ranktable.check import check_hccl, check_table, quote
 from ranktable.model import (
-    Device,
     Extra,
-    Problem,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableProblem,
+    TableStatus,
     Version,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventoryDevice:
-    """A device that has no rank yet; the fields are those of `Device`."""
+    """A device that has no rank yet; the fields are those of `TableDevice`."""
 
     device_id: int
     device_ip: str | None = None
@@ -118,7 +118,7 @@ def convert_table(
     if version is Version.V1_0:
         if super_pod_id is not None:
             text = f'{quote(super_pod_id)} is asked for, and version "1.0" has no super pods'
-            raise RankTableError((Problem("super_pod_list", text),))
+            raise RankTableError((TableProblem("super_pod_list", text),))
         servers = tuple(_without_fabric(server) for server in table.server_list)
         table = replace(table, version=version, server_list=servers, super_pod_list=())
     else:
@@ -152,7 +152,7 @@ def _server(server: Inventory, ranks: Iterator[int]) -> Server:
     return Server(
         server_id=server.server_id,
         device=tuple(
-            Device(
+            TableDevice(
                 device_id=device.device_id,
                 rank_id=next(ranks),
                 device_ip=device.device_ip,
@@ -178,22 +178,22 @@ def _join_pods(pods: Sequence[SuperPod]) -> tuple[SuperPod, ...]:
     )
 
 
-def _check_parts(parts: Sequence[RankTable]) -> tuple[Problem, ...]:
+def _check_parts(parts: Sequence[RankTable]) -> tuple[TableProblem, ...]:
     if not parts:
-        return (Problem("parts", "is empty: there is nothing to merge"),)
-    problems: list[Problem] = []
+        return (TableProblem("parts", "is empty: there is nothing to merge"),)
+    problems: list[TableProblem] = []
     first = parts[0]
     for i, part in enumerate(parts):
         where = f"parts[{i}]"
-        if part.status is not Status.COMPLETED:
+        if part.status is not TableStatus.COMPLETED:
             text = f'{quote(part.status.value)} is not "completed": still being written'
-            problems.append(Problem(f"{where}.status", text))
+            problems.append(TableProblem(f"{where}.status", text))
         if part.version is not first.version:
             text = f"{quote(part.version.value)} differs from {quote(first.version.value)}"
-            problems.append(Problem(f"{where}.version", f"{text} of parts[0]"))
+            problems.append(TableProblem(f"{where}.version", f"{text} of parts[0]"))
         mine, others = dict(part.extra), dict(first.extra)
         problems += (
-            Problem(f"{where}.{key}", "differs from that of parts[0]")
+            TableProblem(f"{where}.{key}", "differs from that of parts[0]")
             for key in sorted(mine.keys() | others.keys())
             if mine.get(key) != others.get(key)
         )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain, islice, pairwise
 
-from ranktable.model import Device, Problem, RankTable, Server, Status, Version
+from ranktable.model import RankTable, Server, TableDevice, TableProblem, TableStatus, Version
 
 # A hostile file could hold millions, and nobody reads that many.
 PROBLEMS_MAX = 10_000
@@ -24,7 +24,7 @@ _QUOTED_CHARS_MAX = 80
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9_.-]{1,15})?")
 
 
-def check_table(table: RankTable, *, is_part: bool = False) -> tuple[Problem, ...]:
+def check_table(table: RankTable, *, is_part: bool = False) -> tuple[TableProblem, ...]:
     """Return what is wrong with `table`, whoever is to use it.
 
     Single values are checked always.  How they fit together is checked in a
@@ -37,7 +37,7 @@ def check_table(table: RankTable, *, is_part: bool = False) -> tuple[Problem, ..
             larger one.
     """
     problems = tuple(islice(_check_values(table), PROBLEMS_MAX))
-    if problems or table.status is Status.INITIALIZING:
+    if problems or table.status is TableStatus.INITIALIZING:
         return problems
     together = chain(
         _check_servers(table),
@@ -48,7 +48,7 @@ def check_table(table: RankTable, *, is_part: bool = False) -> tuple[Problem, ..
     return tuple(islice(together, PROBLEMS_MAX))
 
 
-def check_hccl(table: RankTable) -> tuple[Problem, ...]:
+def check_hccl(table: RankTable) -> tuple[TableProblem, ...]:
     """Return what keeps HCCL from using `table`, which `check_table` found sound.
 
     Source: HCCL's parser of versions 1.0 and 1.2 and its documentation.
@@ -67,7 +67,7 @@ def quote(value: str) -> str:
 # -- single values ---------------------------------------------------------------------
 
 
-def _check_values(table: RankTable) -> Iterator[Problem]:
+def _check_values(table: RankTable) -> Iterator[TableProblem]:
     for i, server in enumerate(table.server_list):
         yield from _check_server_values(f"server_list[{i}]", server)
         for where, device in _devices(i, server):
@@ -77,7 +77,7 @@ def _check_values(table: RankTable) -> Iterator[Problem]:
         yield from _check_text(f"{where}.super_pod_id", pod.super_pod_id, _SUPER_POD_ID_CHARS_MAX)
 
 
-def _check_server_values(where: str, server: Server) -> Iterator[Problem]:
+def _check_server_values(where: str, server: Server) -> Iterator[TableProblem]:
     yield from _check_text(f"{where}.server_id", server.server_id, _SERVER_ID_CHARS_MAX)
     if server.hardware_type:
         yield from _check_text(f"{where}.hardware_type", server.hardware_type, _SERVER_ID_CHARS_MAX)
@@ -90,10 +90,10 @@ def _check_server_values(where: str, server: Server) -> Iterator[Problem]:
         ("host_nic_ip", host_nic_ip),
     ):
         if address and not _is_ip(address):
-            yield Problem(f"{where}.{field}", f"{quote(address)} is no IP address")
+            yield TableProblem(f"{where}.{field}", f"{quote(address)} is no IP address")
 
 
-def _check_device_values(where: str, device: Device) -> Iterator[Problem]:
+def _check_device_values(where: str, device: TableDevice) -> Iterator[TableProblem]:
     for field, number in (
         ("device_id", device.device_id),
         ("rank_id", device.rank_id),
@@ -101,26 +101,26 @@ def _check_device_values(where: str, device: Device) -> Iterator[Problem]:
         ("device_logical_id", device.device_logical_id),
     ):
         if number is not None and not 0 <= number <= _UINT32_MAX:
-            yield Problem(f"{where}.{field}", f"{number} is out of range (0 to {_UINT32_MAX})")
+            yield TableProblem(f"{where}.{field}", f"{number} is out of range (0 to {_UINT32_MAX})")
     for field, port in (
         ("device_port", device.device_port),
         ("backup_device_port", device.backup_device_port),
         ("host_port", device.host_port),
     ):
         if port is not None and not 1 <= port <= _PORT_MAX:
-            yield Problem(f"{where}.{field}", f"{port} is no port (1 to {_PORT_MAX})")
+            yield TableProblem(f"{where}.{field}", f"{port} is no port (1 to {_PORT_MAX})")
     for field, addresses in (
         ("device_ip", device.device_ip),
         ("backup_device_ip", device.backup_device_ip),
     ):
         for address in _split(addresses):
             if not _is_ip(address):
-                yield Problem(f"{where}.{field}", f"{quote(address)} is no IP address")
+                yield TableProblem(f"{where}.{field}", f"{quote(address)} is no IP address")
 
 
-def _check_text(path: str, value: str, chars_max: int) -> Iterator[Problem]:
+def _check_text(path: str, value: str, chars_max: int) -> Iterator[TableProblem]:
     if not (0 < len(value) <= chars_max and value.isprintable()):
-        yield Problem(path, f"{quote(value)} is not 1 to {chars_max} printable characters")
+        yield TableProblem(path, f"{quote(value)} is not 1 to {chars_max} printable characters")
 
 
 def _is_ip(text: str) -> bool:
@@ -136,16 +136,18 @@ def _is_ip(text: str) -> bool:
 # -- how values fit together -----------------------------------------------------------
 
 
-def _check_servers(table: RankTable) -> Iterator[Problem]:
+def _check_servers(table: RankTable) -> Iterator[TableProblem]:
     if not table.server_list:
-        yield Problem("server_list", "is empty: a completed table has at least one server")
+        yield TableProblem("server_list", "is empty: a completed table has at least one server")
     yield from _check_unique(
         "server_id",
         ((server.server_id, f"server_list[{i}]") for i, server in enumerate(table.server_list)),
     )
     for i, server in enumerate(table.server_list):
         if not server.device:
-            yield Problem(f"server_list[{i}].device", "is empty: a server has at least one device")
+            yield TableProblem(
+                f"server_list[{i}].device", "is empty: a server has at least one device"
+            )
         devices = list(_devices(i, server))
         yield from _check_unique("device_id", ((device.device_id, at) for at, device in devices))
         yield from _check_unique(
@@ -154,7 +156,7 @@ def _check_servers(table: RankTable) -> Iterator[Problem]:
         )
 
 
-def _check_addresses(table: RankTable) -> Iterator[Problem]:
+def _check_addresses(table: RankTable) -> Iterator[TableProblem]:
     devices = list(_all_devices(table))
     yield from _check_unique(
         "device_ip", ((ip, at) for at, device in devices for ip in _split(device.device_ip))
@@ -165,14 +167,14 @@ def _check_addresses(table: RankTable) -> Iterator[Problem]:
     )
 
 
-def _check_ranks(table: RankTable, *, is_part: bool) -> Iterator[Problem]:
+def _check_ranks(table: RankTable, *, is_part: bool) -> Iterator[TableProblem]:
     problems = list(
         _check_unique("rank_id", ((device.rank_id, at) for at, device in _all_devices(table)))
     )
     world_size = table.world_size
     if not is_part:
         problems += (
-            Problem(f"{at}.rank_id", _beyond(device.rank_id, world_size))
+            TableProblem(f"{at}.rank_id", _beyond(device.rank_id, world_size))
             for at, device in _all_devices(table)
             if device.rank_id >= world_size
         )
@@ -183,7 +185,7 @@ def _check_ranks(table: RankTable, *, is_part: bool) -> Iterator[Problem]:
         ranks = sorted(device.rank_id for device in server.device)
         gap = next(((low, high) for low, high in pairwise(ranks) if high != low + 1), None)
         if gap:
-            yield Problem(
+            yield TableProblem(
                 f"server_list[{i}].device",
                 f"rank_id {gap[0]} is followed by {gap[1]}: the ranks of a server are one block",
             )
@@ -196,7 +198,7 @@ def _beyond(rank_id: int, world_size: int) -> str:
     return f"{rank_id} is out of range: {devices}"
 
 
-def _check_super_pods(table: RankTable) -> Iterator[Problem]:
+def _check_super_pods(table: RankTable) -> Iterator[TableProblem]:
     if not table.super_pod_list:
         return
     yield from _check_unique(
@@ -212,33 +214,35 @@ def _check_super_pods(table: RankTable) -> Iterator[Problem]:
     known = {server.server_id for server in table.server_list}
     for server_id, at, _ in members:
         if server_id not in known:
-            yield Problem(f"{at}.server_id", f"{quote(server_id)} is not in server_list")
+            yield TableProblem(f"{at}.server_id", f"{quote(server_id)} is not in server_list")
     pod_of = {server_id: pod_id for server_id, _, pod_id in members}
     yield from _check_pod_servers(table, pod_of)
     yield from _check_pod_devices(table, pod_of)
 
 
-def _check_pod_servers(table: RankTable, pod_of: dict[str, str]) -> Iterator[Problem]:
+def _check_pod_servers(table: RankTable, pod_of: dict[str, str]) -> Iterator[TableProblem]:
     for p, pod in enumerate(table.super_pod_list):
         if not pod.server_list:
-            yield Problem(f"super_pod_list[{p}].server_list", "is empty: a super pod has servers")
+            yield TableProblem(
+                f"super_pod_list[{p}].server_list", "is empty: a super pod has servers"
+            )
     left: set[str] = set()
     current = None
     for i, server in enumerate(table.server_list):
         path = f"server_list[{i}].server_id"
         pod_id = pod_of.get(server.server_id)
         if pod_id is None:
-            yield Problem(path, f"{quote(server.server_id)} is in no super pod")
+            yield TableProblem(path, f"{quote(server.server_id)} is in no super pod")
             continue
         if pod_id in left:
             message = f"{quote(server.server_id)} stands apart from super pod {quote(pod_id)}"
-            yield Problem(path, f"{message}: the servers of a super pod are listed together")
+            yield TableProblem(path, f"{message}: the servers of a super pod are listed together")
         if current is not None and pod_id != current:
             left.add(current)
         current = pod_id
 
 
-def _check_pod_devices(table: RankTable, pod_of: dict[str, str]) -> Iterator[Problem]:
+def _check_pod_devices(table: RankTable, pod_of: dict[str, str]) -> Iterator[TableProblem]:
     in_pod: dict[str, list[tuple[int, str]]] = {}
     for i, server in enumerate(table.server_list):
         pod_id = pod_of.get(server.server_id)
@@ -246,7 +250,9 @@ def _check_pod_devices(table: RankTable, pod_of: dict[str, str]) -> Iterator[Pro
             continue
         for at, device in _devices(i, server):
             if device.super_device_id is None:
-                yield Problem(f"{at}.super_device_id", "is missing: the server is in a super pod")
+                yield TableProblem(
+                    f"{at}.super_device_id", "is missing: the server is in a super pod"
+                )
             else:
                 in_pod.setdefault(pod_id, []).append((device.super_device_id, at))
     for entries in in_pod.values():
@@ -256,12 +262,14 @@ def _check_pod_devices(table: RankTable, pod_of: dict[str, str]) -> Iterator[Pro
 # -- what HCCL asks for ----------------------------------------------------------------
 
 
-def _check_completed(table: RankTable) -> Iterator[Problem]:
-    if table.status is not Status.COMPLETED:
-        yield Problem("status", f'"{table.status.value}" is not "completed": still being written')
+def _check_completed(table: RankTable) -> Iterator[TableProblem]:
+    if table.status is not TableStatus.COMPLETED:
+        yield TableProblem(
+            "status", f'"{table.status.value}" is not "completed": still being written'
+        )
 
 
-def _check_device_ips(table: RankTable) -> Iterator[Problem]:
+def _check_device_ips(table: RankTable) -> Iterator[TableProblem]:
     count = len(table.server_list)
     is_one_pod = table.version is Version.V1_2 and len(table.super_pod_list) == 1
     if count <= 1 or is_one_pod:
@@ -271,26 +279,26 @@ def _check_device_ips(table: RankTable) -> Iterator[Problem]:
             continue
         for at, device in _devices(i, server):
             if not device.device_ip:
-                yield Problem(
+                yield TableProblem(
                     f"{at}.device_ip",
                     f"is missing: with {count} servers HCCL needs it, or the server's host_ip",
                 )
 
 
-def _check_ignored(table: RankTable) -> Iterator[Problem]:
+def _check_ignored(table: RankTable) -> Iterator[TableProblem]:
     if table.version is Version.V1_0 and table.super_pod_list:
-        yield Problem("super_pod_list", 'is ignored by HCCL in version "1.0" (use "1.2")')
+        yield TableProblem("super_pod_list", 'is ignored by HCCL in version "1.0" (use "1.2")')
 
 
 # -- shared ----------------------------------------------------------------------------
 
 
-def _devices(index: int, server: Server) -> Iterator[tuple[str, Device]]:
+def _devices(index: int, server: Server) -> Iterator[tuple[str, TableDevice]]:
     for j, device in enumerate(server.device):
         yield f"server_list[{index}].device[{j}]", device
 
 
-def _all_devices(table: RankTable) -> Iterator[tuple[str, Device]]:
+def _all_devices(table: RankTable) -> Iterator[tuple[str, TableDevice]]:
     for i, server in enumerate(table.server_list):
         yield from _devices(i, server)
 
@@ -300,12 +308,12 @@ def _split(addresses: str | None) -> list[str]:
     return [address for address in addresses.split(",") if address] if addresses else []
 
 
-def _check_unique(field: str, entries: Iterable[tuple[Hashable, str]]) -> Iterator[Problem]:
+def _check_unique(field: str, entries: Iterable[tuple[Hashable, str]]) -> Iterator[TableProblem]:
     """Report each (value, place) whose value an earlier place already has."""
     first: dict[Hashable, str] = {}
     for value, at in entries:
         if value in first:
             shown = quote(value) if isinstance(value, str) else value
-            yield Problem(f"{at}.{field}", f"{shown} is already used by {first[value]}")
+            yield TableProblem(f"{at}.{field}", f"{shown} is already used by {first[value]}")
         else:
             first[value] = at

@@ -21,7 +21,7 @@ class Version(enum.Enum):
     V1_2 = "1.2"
 
 
-class Status(enum.Enum):
+class TableStatus(enum.Enum):
     """Whether the writer of the file is done with it."""
 
     COMPLETED = "completed"
@@ -29,7 +29,7 @@ class Status(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class TableDevice:
     """One device, which is one rank.
 
     Args:
@@ -75,7 +75,7 @@ class Server:
     """
 
     server_id: str
-    device: tuple[Device, ...]
+    device: tuple[TableDevice, ...]
     host_ip: str | None = None
     server_ip: str | None = None
     container_ip: str | None = None
@@ -115,7 +115,7 @@ class RankTable:
     version: Version
     server_list: tuple[Server, ...]
     super_pod_list: tuple[SuperPod, ...] = ()
-    status: Status = Status.COMPLETED
+    status: TableStatus = TableStatus.COMPLETED
     extra: Extra = ()
 
     @property
@@ -123,14 +123,14 @@ class RankTable:
         """Number of ranks."""
         return sum(len(server.device) for server in self.server_list)
 
-    def by_rank(self) -> tuple[tuple[Server, Device], ...]:
+    def by_rank(self) -> tuple[tuple[Server, TableDevice], ...]:
         """Return each device with its server, lowest rank first: in a sound table, index = rank."""
         pairs = [(server, device) for server in self.server_list for device in server.device]
         return tuple(sorted(pairs, key=lambda pair: pair[1].rank_id))
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class TableProblem:
     """One thing wrong with a table.
 
     Args:
@@ -152,7 +152,7 @@ class RankTableError(ValueError):
         problems: All that is wrong; at least one.
     """
 
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, problems: tuple[TableProblem, ...]) -> None:
         super().__init__(problems)
         self.problems = problems
 

@@ -9,14 +9,14 @@ from typing import NoReturn, TypeVar
 
 from ranktable.check import PROBLEMS_MAX, check_table, quote
 from ranktable.model import (
-    Device,
     Extra,
-    Problem,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableProblem,
+    TableStatus,
     UnknownVersionError,
     Version,
 )
@@ -29,7 +29,7 @@ _DIGITS_MAX = 40
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,20}")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _VERSIONS = {version.value: version for version in Version}
-_STATUSES = {status.value: status for status in Status}
+_STATUSES = {status.value: status for status in TableStatus}
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def parse_table(text: str | bytes, *, is_part: bool = False) -> RankTable:
         RankTableError: Anything else is wrong.  First all wrong types and missing fields
             are told, then, once there are none, all that `check_table` finds; 10,000 at most.
     """
-    problems: list[Problem] = []
+    problems: list[TableProblem] = []
     table = _read_table(_load(text), problems)
     problems = problems or list(check_table(table, is_part=is_part))
     if problems:
@@ -95,7 +95,7 @@ def _load(text: str | bytes) -> object:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise RankTableError((Problem("", message),)) from None
+    raise RankTableError((TableProblem("", message),)) from None
 
 
 def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -157,7 +157,7 @@ class _Fields:
         problems: Where problems go.
     """
 
-    def __init__(self, value: object, path: str, problems: list[Problem]) -> None:
+    def __init__(self, value: object, path: str, problems: list[TableProblem]) -> None:
         self._path = path
         self._problems = problems
         self._values: dict[str, object] = {}
@@ -235,7 +235,7 @@ class _Fields:
         return tuple(kept)
 
     def _add(self, path: str, message: str) -> None:
-        self._problems.append(Problem(path, message))
+        self._problems.append(TableProblem(path, message))
         if len(self._problems) == PROBLEMS_MAX:
             raise RankTableError(tuple(self._problems))
 
@@ -263,13 +263,13 @@ def _check_foreign(value: object) -> str | None:
 # -- the table -------------------------------------------------------------------------
 
 
-def _read_table(value: object, problems: list[Problem]) -> RankTable:
+def _read_table(value: object, problems: list[TableProblem]) -> RankTable:
     fields = _Fields(value, "", problems)
     if not fields.is_object:
         raise RankTableError(tuple(problems))
     status = _read_status(fields)
-    version = _read_version(fields, is_needed=status is Status.COMPLETED)
-    if status is Status.COMPLETED:
+    version = _read_version(fields, is_needed=status is TableStatus.COMPLETED)
+    if status is TableStatus.COMPLETED:
         if fields.has("server_group_list"):
             fields.problem("server_group_list", "holds several tables; take out the one you need")
         fields.require("server_list")
@@ -290,14 +290,14 @@ def _read_table(value: object, problems: list[Problem]) -> RankTable:
     )
 
 
-def _read_status(fields: _Fields) -> Status:
+def _read_status(fields: _Fields) -> TableStatus:
     if not fields.has("status"):
         fields.problem("status", 'is missing (choose "completed" or "initializing")')
-        return Status.COMPLETED
+        return TableStatus.COMPLETED
     text = fields.optional_text("status")
     if text is not None and text not in _STATUSES:
         fields.problem("status", f'is {quote(text)} (choose "completed" or "initializing")')
-    return _STATUSES.get(text or "", Status.COMPLETED)
+    return _STATUSES.get(text or "", TableStatus.COMPLETED)
 
 
 def _read_version(fields: _Fields, *, is_needed: bool) -> Version:
@@ -305,11 +305,11 @@ def _read_version(fields: _Fields, *, is_needed: bool) -> Version:
         text = fields.optional_text("version")
         if text is not None and text not in _VERSIONS:
             message = f'{quote(text)} is not read (choose "1.0" or "1.2")'
-            raise UnknownVersionError((Problem(fields.path("version"), message),))
+            raise UnknownVersionError((TableProblem(fields.path("version"), message),))
         return _VERSIONS.get(text or "", Version.V1_0)
     if fields.has("group_list"):
         message = "is the form older than version 1.0, which is not read; write the table anew"
-        raise UnknownVersionError((Problem(fields.path("group_list"), message),))
+        raise UnknownVersionError((TableProblem(fields.path("group_list"), message),))
     if is_needed:
         fields.problem("version", 'is missing (choose "1.0" or "1.2")')
     return Version.V1_0
@@ -330,8 +330,8 @@ def _read_server(fields: _Fields) -> Server:
     )
 
 
-def _read_device(fields: _Fields) -> Device:
-    return Device(
+def _read_device(fields: _Fields) -> TableDevice:
+    return TableDevice(
         device_id=fields.number("device_id"),
         rank_id=fields.number("rank_id"),
         device_ip=fields.optional_text("device_ip"),

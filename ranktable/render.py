@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from ranktable.model import Device, Extra, RankTable, Server, SuperPod
+from ranktable.model import Extra, RankTable, Server, SuperPod, TableDevice
 
 
 def render_table(table: RankTable) -> str:
@@ -38,7 +38,7 @@ def _server(server: Server) -> dict[str, object]:
     return _object(fields, server.extra)
 
 
-def _device(device: Device) -> dict[str, object]:
+def _device(device: TableDevice) -> dict[str, object]:
     fields: dict[str, object] = {
         "device_id": device.device_id,
         "device_ip": device.device_ip,

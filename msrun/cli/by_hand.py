@@ -28,7 +28,7 @@ from msrun.cli.options.option import Option
 from msrun.cli.options.parsers import span
 from msrun.cli.options.peers import TABLE
 from msrun.cli.output import say_notes
-from msrun.cli.system import RealWorld, World
+from msrun.cli.system import RealSystem, System
 from msrun.errors import UsageError
 from msrun.identity import Hand
 from msrun.job import JobSpec
@@ -48,7 +48,7 @@ def main(words: list[str]) -> NoReturn:
     """Do what the environment says for `python WORDS`, and end with the job's exit code."""
     # The backends lie beside this package, which a script's own directory may have been.
     sys.path.insert(0, str(Path(msrun.__file__).parent.parent))
-    sys.exit(guarded(take_place, words, RealWorld()))
+    sys.exit(guarded(take_place, words, RealSystem()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class _Membership:
     name: str
 
 
-class _World(RealWorld):
-    """The world of a process that is one of many, and listens only if it has the scheduler."""
+class _System(RealSystem):
+    """The system of a process that is one of many, and listens only if it has the scheduler."""
 
     def __init__(self, *, listens: bool) -> None:
         self._listens = listens
@@ -87,7 +87,7 @@ class _World(RealWorld):
         return super().port_problem(host, port) if self._listens else None
 
 
-def take_place(words: Sequence[str], world: World) -> int:
+def take_place(words: Sequence[str], system: System) -> int:
     """Run this process's part of the cluster, for `python WORDS`; return the job's exit code."""
     env = environ.current()
     membership = _read(env)
@@ -104,7 +104,7 @@ def take_place(words: Sequence[str], world: World) -> int:
         return serve(job, prepared.draft.machine)
     say_notes(prepared.notes)
     device = _device(env, len(prepared.draft.machine.devices))
-    name = membership.name or f"{os.getpid():07}-{world.token()}"
+    name = membership.name or f"{os.getpid():07}-{system.token()}"
     job = _as_worker(job, membership.rank, name, device)
     return prepared.launcher.submit(prepared.launcher.plan(job, prepared.draft.machine))
 
@@ -196,13 +196,13 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
         spellings={option: spelling for option, spelling, _ in given},
         program=("python", *words),
     )
-    world = _World(listens=not who.is_worker)
-    request = read_request(line, TABLE, world)
+    system = _System(listens=not who.is_worker)
+    request = read_request(line, TABLE, system)
     stays = request.settings.get(options.JOIN)
     if stays and not stays.value:
         msg = f"{stays.cite()}: a process that is started by hand stays until the job is over"
         raise UsageError(msg, hint="end its command with & instead")
-    return prepare(request, world)
+    return prepare(request, system)
 
 
 def _as_worker(job: JobSpec, rank: int | None, name: str, device: int | None) -> JobSpec:

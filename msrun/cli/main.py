@@ -14,10 +14,10 @@ from typing import NoReturn
 import click
 
 from msrun.cli.output import say, say_error
-from msrun.cli.system import RealWorld, World
+from msrun.cli.system import RealSystem, System
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
 
-Verb = Callable[[Sequence[str], World], int]
+Verb = Callable[[Sequence[str], System], int]
 
 # Verb -> where it is; only the one that is called is loaded, since all of them take their time.
 VERBS: dict[str, str] = {
@@ -57,7 +57,7 @@ def console() -> NoReturn:
     sys.exit(code)
 
 
-def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, system: System | None = None) -> int:
     """Do what the command line says and return the exit code.
 
     Args:
@@ -66,19 +66,19 @@ def main(argv: Sequence[str] | None = None, *, world: World | None = None) -> in
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in VERBS else "run"
-    return guarded(partial(_call, VERBS[name]), words, world or RealWorld())
+    return guarded(partial(_call, VERBS[name]), words, system or RealSystem())
 
 
-def _call(place: str, words: Sequence[str], world: World) -> int:
+def _call(place: str, words: Sequence[str], system: System) -> int:
     module, _, function = place.partition(":")
     verb: Verb = getattr(importlib.import_module(module), function)
-    return verb(words, world)
+    return verb(words, system)
 
 
-def guarded(verb: Verb, words: Sequence[str], world: World) -> int:
+def guarded(verb: Verb, words: Sequence[str], system: System) -> int:
     """Return the exit code of `verb`, after one sentence on whatever went wrong."""
     try:
-        return verb(words, world)
+        return verb(words, system)
     except MsrunError as error:
         say_error(error)
         return error.exit_code

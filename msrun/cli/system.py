@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from msrun.topology import Machine
 
 
-class World(Protocol):
+class System(Protocol):
     """Everything a verb needs besides its words and the files they name."""
 
     def environment(self) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ class World(Protocol):
         """Let time pass."""
 
 
-class RealWorld:
+class RealSystem:
     """The world as it is."""
 
     def environment(self) -> Mapping[str, str]:

@@ -119,7 +119,7 @@ def bare(end: RankExit) -> RankExit:
     return msgspec.structs.replace(end, host="", error="", tail=[], log_file="")
 
 
-class Group(msgspec.Struct, frozen=True):
+class ExitGroup(msgspec.Struct, frozen=True):
     """Ranks that ended alike."""
 
     how: str
@@ -150,7 +150,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     hint: str = ""
     root: RankExit | None = None
-    collateral: list[Group] = []
+    collateral: list[ExitGroup] = []
     finished: RankSet = RankSet()
     stuck: list[str] = []
     insecure: bool = False
@@ -171,15 +171,15 @@ def _failed_at(end: RankExit, at: float) -> float:
     return at - _HEAD_START if end.signum in _NEVER_COLLATERAL and not end.swept else at
 
 
-def group_exits(exits: Iterable[RankExit]) -> list[Group]:
+def group_exits(exits: Iterable[RankExit]) -> list[ExitGroup]:
     """Return `exits` grouped by how they ended, larger groups first, the smallest together."""
     groups: dict[str, list[int]] = {}
     for end in exits:
         groups.setdefault(end.how(), []).append(end.rank)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    found = [Group(how, RankSet.of(ranks)) for how, ranks in ordered[:_GROUPS_MAX]]
+    found = [ExitGroup(how, RankSet.of(ranks)) for how, ranks in ordered[:_GROUPS_MAX]]
     if others := [rank for _, ranks in ordered[_GROUPS_MAX:] for rank in ranks]:
-        found.append(Group("ended in other ways", RankSet.of(others)))
+        found.append(ExitGroup("ended in other ways", RankSet.of(others)))
     return found
 
 
@@ -220,7 +220,7 @@ def _render_root(root: RankExit) -> list[str]:
     return [*lines, f"  log: {root.log_file}"]
 
 
-def _render_group(group: Group) -> str:
+def _render_group(group: ExitGroup) -> str:
     how = group.how if len(group.ranks) == 1 else group.how.replace("was ", "were ", 1)
     return f"{_ranks(group.ranks)} {how}"
 

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import msrun
 from msrun.errors import UsageError
-from msrun.parallel.auto.redistribute import Carrier
+from msrun.parallel.auto.redistribute import Redistributor
 from msrun.parallel.runtime import Runtime
-from msrun.parallel.search.cost.topology import CollectiveKind, Link, Measured, Topology
+from msrun.parallel.search.cost.topology import CollectiveKind, Measured, NetworkLevel, Topology
 from msrun.parallel.search.graph.codes import SUM, WHOLE
 
 # Placement before and after: what is measured is what an executor does, packing included.
@@ -79,8 +79,8 @@ def measure(runtime: Runtime) -> Topology:
         launch=launch,
         collective=launch,
         per_node=per_node,
-        inside=inside or across or Link(bandwidth=flops, latency=0.0),
-        across=across or inside or Link(bandwidth=flops, latency=0.0),
+        inside=inside or across or NetworkLevel(bandwidth=flops, latency=0.0),
+        across=across or inside or NetworkLevel(bandwidth=flops, latency=0.0),
         overlap=_overlap(clock, per_node),
         measured=tuple(measured),
     )
@@ -195,7 +195,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measured]:
-    carrier, ranks = Carrier(mesh), mesh.size()
+    redistributor, ranks = Redistributor(mesh), mesh.size()
     sizes = _CPU_SIZES if clock.device.type == "cpu" else _DEVICE_SIZES
     found = []
     for kind, (source, target) in _CHANGES.items():
@@ -204,7 +204,7 @@ def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measur
             side = ranks * max(1, round((size / 4) ** 0.5 / ranks))
             rows = side // ranks if source == 0 else side
             part = torch.ones(rows, side, device=clock.device)
-            action = functools.partial(carrier.carry, part, [source], [target])
+            action = functools.partial(redistributor.redistribute, part, [source], [target])
             nbytes.append(4 * side * side)
             seconds.append(clock.seconds(action))
         start, per_byte = fit(nbytes, seconds)
@@ -214,14 +214,16 @@ def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measur
     return found
 
 
-def _link(measured: list[Measured]) -> Link | None:
+def _link(measured: list[Measured]) -> NetworkLevel | None:
     """Return the link that gathering among most ranks shows."""
     gathers = [one for one in measured if one.kind == "gather" and one.per_byte]
     if not gathers:
         return None
     most = max(gathers, key=lambda one: one.ranks)
     share = (most.ranks - 1) / most.ranks
-    return Link(bandwidth=share / most.per_byte, latency=most.start / most.ranks.bit_length())
+    return NetworkLevel(
+        bandwidth=share / most.per_byte, latency=most.start / most.ranks.bit_length()
+    )
 
 
 def _products(clock: Clock) -> float:
@@ -255,11 +257,11 @@ def _overlap(clock: Clock, per_node: int) -> float:
     ranks = per_node if per_node > 1 else clock.world_size
     shape = (clock.world_size // ranks, ranks)
     mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))["inner"]
-    carrier, is_cpu = Carrier(mesh), clock.device.type == "cpu"
+    redistributor, is_cpu = Redistributor(mesh), clock.device.type == "cpu"
     part = torch.ones((_CPU_SIZES if is_cpu else _DEVICE_SIZES)[-2] // 4, device=clock.device)
     side = 256 if is_cpu else 4096
     x = torch.ones(side, side, device=clock.device)
-    return clock.hidden(lambda: carrier.carry(part, [SUM], [WHOLE]), lambda: x @ x)
+    return clock.hidden(lambda: redistributor.redistribute(part, [SUM], [WHOLE]), lambda: x @ x)
 
 
 def _memory(runtime: Runtime, per_node: int) -> int:

@@ -42,13 +42,13 @@ Search = Literal[
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class Section(
+class ConfigSection(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """One mapping of the file; unknown keys are refused."""
 
 
-def _size(section: Section, name: str) -> int:
+def _size(section: ConfigSection, name: str) -> int:
     value = getattr(section, name)
     if isinstance(value, int):
         _at_least(section, name, 0)
@@ -59,18 +59,18 @@ def _size(section: Section, name: str) -> int:
         raise ValueError(f"{name}: {error.message}") from None
 
 
-def _given(section: Section) -> list[str]:
+def _given(section: ConfigSection) -> list[str]:
     """Return the keys of `section` that do not have their defaults, in order."""
     return list(msgspec.to_builtins(section))
 
 
-def _at_least(section: Section, name: str, least: int) -> None:
+def _at_least(section: ConfigSection, name: str, least: int) -> None:
     value = getattr(section, name)
     if value < least:
         raise ValueError(f"{name}: {value} must be at least {least}")
 
 
-class LayoutRule(Section, frozen=True, kw_only=True):
+class LayoutRule(ConfigSection, frozen=True, kw_only=True):
     """A rule in MindSpore's `Layout` notation, with aliases of its own for the devices.
 
     Args:
@@ -94,7 +94,7 @@ class LayoutRule(Section, frozen=True, kw_only=True):
             raise ValueError("params: or in or out must be given")
 
 
-class Rule(Section, frozen=True, kw_only=True):
+class PlanRule(ConfigSection, frozen=True, kw_only=True):
     """How the modules that `match` names compute, at operator level.
 
     Args:
@@ -137,7 +137,7 @@ class Rule(Section, frozen=True, kw_only=True):
             raise ValueError("out_strategy: belongs to a strategy")
 
 
-class Optimizer(Section, frozen=True, kw_only=True):
+class Optimizer(ConfigSection, frozen=True, kw_only=True):
     """Optimizer parallel (ZeRO) over the data-parallel axis.
 
     Args:
@@ -166,7 +166,7 @@ class Optimizer(Section, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: needs zero 1, 2 or 3")
 
 
-class Pipeline(Section, frozen=True, kw_only=True):
+class Pipeline(ConfigSection, frozen=True, kw_only=True):
     """Pipeline parallel over the axis `pp`.
 
     Args:
@@ -184,7 +184,7 @@ class Pipeline(Section, frozen=True, kw_only=True):
         _at_least(self, "microbatches", 1)
 
 
-class Reduce(Section, frozen=True, kw_only=True):
+class Reduce(ConfigSection, frozen=True, kw_only=True):
     """Reduction of gradients over the data-parallel axis.
 
     Args:
@@ -211,7 +211,7 @@ class Reduce(Section, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "fuse", size)
 
 
-class Recompute(Section, frozen=True, kw_only=True):
+class Recompute(ConfigSection, frozen=True, kw_only=True):
     """Activations that are computed again in the backward pass.
 
     Args:
@@ -223,7 +223,7 @@ class Recompute(Section, frozen=True, kw_only=True):
     save: list[Literal["comm", "matmul"]] = []
 
 
-class Checkpoint(Section, frozen=True, kw_only=True):
+class Checkpoint(ConfigSection, frozen=True, kw_only=True):
     """Checkpoints of `rt.save` and `rt.resume`.
 
     Args:
@@ -245,7 +245,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
         _at_least(self, "keep", 0)
 
 
-class ParallelConfig(Section, frozen=True, kw_only=True):
+class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
     Args:
@@ -275,7 +275,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     search: Search | None = None
     memory: int | str | None = None
     topology: str | None = None
-    plan: list[Rule] | str = []
+    plan: list[PlanRule] | str = []
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline | None = None
     recompute: Recompute | None = None

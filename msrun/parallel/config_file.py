@@ -20,14 +20,14 @@ from msrun.errors import UsageError
 from msrun.parallel.config import (
     ROOT,
     Checkpoint,
+    ConfigSection,
     LayoutRule,
     Optimizer,
     ParallelConfig,
     Pipeline,
+    PlanRule,
     Recompute,
     Reduce,
-    Rule,
-    Section,
 )
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
@@ -151,9 +151,9 @@ def _sentence(text: str, tree: object) -> str:
     return f"{ROOT}{path}.{ours[1]}: {ours[2]}" if ours else f"{ROOT}{path}: {problem}"
 
 
-def _follow(tree: object, path: str) -> tuple[object, type[Section], str]:
+def _follow(tree: object, path: str) -> tuple[object, type[ConfigSection], str]:
     """Return the value at `path`, the section that holds it, and its key there."""
-    section: type[Section] = ParallelConfig
+    section: type[ConfigSection] = ParallelConfig
     key = ""
     for step in re.finditer(_STEP, path):
         section = _SECTIONS.get(key, section)
@@ -166,7 +166,7 @@ def _follow(tree: object, path: str) -> tuple[object, type[Section], str]:
     return tree, _SECTIONS[key] if is_section else section, key
 
 
-def _choices(section: type[Section], key: str) -> str:
+def _choices(section: type[ConfigSection], key: str) -> str:
     """Return the values that the literal type of `key` allows."""
     found: list[object] = []
     pending = [f.type for f in msgspec.structs.fields(section) if f.encode_name == key]
@@ -179,8 +179,8 @@ def _choices(section: type[Section], key: str) -> str:
     return ", ".join(map(str, found))
 
 
-_SECTIONS: dict[str, type[Section]] = {
-    "plan": Rule,
+_SECTIONS: dict[str, type[ConfigSection]] = {
+    "plan": PlanRule,
     "layout": LayoutRule,
     "optimizer": Optimizer,
     "pipeline": Pipeline,

@@ -35,7 +35,7 @@ class LoaderState(TypedDict):
     seed: int
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
     """How an epoch is divided.
 
     Args:
@@ -118,7 +118,7 @@ class MeshLoader(DataLoader[Any]):
     ) -> None:
         _check(dataset, batch_size, options)
         ranks = runtime.layout.size(DATA_AXIS)
-        self.cut = Cut(
+        self.cut = EpochSplit(
             samples=len(dataset),  # type: ignore[arg-type]  # checked
             batch_size=batch_size,
             ranks=ranks,
@@ -205,7 +205,7 @@ def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> N
             raise UsageError(f"rt.loader: {name} is what rt.loader makes (use a DataLoader for it)")
 
 
-def _check_last(cut: Cut) -> None:
+def _check_last(cut: EpochSplit) -> None:
     """Refuse an epoch whose last batch has no sample for some rank, or that has no batch."""
     if cut.batches == 0:
         raise UsageError(

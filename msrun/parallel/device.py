@@ -14,7 +14,7 @@ from msrun.environ import RankIdentity
 from msrun.errors import UsageError
 
 
-class Kind(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceType(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of device.
 
     Args:
@@ -27,11 +27,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # In the order of preference when the machine has several.
-KINDS: dict[str, Kind] = {
-    "cuda": Kind(backend="nccl"),
-    "npu": Kind(backend="hccl", plugin="torch_npu"),
-    "xpu": Kind(backend="xccl"),
-    "cpu": Kind(backend="gloo"),
+KINDS: dict[str, DeviceType] = {
+    "cuda": DeviceType(backend="nccl"),
+    "npu": DeviceType(backend="hccl", plugin="torch_npu"),
+    "xpu": DeviceType(backend="xccl"),
+    "cpu": DeviceType(backend="gloo"),
 }
 # Their ranks all see every device of the node; another starter may show each rank its own.
 _SAME_VIEW = ("msrun", "torchrun")

@@ -20,7 +20,7 @@ from msrun.parallel.config import (
     WHOLE,
     Dim,
     ParallelConfig,
-    Rule,
+    PlanRule,
 )
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
 from msrun.parallel.notation.rules import check_notation
@@ -167,7 +167,7 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     return {name: rest if size == REST else size for name, size in mesh.items()}
 
 
-def rules_of(config: ParallelConfig) -> list[Rule]:
+def rules_of(config: ParallelConfig) -> list[PlanRule]:
     """Return the rules that the configuration itself has: none where it names a file."""
     return [] if isinstance(config.plan, str) else config.plan
 
@@ -275,7 +275,7 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
         )
 
 
-def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:
+def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     allowed = plan_axes(layout)
     check_notation(rule, where, {name: layout.axes[name] for name in allowed})
     for key, axes in _named(rule, layout):
@@ -295,7 +295,7 @@ def _check_rule(rule: Rule, layout: MeshLayout, where: str) -> None:
             seen.add(axis)
 
 
-def style_axis(rule: Rule, layout: MeshLayout) -> str:
+def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     """Return the axis of a rule with a style.
 
     Raises:
@@ -312,14 +312,14 @@ def style_axis(rule: Rule, layout: MeshLayout) -> str:
     )
 
 
-def _axes_of(rule: Rule, layout: MeshLayout) -> set[str]:
+def _axes_of(rule: PlanRule, layout: MeshLayout) -> set[str]:
     if rule.strategy or rule.layout:
         # Which axes numbers of parts take is found out with the modules.
         return set(plan_axes(layout))
     return {axis for _, axes in _named(rule, layout) for axis in axes}
 
 
-def _named(rule: Rule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
+def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
     """Yield each key of `rule` that names axes, with them in order."""
     if rule.style:
         yield "axis", [style_axis(rule, layout)]

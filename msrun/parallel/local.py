@@ -34,7 +34,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def number(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """Return all of a loss.
 
     Raises:

@@ -33,7 +33,7 @@ from msrun.parallel.layout import MeshLayout, resolve, root_axes
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from msrun.parallel.auto.dropout_rng import Draws
+    from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import MeshLoader
     from msrun.parallel.deferred.init import DeferredInit
@@ -86,7 +86,7 @@ class Runtime:
         # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
         self.batch_weight = 1.0
         # Of each model that a plan of mode auto runs, for checkpoints.
-        self.draws: list[tuple[Draws, ...]] = []
+        self.dropout_rngs: list[tuple[DropoutRng, ...]] = []
         self._described = False
         self._deferred: DeferredInit | None = None
         use_axes(self.group)

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, Rule
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.layers import batch_norm, recompute
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
-from msrun.parallel.sharded_model import Contents, Context, Reduction, ShardedModel
+from msrun.parallel.sharded_model import Context, ParameterSnapshot, Reduction, ShardedModel
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 
 if TYPE_CHECKING:
-    from msrun.parallel.data_parallel.collective_order import UnitOrder
+    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.runtime import Runtime
     from msrun.parallel.tensor.guard import Guard
 
@@ -39,7 +39,7 @@ _BROADCAST_BYTES = 25 * 2**20
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class _Choice(msgspec.Struct, frozen=True, kw_only=True):
+class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the configuration says about one model, found before anything is changed.
 
     Args:
@@ -53,7 +53,7 @@ class _Choice(msgspec.Struct, frozen=True, kw_only=True):
     excluded: set[str]
 
 
-def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
+def _resolve_plan(runtime: Runtime, model: nn.Module) -> _ResolvedPlan:
     config = runtime.config
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
@@ -68,7 +68,7 @@ def _choose(runtime: Runtime, model: nn.Module) -> _Choice:
         sparse_embedding.check(config, runtime.layout, model, plans)
         if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
             sparse_embedding.check_whole(model, _whole(runtime, model, excluded))
-    return _Choice(
+    return _ResolvedPlan(
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=excluded,
@@ -83,7 +83,7 @@ def _whole(runtime: Runtime, model: nn.Module, excluded: Collection[str]) -> set
     return small | {param for name, param in model.named_parameters() if name in excluded}
 
 
-def _rules(runtime: Runtime, model: nn.Module) -> list[Rule]:
+def _rules(runtime: Runtime, model: nn.Module) -> list[PlanRule]:
     """Return the rules of the plan, for which a strategy file is read."""
     config, layout = runtime.config, runtime.layout
     if not isinstance(config.plan, str):
@@ -91,7 +91,7 @@ def _rules(runtime: Runtime, model: nn.Module) -> list[Rule]:
     named = model.named_parameters(remove_duplicate=False)
     shapes = {name: param.shape for name, param in named}
     read = _late("msrun.parallel.checkpoint.strategy_file").read_strategy
-    rules: list[Rule] = read(config.plan, layout, shapes)
+    rules: list[PlanRule] = read(config.plan, layout, shapes)
     resolve(msgspec.structs.replace(config, plan=rules), layout.world_size)
     return rules
 
@@ -105,8 +105,8 @@ def shard_model(
         UsageError: The configuration does not fit the model; then nothing was changed.
     """
     config = runtime.config
-    choice = _choose(runtime, model)
-    if choice.excluded and _is_on_meta(model):
+    resolved = _resolve_plan(runtime, model)
+    if resolved.excluded and _is_on_meta(model):
         raise UsageError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
     late = _late("msrun.parallel.deferred.fill") if _is_on_meta(model) else None
     weights = late.find(model) if late else None
@@ -116,7 +116,7 @@ def shard_model(
         model.to(runtime.device)
     originals = _Originals(model, is_strong=weights is not None)
     if runtime.world_size > 1:
-        _equalize(model, choice.excluded)
+        _equalize(model, resolved.excluded)
     if config.mode == "auto":
         applied = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
         model, references = applied.model, originals.references()
@@ -124,7 +124,7 @@ def shard_model(
             nothing = contextlib.nullcontext
             return model, ShardedModel(model, references, [], nothing, **applied.options)
         with _under(runtime, applied.config):
-            sharded = _make_parallel(runtime, model, _choose(runtime, model), originals)
+            sharded = _make_parallel(runtime, model, _resolve_plan(runtime, model), originals)
         applied.finish()
         return model, sharded
     if config.pipeline:
@@ -132,7 +132,7 @@ def shard_model(
         axis = runtime.group(PIPELINE_AXIS)
         model = split(model, config.pipeline, axis, runtime.device, sample)
         weights = late.find(model) if late else None
-    sharded = _make_parallel(runtime, model, choice, originals, weights)
+    sharded = _make_parallel(runtime, model, resolved, originals, weights)
     if runtime.world_size > 1:
         _divide_random_streams(runtime)
     return model, sharded
@@ -151,24 +151,24 @@ def _under(runtime: Runtime, config: ParallelConfig) -> Iterator[None]:
 def _make_parallel(
     runtime: Runtime,
     model: nn.Module,
-    choice: _Choice,
+    resolved: _ResolvedPlan,
     originals: _Originals,
     weights: Any = None,
 ) -> ShardedModel:
     """Divide what `model` computes and holds; `weights` fill one of `init_on_meta`."""
     config = runtime.config
-    guard = _change_modules(runtime, model, choice)
+    guard = _change_modules(runtime, model, resolved)
     divided = None
     if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
-        divided = _divide_parameters(runtime, model, choice)
+        divided = _divide_parameters(runtime, model, resolved)
     if weights is not None:
         is_offloaded = divided is not None and config.optimizer.offload
         on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
         _late("msrun.parallel.deferred.fill").fill(model, weights, runtime.device, on_host)
     if guard:
         _late("msrun.parallel.tensor.hooks").watch(model)
-    contents = _contents(runtime, model, divided)
-    reductions = _reduce(runtime, model, choice, divided, contents.check)
+    snapshot = _snapshot(runtime, model, divided)
+    reductions = _reduce(runtime, model, resolved, divided, snapshot.check)
     return ShardedModel(
         model,
         originals.references(),
@@ -176,18 +176,18 @@ def _make_parallel(
         guard.active_with_loss if guard else contextlib.nullcontext,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
-        excluded=choice.excluded,
-        contents=contents if runtime.world_size > 1 else None,
+        excluded=resolved.excluded,
+        snapshot=snapshot if runtime.world_size > 1 else None,
         order=divided.order if divided else None,
     )
 
 
-def _contents(runtime: Runtime, model: nn.Module, divided: _Divided | None) -> Contents:
+def _snapshot(runtime: Runtime, model: nn.Module, divided: _Divided | None) -> ParameterSnapshot:
     whole = None if divided is None else divided.whole
     named = model.named_parameters(remove_duplicate=False)
     gathered = {name for name, param in named if whole is not None and param not in whole}
     has_plan = bool(runtime.config.plan or runtime.config.pipeline)
-    return Contents(model, gathered, can_thaw=not has_plan)
+    return ParameterSnapshot(model, gathered, can_thaw=not has_plan)
 
 
 class _Originals:
@@ -212,11 +212,11 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guard | None:
+def _change_modules(runtime: Runtime, model: nn.Module, resolved: _ResolvedPlan) -> Guard | None:
     """Apply what stays within modules: operator plan, batch norms, recomputation."""
     config = runtime.config
     own = {name for name, _ in model.named_modules()}
-    plans = {name: plan for name, plan in choice.plans.items() if name in own}
+    plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     guard = _divide_operators(runtime, model, plans)
     if runtime.layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
         batch_norm.synchronize(model, runtime.group(DATA_AXIS))
@@ -228,7 +228,7 @@ def _change_modules(runtime: Runtime, model: nn.Module, choice: _Choice) -> Guar
             guard.draw = exact.draw
         exact.apply(model)
     if config.recompute:
-        recomputed = [name for name in choice.recomputed if name in own]
+        recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(_all_of, inside))
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
@@ -269,15 +269,15 @@ class _Divided(msgspec.Struct, frozen=True):
 
     model: Any
     whole: set[Parameter]
-    order: UnitOrder
+    order: CollectiveOrder
 
 
-def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _Divided:
+def _divide_parameters(runtime: Runtime, model: nn.Module, resolved: _ResolvedPlan) -> _Divided:
     zero = _late("msrun.parallel.data_parallel.zero")
-    whole = _whole(runtime, model, choice.excluded)
-    units = zero.units(runtime.config, model, choice.plans)
+    whole = _whole(runtime, model, resolved.excluded)
+    units = zero.units(runtime.config, model, resolved.plans)
     module = zero.apply(runtime, model, units, whole)
-    watch = _late("msrun.parallel.data_parallel.collective_order").UnitOrder
+    watch = _late("msrun.parallel.data_parallel.collective_order").CollectiveOrder
     level = runtime.config.optimizer.zero
     order = watch(module, runtime.group(DATA_AXIS), runtime.device, level=level)
     divided = _Divided(module, whole, order)
@@ -289,7 +289,7 @@ def _divide_parameters(runtime: Runtime, model: nn.Module, choice: _Choice) -> _
 def _reduce(
     runtime: Runtime,
     model: nn.Module,
-    choice: _Choice,
+    resolved: _ResolvedPlan,
     divided: _Divided | None,
     check: Callable[[], None],
 ) -> list[Reduction]:
@@ -300,7 +300,7 @@ def _reduce(
     params = [
         (name, param)
         for name, param in model.named_parameters()
-        if param.requires_grad and name not in choice.excluded
+        if param.requires_grad and name not in resolved.excluded
     ]
     reductions: list[Reduction] = []
     if divided is not None:

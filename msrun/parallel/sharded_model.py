@@ -15,12 +15,12 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from msrun.parallel.data_parallel.collective_order import UnitOrder
+    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Contents:
+class ParameterSnapshot:
     """The parameters of a model, of which ranks count on what they were in `rt.shard`.
 
     Args:
@@ -121,13 +121,13 @@ class ShardedModel:
         microbatches: int = 1,
         is_pipeline: bool = False,
         excluded: Collection[str] = (),
-        contents: Contents | None = None,
-        order: UnitOrder | None = None,
+        snapshot: ParameterSnapshot | None = None,
+        order: CollectiveOrder | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._contents = contents
+        self._snapshot = snapshot
         self.order = order
         self._excluded = excluded
         self._originals = originals
@@ -166,8 +166,8 @@ class ShardedModel:
         Raises:
             UsageError: A step would train something else, or nothing.
         """
-        if self._contents:
-            self._contents.check()
+        if self._snapshot:
+            self._snapshot.check()
         if optimizer in self._optimizers:
             return
         self.check_optimizer(optimizer)

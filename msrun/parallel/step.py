@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT
 from msrun.parallel.data_parallel.gradients import clip_gradients
-from msrun.parallel.local import number
+from msrun.parallel.local import scalar_loss
 
 if TYPE_CHECKING:
-    from msrun.parallel.data_parallel.collective_order import UnitOrder
+    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.runtime import Runtime
 
@@ -51,7 +51,7 @@ def run_step(
     return loss
 
 
-def _mean(runtime: Runtime, order: UnitOrder | None, loss: Tensor) -> Tensor:
+def _mean(runtime: Runtime, order: CollectiveOrder | None, loss: Tensor) -> Tensor:
     """Return the mean of `loss` over the data-parallel ranks, after comparing what they did."""
     if order is None:
         return runtime.mean_over_data(loss)
@@ -106,7 +106,7 @@ def _train(
         with sharded.completed() if is_last else sharded.paused():
             share = batch_size(part) / samples
             with sharded.computing():
-                loss = number(loss_fn(model(*part[:-1]), part[-1]))
+                loss = scalar_loss(loss_fn(model(*part[:-1]), part[-1]))
                 if sharded.order:
                     sharded.order.check_trains(loss)
                 if loss.requires_grad or not may_skip:

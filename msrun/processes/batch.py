@@ -21,7 +21,7 @@ def follow(ended: Callable[[], int | None], cancel: Callable[[], None]) -> int:
         cancel: Has the batch system end the job.
     """
     loop = Loop()
-    followed = _Followed(loop, ended, cancel)
+    followed = _FollowedJob(loop, ended, cancel)
     try:
         loop.on_signals(_SIGNALS, followed.on_signal)
         # What the batch system is asked with has ended whenever the loop goes on.
@@ -32,7 +32,7 @@ def follow(ended: Callable[[], int | None], cancel: Callable[[], None]) -> int:
     return followed.code
 
 
-class _Followed:
+class _FollowedJob:
     """The job, and when it is asked about again."""
 
     def __init__(

@@ -28,7 +28,7 @@ _CHUNKS_EACH_TIME = 64
 _PATIENCE_MS = 1000
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job stands on this node.
 
     Args:
@@ -96,7 +96,7 @@ class Console:
             os.write(self._journal, f"{at} {safe}\n".encode(errors="backslashreplace"))
         self._show(safe)
 
-    def show(self, status: Status) -> None:
+    def show(self, status: NodeStatus) -> None:
         """Show where the job stands, where there is a place for it."""
 
     def pump(self) -> bool:
@@ -199,7 +199,7 @@ class LiveConsole(Console):
             self._live.stop()
             self._live = None
 
-    def show(self, status: Status) -> None:
+    def show(self, status: NodeStatus) -> None:
         """Show where the job stands, in place of what the line said before."""
         from rich.text import Text
 

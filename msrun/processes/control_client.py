@@ -27,7 +27,7 @@ from msrun.errors import (
 )
 from msrun.processes.control_file import Card
 from msrun.transport.loop import new_context
-from msrun.transport.sockets import ControlSocket, Line, endpoint
+from msrun.transport.sockets import ConnectionState, ControlSocket, endpoint
 
 # Longer than the scheduler waits for its agents.
 PATIENCE = 8.0
@@ -65,7 +65,7 @@ class ControlClient:
         if frame is None:
             msg = f"the job at {where} did not answer within {self._patience:g}s"
             raise UnreachableError(msg, hint="it may have ended, or is another program there")
-        if isinstance(frame, Line):
+        if isinstance(frame, ConnectionState):
             msg = f"{where} refuses the key, or is no scheduler of msrun"
             hint = "name the secret that the job was started with: --secret-file FILE"
             raise AuthenticationError(msg, hint=hint)

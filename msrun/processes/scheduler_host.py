@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from msrun import environ
-from msrun.cluster.scheduler.crash_loop_guard import Lives
+from msrun.cluster.scheduler.crash_loop_guard import CrashLoopGuard
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
@@ -41,12 +41,12 @@ def serve(job: JobSpec, machine: Machine) -> int:
     logs.make_log_dir(job.log_dir)
     loop = Loop()
     try:
-        return Keeper(job, machine, loop).run().code
+        return SchedulerHost(job, machine, loop).run().code
     finally:
         loop.close()
 
 
-class Keeper:
+class SchedulerHost:
     """Keeps the scheduler of a job.
 
     Args:
@@ -62,7 +62,7 @@ class Keeper:
         self._job = job
         self._loop = loop
         self._began_at = loop.now()
-        self._lives = Lives()
+        self._lives = CrashLoopGuard()
         self._signum = 0
         loop.on_signals(STOPS, self._on_signal)
         first_process.reap_orphans(loop, lambda: {self._scheduler.pid})

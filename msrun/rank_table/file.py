@@ -12,7 +12,7 @@ from msrun.units import shown
 from ranktable import (
     RankTable,
     RankTableError,
-    Status,
+    TableStatus,
     merge_tables,
     parse_table,
     render_table,
@@ -52,7 +52,7 @@ def read_table(path: str, *, is_part: bool = False) -> RankTable:
         first, more = error.problems[0], len(error.problems) - 1
         hint = f"`msrun ranktable check` tells {more} more" if more else None
         raise UsageError(f"{shown(path)}: {first}", hint=hint) from None
-    if table.status is not Status.COMPLETED:
+    if table.status is not TableStatus.COMPLETED:
         hint = "wait until its writer has set status to completed"
         raise UsageError(f"{shown(path)}: status: the table is still being written", hint=hint)
     return table

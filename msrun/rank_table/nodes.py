@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from msrun.errors import UsageError
 from msrun.hosts.hostlist import Host
 from msrun.units import shown
-from ranktable import Device, RankTable, Server
+from ranktable import RankTable, Server, TableDevice
 
 
 def hosts_of(table: RankTable) -> tuple[Host, ...]:
@@ -99,5 +99,5 @@ def check_devices(server: Server, present: tuple[int, ...]) -> None:
         raise UsageError(msg)
 
 
-def _by_rank(server: Server) -> list[Device]:
+def _by_rank(server: Server) -> list[TableDevice]:
     return sorted(server.device, key=lambda device: device.rank_id)

@@ -25,7 +25,7 @@ _NVIDIA = re.compile(r"nvidia([0-9]+)")
 _DAVINCI = re.compile(r"davinci([0-9]+)")
 
 
-class _Found(msgspec.Struct, frozen=True, kw_only=True):
+class _ProbedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """One device: its number before any visibility variable, and what the driver says."""
 
     number: int | None = None
@@ -66,7 +66,7 @@ def read_names(directory: Path) -> list[str]:
 def _read_gpus(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
     minors = _usable(root, _NVIDIA)
     about = _nvidia_information(root) if minors else {}
-    gpus = [about.get(minor, _Found()) for minor in minors]
+    gpus = [about.get(minor, _ProbedDevice()) for minor in minors]
     if all(gpu.bus for gpu in gpus):
         # CUDA and nvidia-smi number GPUs by bus address, which minors need not follow.
         gpus.sort(key=lambda gpu: (len(gpu.bus), gpu.bus))
@@ -75,7 +75,7 @@ def _read_gpus(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
     return _devices(DeviceKind.CUDA, found if text is None else _cuda_visible(text, found))
 
 
-def _nvidia_information(root: Path) -> dict[int, _Found]:
+def _nvidia_information(root: Path) -> dict[int, _ProbedDevice]:
     """Return what the NVIDIA driver says, by the number in the name of the device file."""
     about = {}
     directory = root / "proc/driver/nvidia/gpus"
@@ -86,14 +86,14 @@ def _nvidia_information(root: Path) -> dict[int, _Found]:
         if minor.isdigit():
             node = _numa_node(root / "sys/bus/pci/devices" / bus.lower())
             uuid = fields.get("GPU UUID", "")
-            about[int(minor)] = _Found(numa_node=node, bus=bus.lower(), uuid=uuid)
+            about[int(minor)] = _ProbedDevice(numa_node=node, bus=bus.lower(), uuid=uuid)
     return about
 
 
 def _read_npus(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
     minors = _usable(root, _DAVINCI)
     nodes = _ascend_numa_nodes(root) if minors else {}
-    found = [_Found(number=i, numa_node=nodes.get(minor)) for i, minor in enumerate(minors)]
+    found = [_ProbedDevice(number=i, numa_node=nodes.get(minor)) for i, minor in enumerate(minors)]
     text = visible.get("ASCEND_RT_VISIBLE_DEVICES")
     return _devices(DeviceKind.NPU, found if text is None else _ascend_visible(text, found))
 
@@ -125,7 +125,7 @@ def _numa_node(pci_device: Path) -> int | None:
     return int(text) if text.isdigit() else None  # -1: the firmware does not say
 
 
-def _devices(kind: DeviceKind, chosen: list[_Found]) -> tuple[Device, ...]:
+def _devices(kind: DeviceKind, chosen: list[_ProbedDevice]) -> tuple[Device, ...]:
     return tuple(
         Device(
             kind=kind,
@@ -137,14 +137,14 @@ def _devices(kind: DeviceKind, chosen: list[_Found]) -> tuple[Device, ...]:
     )
 
 
-def _cuda_visible(text: str, found: list[_Found]) -> list[_Found]:
+def _cuda_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves.
 
     What CUDA does not know ends the list, a repeated entry empties it.  Source: CUDA
     C++ Programming Guide, "CUDA Environment Variables", and `torch.cuda.device_count`.
     """
     entries = [entry.strip() for entry in text.split(",")] if found else []
-    chosen: dict[str | int, _Found] = {}
+    chosen: dict[str | int, _ProbedDevice] = {}
     for entry in entries:
         if entries[0].startswith("MIG-"):
             one = _mig_instance(entry, found)
@@ -161,32 +161,32 @@ def _cuda_visible(text: str, found: list[_Found]) -> list[_Found]:
     return list(chosen.values())
 
 
-def _gpu_of_uuid(entry: str, found: list[_Found]) -> _Found | None:
+def _gpu_of_uuid(entry: str, found: list[_ProbedDevice]) -> _ProbedDevice | None:
     """Return the one GPU whose UUID starts with `entry`."""
     if not entry.startswith("GPU-"):
         return None
     if not any(one.uuid for one in found):
-        return _Found()  # the driver does not tell UUIDs here, so it is taken at its word
+        return _ProbedDevice()  # the driver does not tell UUIDs here, so it is taken at its word
     matches = [one for one in found if one.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
-def _mig_instance(entry: str, found: list[_Found]) -> _Found | None:
+def _mig_instance(entry: str, found: list[_ProbedDevice]) -> _ProbedDevice | None:
     """Return a MIG instance, which has no number; only its older name tells its GPU."""
     if not entry.startswith("MIG-"):
         return None
     gpu = entry.removeprefix("MIG-").partition("/")[0]
     nodes = {one.numa_node for one in found if one.uuid == gpu} or {one.numa_node for one in found}
-    return _Found(numa_node=nodes.pop() if len(nodes) == 1 else None)
+    return _ProbedDevice(numa_node=nodes.pop() if len(nodes) == 1 else None)
 
 
-def _ascend_visible(text: str, found: list[_Found]) -> list[_Found]:
+def _ascend_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice]:
     """Return the NPUs that ASCEND_RT_VISIBLE_DEVICES leaves.
 
     Digits and commas are read up to the first other thing.  Source: CANN,
     "Environment Variables", ASCEND_RT_VISIBLE_DEVICES.
     """
-    chosen: list[_Found] = []
+    chosen: list[_ProbedDevice] = []
     for entry in text.split(","):
         one = _at(re.match(r"([0-9]{1,9})", entry), found)
         if one is None or one in chosen:
@@ -197,6 +197,6 @@ def _ascend_visible(text: str, found: list[_Found]) -> list[_Found]:
     return chosen
 
 
-def _at(number: re.Match[str] | None, found: list[_Found]) -> _Found | None:
+def _at(number: re.Match[str] | None, found: list[_ProbedDevice]) -> _ProbedDevice | None:
     """Return the device of the number that `number` matched."""
     return found[int(number[1])] if number and int(number[1]) < len(found) else None

@@ -45,7 +45,7 @@ _CANNOT_START = 126 << 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class SpawnContext:
     """What a process needs to know right after it was forked.
 
     Args:
@@ -65,8 +65,8 @@ class Birth:
     listen_fd: int
 
 
-BecomeWorker = Callable[[Birth, SpawnWorker], Next]
-BecomeStore = Callable[[Birth, SpawnStore], Next]
+BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
+BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
 
 
 class Forked(BaseException):
@@ -88,7 +88,7 @@ class Forkserver:
     """State of the one forkserver of a node."""
 
     channel: Channel[ForkserverOrder]
-    birth: Birth
+    context: SpawnContext
     become_worker: BecomeWorker
     become_store: BecomeStore
     wakeup: int
@@ -107,11 +107,11 @@ class Forkserver:
             poller.register(self.channel.fileno(), select.POLLIN)
             poller.register(self.wakeup, select.POLLIN)
             if self._lazy_store:
-                poller.register(self.birth.listen_fd, select.POLLIN)
+                poller.register(self.context.listen_fd, select.POLLIN)
             ready = [fd for fd, _ in poller.poll()]
             if self.wakeup in ready:
                 self._reap()
-            if self._lazy_store and self.birth.listen_fd in ready:
+            if self._lazy_store and self.context.listen_fd in ready:
                 self._fork_store(self._lazy_store)
             if self.channel.fileno() in ready:
                 for order in self.channel.receive():
@@ -134,7 +134,7 @@ class Forkserver:
             # The agent was frozen while it gave this order.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.birth, order))
+        pid = self._fork(child, partial(self.become_worker, self.context, order))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -144,12 +144,12 @@ class Forkserver:
     def _fork_store(self, order: SpawnStore) -> None:
         self._lazy_store = None
         child = _Child(order.generation, None)
-        self._fork(child, partial(self.become_store, self.birth, order))
+        self._fork(child, partial(self.become_store, self.context, order))
 
     def _fork(self, child: _Child, become: Callable[[], Next]) -> int:
         """Fork a process that becomes `child`; return its pid, 0 when there is none."""
         # Blocked signals wait for the child, which would ignore them at first, as we do.
-        signal.pthread_sigmask(signal.SIG_BLOCK, self.birth.signals)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.context.signals)
         problem = ""
         try:
             pid = os.fork()
@@ -158,7 +158,7 @@ class Forkserver:
         if pid == 0:
             self.channel.close()
             raise Forked(become)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.birth.signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.context.signals)
         if problem:
             self._report_exit(0, child, _CANNOT_START, problem)
             return 0
@@ -298,7 +298,7 @@ def run(
     ready = preload(configure)
     channel.send(ready)
     wakeup = wake_on_child()
-    birth = Birth(
+    context = SpawnContext(
         configure=configure,
         fork=ready.fork,
         parent=os.getpid(),
@@ -307,7 +307,7 @@ def run(
         listen_fd=listen_fd,
     )
     try:
-        Forkserver(channel, birth, *become, wakeup).serve()
+        Forkserver(channel, context, *become, wakeup).serve()
     except Forked as child:
         return child.become
     except ChannelClosed:

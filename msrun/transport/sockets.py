@@ -279,7 +279,7 @@ class SchedulerSocket:
             frames.send(self.socket, [route, codec.encode(envelope)])
 
 
-class Line(enum.Enum):
+class ConnectionState(enum.Enum):
     """What became of an agent's connection.
 
     UP: The scheduler is there and has admitted this node.
@@ -296,13 +296,13 @@ class Line(enum.Enum):
     RETRYING = "retrying"
 
 
-_LINES: dict[int, Line] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: Line.UP,
-    zmq.EVENT_DISCONNECTED: Line.DOWN,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Line.REJECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Line.REJECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Line.REJECTED,
-    zmq.EVENT_CONNECT_RETRIED: Line.RETRYING,
+_LINES: dict[int, ConnectionState] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: ConnectionState.UP,
+    zmq.EVENT_DISCONNECTED: ConnectionState.DOWN,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: ConnectionState.REJECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ConnectionState.REJECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ConnectionState.REJECTED,
+    zmq.EVENT_CONNECT_RETRIED: ConnectionState.RETRYING,
 }
 
 # What a handshake fails with when the other side ended the connection.  When the time for it is
@@ -361,17 +361,19 @@ class AgentSocket:
             self.socket.disconnect(self._address)
         self.socket.connect(self._address)
 
-    def line(self) -> list[Line]:
+    def line(self) -> list[ConnectionState]:
         """Return what has happened to the connection since the last call."""
         lines = []
         while self.monitor.poll(0):
             event, value = _next_event(self.monitor)
             line = _LINES[event]
             if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value not in _ENDS:
-                line = Line.SILENT
-            if line is not Line.DOWN or not self._has_failed:  # else the end has been told
+                line = ConnectionState.SILENT
+            if (
+                line is not ConnectionState.DOWN or not self._has_failed
+            ):  # else the end has been told
                 lines.append(line)
-            self._has_failed = line in (Line.REJECTED, Line.SILENT)
+            self._has_failed = line in (ConnectionState.REJECTED, ConnectionState.SILENT)
         return lines
 
     def receive(self) -> list[Envelope]:
@@ -434,10 +436,10 @@ class ControlSocket:
             self.socket.curve_serverkey = keys.scheduler.encode()
         self.socket.connect(address)
 
-    def ask(self, question: bytes, timeout: float) -> bytes | Line | None:
+    def ask(self, question: bytes, timeout: float) -> bytes | ConnectionState | None:
         """Return the frame that answers `question`; None when none comes in `timeout` seconds.
 
-        A `Line` says why there can be none.
+        A `ConnectionState` says why there can be none.
         """
         with contextlib.suppress(zmq.ZMQError):  # without a connection it waits for one
             self.socket.send(question)
@@ -451,6 +453,6 @@ class ControlSocket:
                 return self.socket.recv()
             line = _LINES[_next_event(self.monitor)[0]]
             # Who has answered knows the key: a handshake that fails then is its end.
-            if line is Line.REJECTED and not self._has_been_answered:
+            if line is ConnectionState.REJECTED and not self._has_been_answered:
                 return line
         return None

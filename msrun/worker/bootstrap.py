@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from msrun import entry, environ
 from msrun.supervise import containment, logs, memory_policy, process, title
-from msrun.supervise.forkserver import Birth
+from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
 from msrun.worker import main_module, math_threads, stacks, stdio
@@ -33,11 +33,11 @@ _NOT_EXECUTABLE = 126
 _ERROR_TEXT_MAX = 16 * 1024
 
 
-def become_worker(birth: Birth, order: SpawnWorker) -> Next:
+def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
     """Turn this fresh fork into the rank of `order`; return what runs its program."""
-    configure = birth.configure
+    configure = context.configure
     try:
-        _leave_forkserver(birth)
+        _leave_forkserver(context)
         if configure.cgroup:
             containment.enter_generation(configure.cgroup, order.generation)
         banner = logs.banner(order.generation) if order.append else ""
@@ -46,13 +46,13 @@ def become_worker(birth: Birth, order: SpawnWorker) -> Next:
             _close_stdin()
         _bind(order)
         environ.install(order.env)
-        if birth.fork:
+        if context.fork:
             math_threads.follow_environment(was=configure.threads)
             _reseed()
             _name_main_thread()
-            _hear_signals(birth)
+            _hear_signals(context)
             return partial(run_program, configure.kind, configure.argv)
-        _hear_signals(birth)
+        _hear_signals(context)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
     except OSError as error:
         os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
@@ -74,24 +74,24 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
     main_module.run(kind, argv, record_error)
 
 
-def _leave_forkserver(birth: Birth) -> None:
+def _leave_forkserver(context: SpawnContext) -> None:
     """Drop everything that ties this process to the forkserver but its death."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (birth.wakeup, wakeup, birth.listen_fd):
+    for descriptor in (context.wakeup, wakeup, context.listen_fd):
         os.close(descriptor)
     os.setsid()
-    process.die_with_parent(birth.parent)
+    process.die_with_parent(context.parent)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _hear_signals(birth: Birth) -> None:
+def _hear_signals(context: SpawnContext) -> None:
     """Let signals do what they did to the launcher, those included that have waited.
 
     What they interrupted before would be told where the launcher talks, not in the rank's log.
     """
-    for signum, handler in birth.signals.items():
+    for signum, handler in context.signals.items():
         signal.signal(signum, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, context.signals)
 
 
 def _close_stdin() -> None:

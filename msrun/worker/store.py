@@ -13,26 +13,26 @@ from typing import NoReturn
 
 from msrun import entry, environ
 from msrun.supervise import containment, process, title
-from msrun.supervise.forkserver import Birth
+from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnStore
 from msrun.supervise.reaper import Next
 
 
-def become_store(birth: Birth, order: SpawnStore) -> Next:
+def become_store(context: SpawnContext, order: SpawnStore) -> Next:
     """Turn this fresh fork into the store of `order`; return what serves it."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (birth.wakeup, wakeup):
+    for descriptor in (context.wakeup, wakeup):
         os.close(descriptor)
-    process.die_with_parent(birth.parent)
+    process.die_with_parent(context.parent)
     title.set_name("msrun store")
-    title.show_as(["msrun", "store", birth.configure.job_id], environ.current())
+    title.show_as(["msrun", "store", context.configure.job_id], environ.current())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, birth.signals)
-    if birth.configure.cgroup:
-        containment.enter_generation(birth.configure.cgroup, order.generation)
-    arguments = [order.host, str(order.port), str(birth.listen_fd)]
-    if not birth.fork:
-        os.set_inheritable(birth.listen_fd, True)  # noqa: FBT003 - positional only
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, context.signals)
+    if context.configure.cgroup:
+        containment.enter_generation(context.configure.cgroup, order.generation)
+    arguments = [order.host, str(order.port), str(context.listen_fd)]
+    if not context.fork:
+        os.set_inheritable(context.listen_fd, True)  # noqa: FBT003 - positional only
         start = [sys.executable, str(Path(entry.__file__)), f"{__name__}:serve"]
         os.execv(sys.executable, [*start, *arguments])  # noqa: S606 - no shell is wanted
     return partial(serve, arguments)

@@ -18,7 +18,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from msrun.cluster.agent.events import Received
+from msrun.cluster.agent.events import SchedulerMessage
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness.lease import lease
 from msrun.cluster.wire import codec
@@ -148,7 +148,7 @@ class Agents:
         events, answers = uplink.receive(envelope, now=time.monotonic())
         self._send(answers)
         for event in events:
-            if isinstance(event, Received) and isinstance(event.body, Start):
+            if isinstance(event, SchedulerMessage) and isinstance(event.body, Start):
                 self._waiting.discard(envelope.node_id)
 
     def _send(self, said: list[Envelope]) -> None:

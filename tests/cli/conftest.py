@@ -1,4 +1,4 @@
-"""A made-up world, and `msrun` as a function that is called with words."""
+"""A made-up system, and `msrun` as a function that is called with words."""
 
 import shlex
 from contextlib import suppress
@@ -142,7 +142,7 @@ class FakeFleet:
 
 @dataclass
 class FakeWorld:
-    """Answers of a world in which nothing is real but files."""
+    """Answers of a system in which nothing is real but files."""
 
     machine: Machine = MACHINE
     variables: dict[str, str] = field(default_factory=dict)
@@ -231,16 +231,16 @@ class Outcome:
 
 
 @pytest.fixture
-def world():
+def system():
     return FakeWorld()
 
 
 @pytest.fixture
-def gpus(world):
+def gpus(system):
     """Give the machine so many GPUs."""
 
     def give(count, kind=DeviceKind.CUDA):
-        world.machine = replace(world.machine, devices=devices(kind, count))
+        system.machine = replace(system.machine, devices=devices(kind, count))
 
     return give
 
@@ -262,15 +262,15 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def msrun(here, world, capsys):
+def msrun(here, system, capsys):
     """Call the command line with words, or with one text as a shell would split it."""
 
     def call(words, **variables):
-        world.variables = variables
+        system.variables = variables
         argv = shlex.split(words) if isinstance(words, str) else words
-        code = main(argv, world=world)
+        code = main(argv, system=system)
         out, err = capsys.readouterr()
-        job = world.launcher.jobs.pop() if world.launcher.jobs else None
+        job = system.launcher.jobs.pop() if system.launcher.jobs else None
         return Outcome(code, out.replace(str(here), "HERE"), err.replace(str(here), "HERE"), job)
 
     return call

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from msrun.job import Binding, BindMode, Program, ProgramKind, StartMethod
+from msrun.job import Binding, BindMode, ProgramKind, StartMethod, WorkerProgram
 from msrun.topology import DeviceKind
 
 AUTO = Binding(mode=BindMode.AUTO)
@@ -162,28 +162,34 @@ def test_everything_after_the_script_is_its_own(msrun, rest):
 def test_scripts(msrun, words, target):
     program = msrun(words).job.program
 
-    assert program == Program(kind=ProgramKind.SCRIPT, target=target)
+    assert program == WorkerProgram(kind=ProgramKind.SCRIPT, target=target)
 
 
 @pytest.mark.parametrize(
     ("words", "program"),
     [
-        ("python train.py a", Program(kind=ProgramKind.SCRIPT, target="train.py", args=("a",))),
-        ("python3 -u train.py", Program(kind=ProgramKind.SCRIPT, target="train.py")),
-        ("python -um pkg -m", Program(kind=ProgramKind.MODULE, target="pkg", args=("-m",))),
-        ("python -mpkg", Program(kind=ProgramKind.MODULE, target="pkg")),
-        ("pytest -q", Program(kind=ProgramKind.MODULE, target="pytest", args=("-q",))),
-        ("-m pkg.mod x", Program(kind=ProgramKind.MODULE, target="pkg.mod", args=("x",))),
-        ("--module json.tool", Program(kind=ProgramKind.MODULE, target="json.tool")),
-        ("-m pytest", Program(kind=ProgramKind.MODULE, target="pytest")),
-        ("--no-python ./prog -x", Program(kind=ProgramKind.COMMAND, target="./prog", args=("-x",))),
+        (
+            "python train.py a",
+            WorkerProgram(kind=ProgramKind.SCRIPT, target="train.py", args=("a",)),
+        ),
+        ("python3 -u train.py", WorkerProgram(kind=ProgramKind.SCRIPT, target="train.py")),
+        ("python -um pkg -m", WorkerProgram(kind=ProgramKind.MODULE, target="pkg", args=("-m",))),
+        ("python -mpkg", WorkerProgram(kind=ProgramKind.MODULE, target="pkg")),
+        ("pytest -q", WorkerProgram(kind=ProgramKind.MODULE, target="pytest", args=("-q",))),
+        ("-m pkg.mod x", WorkerProgram(kind=ProgramKind.MODULE, target="pkg.mod", args=("x",))),
+        ("--module json.tool", WorkerProgram(kind=ProgramKind.MODULE, target="json.tool")),
+        ("-m pytest", WorkerProgram(kind=ProgramKind.MODULE, target="pytest")),
+        (
+            "--no-python ./prog -x",
+            WorkerProgram(kind=ProgramKind.COMMAND, target="./prog", args=("-x",)),
+        ),
         (
             "--no-python python -c 1",
-            Program(kind=ProgramKind.COMMAND, target="python", args=("-c", "1")),
+            WorkerProgram(kind=ProgramKind.COMMAND, target="python", args=("-c", "1")),
         ),
         (
             "python -c pass x",
-            Program(
+            WorkerProgram(
                 kind=ProgramKind.COMMAND, target=sys.executable, args=("-u", "-c", "pass", "x")
             ),
         ),

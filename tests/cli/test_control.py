@@ -119,19 +119,19 @@ what ended earlier generations:
 
 
 @pytest.fixture
-def job(world):
+def job(system):
     """One job on this machine, which gives the answers that follow."""
 
     def answer(*replies):
-        world.cards = [card()]
-        world.replies[:] = replies
+        system.cards = [card()]
+        system.replies[:] = replies
 
     return answer
 
 
-def asked(world):
+def asked(system):
     """Return what was asked of the one job; its connection is closed."""
-    (client,) = world.clients
+    (client,) = system.clients
     assert client.closed
     return client.asked
 
@@ -187,7 +187,7 @@ def replaced(struct, **changes):
     return replace(struct, **changes)
 
 
-def test_watch_goes_on_until_the_verdict(msrun, job, world):
+def test_watch_goes_on_until_the_verdict(msrun, job, system):
     verdict = Verdict(job_id="train-1", code=3, reason="as told", generation=1, restarts=1)
     job(*ALL, replaced(STATUS, phase="failed", verdict=verdict), MORE_NODES, Ranks(rows=[]))
 
@@ -196,7 +196,7 @@ def test_watch_goes_on_until_the_verdict(msrun, job, world):
     assert outcome.code == 0
     assert outcome.out.startswith(TEXT)
     assert "  exit code           3\n  result              as told\n" in outcome.out
-    assert world.paused == [1.0]
+    assert system.paused == [1.0]
 
 
 def test_watch_ends_with_the_job(msrun, job):
@@ -208,28 +208,28 @@ def test_watch_ends_with_the_job(msrun, job):
     assert outcome.err.startswith("msrun: the job does not answer any more: ")
 
 
-def test_stop(msrun, job, world):
+def test_stop(msrun, job, system):
     job(Done(sentence="job train-1 is being stopped"))
 
     outcome = msrun("stop")
 
     assert (outcome.code, outcome.err) == (0, "msrun: job train-1 is being stopped\n")
-    assert asked(world) == [StopJob(now=False)]
+    assert asked(system) == [StopJob(now=False)]
 
 
-def test_stop_now(msrun, job, world):
+def test_stop_now(msrun, job, system):
     job(Done(sentence="gone"))
     msrun("stop train-1 --now")
 
-    assert asked(world) == [StopJob(now=True)]
+    assert asked(system) == [StopJob(now=True)]
 
 
 @pytest.mark.parametrize("line", ["drain b", "drain train-1 b", "drain tr b"])
-def test_drain(msrun, job, world, line):
+def test_drain(msrun, job, system, line):
     job(Done(sentence="node b leaves job train-1"))
 
     assert msrun(line).code == 0
-    assert asked(world) == [DrainNode(node="b")]
+    assert asked(system) == [DrainNode(node="b")]
 
 
 @pytest.mark.parametrize("line", ["stop --json", "drain --json b", "signal --json USR1"])
@@ -251,11 +251,11 @@ def test_what_the_job_refuses_is_one_sentence(msrun, job):
 
 
 @pytest.mark.parametrize("name", ["USR1", "sigusr1", "10"])
-def test_signal(msrun, job, world, name):
+def test_signal(msrun, job, system, name):
     job(Done(sentence="SIGUSR1 goes to 2 rank(s) on 1 node(s)"))
 
     assert msrun(f"signal {name} --rank 0,2-3").code == 0
-    assert asked(world) == [SignalJob(signum=10, ranks=[(0, 0), (2, 3)])]
+    assert asked(system) == [SignalJob(signum=10, ranks=[(0, 0), (2, 3)])]
 
 
 def test_more_ranges_than_a_question_has_room_for(msrun):
@@ -269,13 +269,13 @@ def log(text, offset):
     return Log(host="a", log_file="/logs/worker_0.log", data=text, offset=offset)
 
 
-def test_logs(msrun, job, world):
+def test_logs(msrun, job, system):
     job(log(b"one\ntwo \x1b[2J\n", 20))
 
     outcome = msrun("logs --lines 2")
 
     assert (outcome.code, outcome.out) == (0, "one\ntwo \\x1b[2J\n")
-    assert asked(world) == [GetLog(rank=0, lines=2)]
+    assert asked(system) == [GetLog(rank=0, lines=2)]
 
 
 def test_logs_of_several_ranks(msrun, job):
@@ -284,13 +284,13 @@ def test_logs_of_several_ranks(msrun, job):
     assert msrun("logs --rank 0,3").out == "[rank 0] one\n[rank 3] two\n"
 
 
-def test_logs_that_are_followed(msrun, job, world):
+def test_logs_that_are_followed(msrun, job, system):
     replies = [log(b"one\nt", 5), log(b"wo\nthr", 10), log(b"", 10), UnreachableError("gone")]
     job(*replies)
 
     assert msrun("logs -f").out == "one\ntwo\n"
-    assert [request.offset for request in asked(world)] == [None, 5, 10, 10]
-    assert world.paused == [0.5]
+    assert [request.offset for request in asked(system)] == [None, 5, 10, 10]
+    assert system.paused == [0.5]
 
 
 def test_logs_as_json(msrun, job):
@@ -310,7 +310,7 @@ GROUPS = [
 ]
 
 
-def test_stacks(msrun, job, world):
+def test_stacks(msrun, job, system):
     job(Stacks(generation=0, groups=GROUPS, left_out=1))
 
     outcome = msrun("stacks")
@@ -321,7 +321,7 @@ def test_stacks(msrun, job, world):
         "rank 2 without a stack: it is stopped, by SIGSTOP or a debugger\n"
     )
     assert outcome.err == "msrun: 1 more groups of ranks are not shown\n"
-    assert asked(world) == [GetStacks()]
+    assert asked(system) == [GetStacks()]
 
 
 def test_stacks_as_json(msrun, job):
@@ -334,8 +334,8 @@ def test_stacks_as_json(msrun, job):
     assert found["groups"][0]["frames"] == [{"file": "/x/train.py", "line": 41, "function": "step"}]
 
 
-def test_ls(msrun, world):
-    world.cards = [card(), card("other", pid=78, serves=False)]
+def test_ls(msrun, system):
+    system.cards = [card(), card("other", pid=78, serves=False)]
 
     assert msrun("ls").out == (
         "jobs:\n"
@@ -345,8 +345,8 @@ def test_ls(msrun, world):
     )
 
 
-def test_ls_as_json(msrun, world):
-    world.cards = [card()]
+def test_ls_as_json(msrun, system):
+    system.cards = [card()]
 
     assert json.loads(msrun("ls --json").out) == {
         "schema": 1,
@@ -371,21 +371,21 @@ def test_ls_without_jobs(msrun):
     assert outcome.err == "msrun: no job of yours runs on this machine\n"
 
 
-def test_one_job_with_two_launchers_here_needs_no_name(msrun, world):
-    world.cards = [card(), card(serves=False, pid=78)]
-    world.replies[:] = [Done(sentence="done")]
+def test_one_job_with_two_launchers_here_needs_no_name(msrun, system):
+    system.cards = [card(), card(serves=False, pid=78)]
+    system.replies[:] = [Done(sentence="done")]
 
     assert msrun("stop").code == 0
 
 
-def test_a_job_elsewhere(msrun, world, here):
+def test_a_job_elsewhere(msrun, system, here):
     (here / "secret").write_bytes(bytes(32))
     (here / "secret").chmod(0o600)
-    world.replies[:] = [Done(sentence="done")]
+    system.replies[:] = [Done(sentence="done")]
 
     assert msrun("stop train-9 --master-addr node1 --secret-file secret").code == 0
     keys = control_keys(read_secret(str(here / "secret")))
-    assert world.clients[0].card == Card(job_id="train-9", host="10.0.0.9", port=29500, keys=keys)
+    assert system.clients[0].card == Card(job_id="train-9", host="10.0.0.9", port=29500, keys=keys)
 
 
 REFUSALS = {
@@ -412,11 +412,11 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSALS.items())
-def test_refusals(msrun, world, line, message):
+def test_refusals(msrun, system, line, message):
     outcome = msrun(line)
 
     assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {message}\n")
-    assert world.clients == []
+    assert system.clients == []
 
 
 @pytest.mark.parametrize(
@@ -427,24 +427,24 @@ def test_refusals(msrun, world, line, message):
         ("x", "'x' is no job of yours on this machine (choose train-1 or train-2)"),
     ],
 )
-def test_which_job(msrun, world, name, message):
-    world.cards = [card(), card("train-2")]
+def test_which_job(msrun, system, name, message):
+    system.cards = [card(), card("train-2")]
 
     assert msrun(f"stop {name}").err == f"error: {message}\n"
 
 
-def test_a_whole_name_is_stronger_than_a_beginning(msrun, world):
-    world.cards = [card("train-1"), card("train-10")]
-    world.replies[:] = [Done(sentence="done")]
+def test_a_whole_name_is_stronger_than_a_beginning(msrun, system):
+    system.cards = [card("train-1"), card("train-10")]
+    system.replies[:] = [Done(sentence="done")]
 
     msrun("stop train-1")
 
-    assert world.clients[0].card.job_id == "train-1"
+    assert system.clients[0].card.job_id == "train-1"
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stacks", "signal", "drain", "stop", "ls"])
-def test_every_verb_has_help(capsys, world, verb):
-    assert main([verb, "--help"], world=world) == 0
+def test_every_verb_has_help(capsys, system, verb):
+    assert main([verb, "--help"], system=system) == 0
     assert f"Usage: msrun {verb} " in capsys.readouterr().out
 
 
@@ -455,7 +455,7 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_rank_table_of_a_job(msrun, job, world):
+def test_a_rank_table_of_a_job(msrun, job, system):
     job(
         replaced(NODES, following=2),
         Nodes(rows=[NodeRow(**NODE | {"address": "10.0.0.9", "role": "spare", "ranks": None})]),
@@ -470,7 +470,7 @@ def test_a_rank_table_of_a_job(msrun, job, world):
         ("10.0.0.1", 1),
         ("10.0.0.1", 2),
     ]
-    assert asked(world) == [GetNodes(), GetNodes(first=2)]
+    assert asked(system) == [GetNodes(), GetNodes(first=2)]
 
 
 @pytest.mark.parametrize(

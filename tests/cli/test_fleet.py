@@ -19,13 +19,13 @@ def hosts(here):
 
 
 @pytest.fixture
-def submitted(msrun, world, hosts):
+def submitted(msrun, system, hosts):
     """Return the plan that a call submits."""
 
     def call(words, **variables):
         outcome = msrun(words, **variables)
         assert (outcome.code, outcome.err, outcome.job) == (7, "", None), hosts
-        return world.plans.pop()
+        return system.plans.pop()
 
     return call
 

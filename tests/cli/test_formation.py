@@ -97,8 +97,8 @@ def test_as_many_workers_as_this_node_has_devices(msrun, gpus):
         ("node0 --local-addr fd00::1", {**SAME, "address": "fd00::1"}),
     ],
 )
-def test_who_starts_the_scheduler_and_how_nodes_are_reached(msrun, world, words, expected):
-    world.names["NODE0"] = world.names["node0"]
+def test_who_starts_the_scheduler_and_how_nodes_are_reached(msrun, system, words, expected):
+    system.names["NODE0"] = system.names["node0"]
 
     outcome = msrun(f"--nnodes 4 --master-addr {words} train.py")
 
@@ -106,9 +106,9 @@ def test_who_starts_the_scheduler_and_how_nodes_are_reached(msrun, world, words,
     assert fields(outcome.job, expected) == expected
 
 
-def test_a_name_of_several_machines_means_the_first_of_them_everywhere(msrun, world):
+def test_a_name_of_several_machines_means_the_first_of_them_everywhere(msrun, system):
     first = msrun(f"{SEVERAL} all-nodes train.py").job
-    world.own = ("10.0.0.9",)
+    system.own = ("10.0.0.9",)
     second = msrun(f"{SEVERAL} all-nodes train.py").job
 
     assert (first.serves, first.listen_host) == (True, "10.0.0.1")
@@ -125,25 +125,25 @@ def test_a_name_of_several_machines_means_the_first_of_them_everywhere(msrun, wo
     ],
 )
 def test_a_machine_whose_name_means_loopback_listens_where_others_reach_it(
-    msrun, world, name, host
+    msrun, system, name, host
 ):
-    world.names[name] = ("127.0.1.1",)
-    world.machine = replace(world.machine, host=host)
+    system.names[name] = ("127.0.1.1",)
+    system.machine = replace(system.machine, host=host)
 
     assert fields(msrun(f"{SEVERAL} {name} train.py").job, SAME) == SAME
     assert msrun(f"{SEVERAL} {name} --node-rank 1 train.py").job.serves is False
 
 
-def test_a_machine_that_the_resolver_does_not_know_is_still_itself(msrun, world):
-    world.names = {}
+def test_a_machine_that_the_resolver_does_not_know_is_still_itself(msrun, system):
+    system.names = {}
 
     assert fields(msrun(f"{SEVERAL} node0 train.py").job, SAME) == SAME
 
 
-def test_a_machine_without_a_way_out_is_reached_by_its_only_address(msrun, world):
-    world.names["node0"] = ("127.0.1.1",)
-    world.machine = replace(world.machine, address="127.0.0.1")
-    world.own = ("10.0.0.1", "fd00::1")
+def test_a_machine_without_a_way_out_is_reached_by_its_only_address(msrun, system):
+    system.names["node0"] = ("127.0.1.1",)
+    system.machine = replace(system.machine, address="127.0.0.1")
+    system.own = ("10.0.0.1", "fd00::1")
 
     assert fields(msrun(f"{SEVERAL} node0 train.py").job, SAME) == SAME
 
@@ -168,18 +168,18 @@ def test_a_machine_without_a_way_out_is_reached_by_its_only_address(msrun, world
         ),
     ],
 )
-def test_a_machine_that_others_cannot_reach_by_its_name(msrun, world, own, sentence):
-    world.names["node0"] = ("127.0.1.1",)
-    world.machine = replace(world.machine, address="127.0.0.1")
-    world.own = own
+def test_a_machine_that_others_cannot_reach_by_its_name(msrun, system, own, sentence):
+    system.names["node0"] = ("127.0.1.1",)
+    system.machine = replace(system.machine, address="127.0.0.1")
+    system.own = own
 
     outcome = msrun(f"{SEVERAL} node0 train.py")
 
     assert (outcome.code, outcome.err) == (2, sentence)
 
 
-def test_a_machine_whose_name_means_another(msrun, world):
-    world.names["node0"] = ("203.0.113.5",)
+def test_a_machine_whose_name_means_another(msrun, system):
+    system.names["node0"] = ("203.0.113.5",)
 
     assert msrun(f"{SEVERAL} node0 train.py").err == (
         "error: --master-addr node0 is this machine, but resolves to 203.0.113.5, "
@@ -188,19 +188,19 @@ def test_a_machine_whose_name_means_another(msrun, world):
     )
 
 
-def test_a_network_without_a_route(msrun, world):
-    world.own = ("fd00::1",)
+def test_a_network_without_a_route(msrun, system):
+    system.own = ("fd00::1",)
 
     assert msrun(f"{SEVERAL} node1 train.py").err == (
         "error: --master-addr node1: this machine has no route to 10.0.0.9\n"
     )
 
 
-def test_all_nodes_give_a_job_the_same_name(msrun, world):
+def test_all_nodes_give_a_job_the_same_name(msrun, system):
     words = "--worker_num 8 --local_worker_num {} --master_addr node0 train.py --lr 1"
 
     here = msrun(words.format(4)).job
-    world.own, world.machine = ("10.0.0.9",), replace(world.machine, host="node1")
+    system.own, system.machine = ("10.0.0.9",), replace(system.machine, host="node1")
     there = msrun(words.format(2)).job
     others = [
         msrun(changed).job.job_id

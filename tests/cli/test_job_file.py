@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from msrun.cli.options.job_file import ALIASES_MAX
-from msrun.job import BindMode, Program, ProgramKind
+from msrun.job import BindMode, ProgramKind, WorkerProgram
 
 TRANSCRIPT = Path(__file__).with_name("job_files.txt")
 
@@ -44,7 +44,7 @@ def test_a_whole_job(config):
 
     assert outcome.err == ""
     job = outcome.job
-    assert job.program == Program(
+    assert job.program == WorkerProgram(
         kind=ProgramKind.SCRIPT,
         target="train.py",
         args=("--lr", "1e-3", "--flag", "yes", "010", "1:30", "a b"),
@@ -59,19 +59,19 @@ def test_a_whole_job(config):
 def test_a_module(config):
     program = config("module: pkg\nargs: [x]\n", words="").job.program
 
-    assert program == Program(kind=ProgramKind.MODULE, target="pkg", args=("x",))
+    assert program == WorkerProgram(kind=ProgramKind.MODULE, target="pkg", args=("x",))
 
 
 def test_a_command(config):
     program = config("script: ./prog\nno-python: true\n", words="").job.program
 
-    assert program == Program(kind=ProgramKind.COMMAND, target="./prog")
+    assert program == WorkerProgram(kind=ProgramKind.COMMAND, target="./prog")
 
 
 def test_the_command_line_replaces_the_program_and_its_arguments(config):
     program = config("module: pkg\nargs: [x]\n", words="train.py y").job.program
 
-    assert program == Program(kind=ProgramKind.SCRIPT, target="train.py", args=("y",))
+    assert program == WorkerProgram(kind=ProgramKind.SCRIPT, target="train.py", args=("y",))
 
 
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "{}\n"])

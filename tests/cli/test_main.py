@@ -16,8 +16,8 @@ from msrun.errors import MsrunError, UsageError
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 137])
-def test_the_code_of_the_job(msrun, world, code):
-    world.launcher.code = code
+def test_the_code_of_the_job(msrun, system, code):
+    system.launcher.code = code
 
     assert msrun("train.py").code == code
 
@@ -34,25 +34,25 @@ def test_the_code_of_the_job(msrun, world, code):
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_ends_a_job(msrun, world, error, code, text):
-    world.launcher.error = error
+def test_what_ends_a_job(msrun, system, error, code, text):
+    system.launcher.error = error
 
     outcome = msrun("train.py")
 
     assert (outcome.code, outcome.err) == (code, text)
 
 
-def test_notes_come_before_the_job(msrun, world):
-    world.launcher.notes = ("no cgroup",)
+def test_notes_come_before_the_job(msrun, system):
+    system.launcher.notes = ("no cgroup",)
 
     assert msrun("-r 3 train.py").err == (
         "note: -r 3 changes nothing: the output of every worker goes to its log\nnote: no cgroup\n"
     )
 
 
-def test_our_own_mistake(msrun, world, monkeypatch, tmp_path):
+def test_our_own_mistake(msrun, system, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    world.launcher.error = KeyError("a\x1b[2J")
+    system.launcher.error = KeyError("a\x1b[2J")
 
     outcome = msrun("train.py")
 
@@ -68,9 +68,9 @@ def test_our_own_mistake(msrun, world, monkeypatch, tmp_path):
     assert outcome.code == 70
 
 
-def test_our_own_mistake_with_nowhere_to_write(msrun, world, monkeypatch):
+def test_our_own_mistake_with_nowhere_to_write(msrun, system, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    world.launcher.error = RuntimeError("broken")
+    system.launcher.error = RuntimeError("broken")
 
     outcome = msrun("train.py")
 
@@ -129,11 +129,11 @@ ARGV = st.lists(st.one_of(WORDS, st.tuples(WORDS, WORDS).map("=".join)), max_siz
 )
 @pytest.mark.usefixtures("here")
 @given(ARGV)
-def test_no_words_are_too_strange(world, capsys, argv):
-    code = main(argv, world=world)
+def test_no_words_are_too_strange(system, capsys, argv):
+    code = main(argv, system=system)
 
     _, err = capsys.readouterr()
     assert code in {0, 2}, (argv, err)
     assert not re.search(r"Traceback|bug in msrun", err)
     assert err.startswith("error: ") if code else True
-    world.launcher.jobs.clear()
+    system.launcher.jobs.clear()

@@ -174,9 +174,9 @@ def test_a_short_plan(msrun):
     assert (outcome.code, outcome.err, outcome.job) == (0, "", None)
 
 
-def test_a_plan_with_everything(msrun, world, gpus):
+def test_a_plan_with_everything(msrun, system, gpus):
     gpus(2)
-    world.launcher.notes = ("no cgroup",)
+    system.launcher.notes = ("no cgroup",)
 
     outcome = msrun(
         "plan --all --env-of 1 --job-id nightly --nnodes 1 --rdzv-endpoint localhost:29500 "
@@ -294,9 +294,9 @@ def test_nodes_without_a_secret(msrun):
     assert json.loads(msrun(words).out)["formation"]["secret"] == "none"
 
 
-def test_at_a_terminal(msrun, world, monkeypatch):
+def test_at_a_terminal(msrun, system, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    world.terminal = True
+    system.terminal = True
 
     outcome = msrun("plan --worker-num 2 train.py [bold]x")
 
@@ -306,8 +306,8 @@ def test_at_a_terminal(msrun, world, monkeypatch):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_reaches_the_terminal_unescaped(msrun, world, terminal):
-    world.terminal = terminal
+def test_nothing_reaches_the_terminal_unescaped(msrun, system, terminal):
+    system.terminal = terminal
 
     outcome = msrun(["plan", "train.py", "\x1b[2Jé\udcff\x07"])
 
@@ -430,8 +430,8 @@ def test_notes_on_a_mesh(msrun, parallel):
     )
 
 
-def test_a_mesh_at_a_terminal(msrun, world, parallel):
-    world.terminal = True
+def test_a_mesh_at_a_terminal(msrun, system, parallel):
+    system.terminal = True
 
     out = msrun(f"plan {parallel} --worker-num 4").out
 

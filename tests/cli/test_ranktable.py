@@ -86,8 +86,8 @@ def test_filters_choose_hosts_and_devices(msrun):
     assert servers(outcome) == [("10.0.0.1", [("1", None)])]
 
 
-def test_devices_of_this_node(msrun, gpus, world):
-    world.machine = replace(world.machine, address="10.0.0.5")
+def test_devices_of_this_node(msrun, gpus, system):
+    system.machine = replace(system.machine, address="10.0.0.5")
     gpus(4)
 
     assert servers(msrun("ranktable build")) == [("10.0.0.5", [(str(i), None) for i in range(4)])]
@@ -96,9 +96,9 @@ def test_devices_of_this_node(msrun, gpus, world):
     ]
 
 
-def test_ascend_devices_have_addresses(msrun, gpus, world):
+def test_ascend_devices_have_addresses(msrun, gpus, system):
     gpus(2, DeviceKind.NPU)
-    world.addresses = {0: "192.1.27.6", 1: "192.2.27.6"}
+    system.addresses = {0: "192.1.27.6", 1: "192.2.27.6"}
 
     outcome = msrun("ranktable build --server-ip 10.0.0.5")
 

@@ -19,7 +19,7 @@ MINDSPORE_RULES = {
 }
 
 
-def test_the_transcript(msrun, world, here):
+def test_the_transcript(msrun, system, here):
     (here / "dangling").symlink_to("nothing")
     (here / "mesh.yaml").write_text("mesh: {dp: -1, tp: 2}\n")
     (here / "broken.yaml").write_text("mesh: {dp: 2\n")
@@ -28,7 +28,7 @@ def test_the_transcript(msrun, world, here):
     for name, size, mode in (("secret", 32, 0o600), ("short", 31, 0o600), ("open", 32, 0o640)):
         (here / name).write_bytes(bytes(size))
         (here / name).chmod(mode)
-    world.busy[8118] = "is in use by pid 42 (python)"
+    system.busy[8118] = "is in use by pid 42 (python)"
     expected = TRANSCRIPT.read_text()
 
     actual = []
@@ -70,8 +70,8 @@ def test_every_refused_option_is_in_the_transcript():
         ),
     ],
 )
-def test_more_workers_than_the_machine_can_hold(msrun, world, change, sentence):
-    world.machine = replace(world.machine, **change)
+def test_more_workers_than_the_machine_can_hold(msrun, system, change, sentence):
+    system.machine = replace(system.machine, **change)
 
     outcome = msrun("--nproc-per-node 5 train.py")
 
@@ -81,9 +81,9 @@ def test_more_workers_than_the_machine_can_hold(msrun, world, change, sentence):
     assert outcome.code == 2
 
 
-def test_more_devices_than_the_machine_can_feed(msrun, world, gpus):
+def test_more_devices_than_the_machine_can_feed(msrun, system, gpus):
     gpus(8)
-    world.machine = replace(world.machine, processes_available=30)
+    system.machine = replace(system.machine, processes_available=30)
 
     assert msrun("train.py").err == (
         "error: --workers-per-node 8 is more than this machine can hold: at most 3, "

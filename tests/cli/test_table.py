@@ -59,8 +59,8 @@ def test_one_server_is_a_job_of_one_node(msrun, table):
 
 @pytest.mark.parametrize("words", ["--master-addr b", "--rdzv-endpoint b:29500"])
 @pytest.mark.usefixtures("two")
-def test_another_node_may_have_the_scheduler(msrun, world, words):
-    world.names["b"] = ("10.0.0.3",)
+def test_another_node_may_have_the_scheduler(msrun, system, words):
+    system.names["b"] = ("10.0.0.3",)
 
     job = msrun(f"--rank-table-file t.json {words} train.py").job
 

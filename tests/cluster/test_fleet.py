@@ -1,6 +1,6 @@
 """One promise for all backends, across hosts: verdict, code, and nothing left running.
 
-`tests/process/test_fleet.py` has what one host can show.
+`tests/process/commands/test_fleet.py` has what one host can show.
 """
 
 import contextlib

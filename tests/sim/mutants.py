@@ -22,8 +22,8 @@ from msrun.cluster.agent import events as agent_events
 from msrun.cluster.agent.state import AgentState
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.scheduler import wal
-from msrun.cluster.scheduler.events import Received
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.events import AgentMessage
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.wire.messages import Drained, Register
 
@@ -32,7 +32,7 @@ class StartsLate(AgentState):
     """Starts workers however old the news is that the scheduler had of the node."""
 
     def handle(self, event, *, now):
-        if isinstance(event, agent_events.Received):
+        if isinstance(event, agent_events.SchedulerMessage):
             event = msgspec.structs.replace(event, age=0.0)
         return super().handle(event, now=now)
 
@@ -41,7 +41,7 @@ class TakesStaleIdle(SchedulerState):
     """Takes a node without workers for drained, of whichever generation it speaks."""
 
     def handle(self, event, *, now):
-        if isinstance(event, Received) and isinstance(event.body, Register):
+        if isinstance(event, AgentMessage) and isinstance(event.body, Register):
             body = event.body
             if body.running < 0 and event.node_id in self._current.undrained:
                 body = msgspec.structs.replace(body, seen=self.generation, exits=[])
@@ -49,14 +49,14 @@ class TakesStaleIdle(SchedulerState):
         return super().handle(event, now=now)
 
 
-class IgnoresTerms(Peers):
+class IgnoresTerms(AgentLinks):
     """Takes a registration for its own that an earlier scheduler was sent."""
 
     def _is_first(self, envelope):
         return super()._is_first(msgspec.structs.replace(envelope, term=self.term))
 
 
-class RevivesSessions(Peers):
+class RevivesSessions(AgentLinks):
     """Takes a registration for a new one whose session it took for lost."""
 
     def lose(self, node_id, *arguments):
@@ -66,7 +66,7 @@ class RevivesSessions(Peers):
         return losses
 
 
-class TakesAnyLife(Peers):
+class TakesAnyLife(AgentLinks):
     """Takes every life for a later one than the one that is known."""
 
     def _follows(self, _envelope):
@@ -80,7 +80,7 @@ class DoesNotDrain(SchedulerState):
         actions = super()._stop(*arguments)
         for action in actions:
             node = self._roster.nodes[action.node_id]
-            drained = Received(action.node_id, node.incarnation, self.generation, Drained())
+            drained = AgentMessage(action.node_id, node.incarnation, self.generation, Drained())
             actions = actions + super().handle(drained, now=self._now)
         return actions
 
@@ -89,7 +89,7 @@ class DoesNotDrain(SchedulerState):
         return super().handle(event, now=now)
 
 
-class ComparesClocks(Peers):
+class ComparesClocks(AgentLinks):
     """Judges a node's silence by the node's own clock."""
 
     def receive(self, envelope, *, now):
@@ -112,7 +112,7 @@ class WaitsForImports(SchedulerState):
     """Takes every node for one whose workers start at once."""
 
     def handle(self, event, *, now):
-        if isinstance(event, Received) and isinstance(event.body, Register):
+        if isinstance(event, AgentMessage) and isinstance(event.body, Register):
             warm = msgspec.structs.replace(event.body, warm=True)
             event = msgspec.structs.replace(event, body=warm)
         return super().handle(event, now=now)
@@ -122,7 +122,7 @@ class IgnoresNodeRanks(SchedulerState):
     """Orders all nodes as if no user had said how."""
 
     def handle(self, event, *, now):
-        if isinstance(event, Received) and isinstance(event.body, Register):
+        if isinstance(event, AgentMessage) and isinstance(event.body, Register):
             body = msgspec.structs.replace(event.body, node_rank=None)
             event = msgspec.structs.replace(event, body=body)
         return super().handle(event, now=now)

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 
-from msrun.cluster.agent.state import Phase
+from msrun.cluster.agent.state import AgentPhase
 from msrun.cluster.scheduler import wal
 
 
@@ -53,7 +53,7 @@ class Observer:
         self.require(actual == expected, "I1 a rank has two places", expected, actual)
         size = sum(m.count for m in self.announced[generation].members)
         self.require(start.world_size == size, "I1 the world is another", start)
-        self.require(host.state.phase is Phase.RUNNING, "an agent runs no generation", host)
+        self.require(host.state.phase is AgentPhase.RUNNING, "an agent runs no generation", host)
 
     def observe_record(self, record):
         if isinstance(record, wal.Decided):

@@ -15,9 +15,9 @@ from test_scenarios import SchedulerScript, blocks, verbs
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.liveness.stacks import Frame, summary
 from msrun.cluster.scheduler import events as scheduler_events
-from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.control import Control, SendReply
 from msrun.cluster.scheduler.controlled_state import ControlledState
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
 from msrun.cluster.wire.control_messages import (
     Denied,
@@ -57,7 +57,7 @@ class ControlScript(SchedulerScript):
 
     def start(self, **settings):
         super().start(**settings)
-        peers = Peers(job_id="train", lease=Lease(), term=1)
+        peers = AgentLinks(job_id="train", lease=Lease(), term=1)
         self.control = Control(state=self.state, peers=peers)
 
     def _machine(self):
@@ -138,7 +138,7 @@ class ControlScript(SchedulerScript):
         return actions
 
     def _show(self, action):
-        if isinstance(action, Reply):
+        if isinstance(action, SendReply):
             return f"reply {show_reply(action.reply)}"
         body = getattr(action, "body", None)
         if not isinstance(body, (DumpStacks, ReadLog, SignalRanks, Hung)):

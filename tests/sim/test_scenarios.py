@@ -214,7 +214,7 @@ class SchedulerScript(Script):
         return scheduler_events.Woke()
 
     def _received(self, node, body, generation=None, incarnation=None):
-        return scheduler_events.Received(
+        return scheduler_events.AgentMessage(
             node_id=node,
             incarnation=int(incarnation or self.incarnations.get(node, 1)),
             generation=self.state.generation if generation is None else int(generation),
@@ -226,7 +226,7 @@ class SchedulerScript(Script):
         ranks = []
         for action in actions:
             match action:
-                case scheduler_events.Send(node_id=node, body=Start() as start):
+                case scheduler_events.SendToAgent(node_id=node, body=Start() as start):
                     self.first_ranks[node] = start.first_rank
                     ranks += range(start.first_rank, start.first_rank + start.count)
                     world_size = start.world_size
@@ -243,10 +243,10 @@ class SchedulerScript(Script):
                 assert is_new, "a generation was announced twice"
                 assert self.verdict is None, "something was written after the verdict"
                 self.written.append(record)
-            case scheduler_events.Send(body=Start(), generation=generation):
+            case scheduler_events.SendToAgent(body=Start(), generation=generation):
                 started = [r.generation for r in self.written if isinstance(r, _STARTED)]
                 assert generation in started
-            case scheduler_events.Send(body=Finish(verdict=verdict)):
+            case scheduler_events.SendToAgent(body=Finish(verdict=verdict)):
                 assert verdict == self.verdict == self.state.verdict
 
     def _show_rest(self):
@@ -302,7 +302,7 @@ class AgentScript(Script):
         return agent_events.Reached()
 
     def cut(self):
-        return agent_events.Cut()
+        return agent_events.SchedulerSilent()
 
     def forgotten(self):
         return agent_events.Forgotten()
@@ -326,7 +326,7 @@ class AgentScript(Script):
             "Drained": Drained,
         }[message]
         current = max(self.state.generation, 0)
-        return agent_events.Received(
+        return agent_events.SchedulerMessage(
             current if generation is None else int(generation), build(**words), float(age)
         )
 
@@ -335,7 +335,7 @@ class AgentScript(Script):
         return agent_events.WorkerEnded(self._generation(generation), end)
 
     def swept(self, stuck=None, generation=None):
-        return agent_events.Swept(self._generation(generation), (stuck,) if stuck else ())
+        return agent_events.GenerationSwept(self._generation(generation), (stuck,) if stuck else ())
 
     def tree_lost(self, why="the reaper was killed by SIGKILL", code="120"):
         return agent_events.TreeLost(why, int(code))
@@ -390,7 +390,7 @@ class AgentScript(Script):
                 self.started = generation
             case agent_events.Join():  # to a scheduler that may know nothing
                 self.told.clear()
-            case agent_events.Send(body=Drained(), generation=generation):
+            case agent_events.SendToScheduler(body=Drained(), generation=generation):
                 assert generation not in self.told, "drained twice"
                 self.told.add(generation)
                 self.drained.add(generation)
@@ -400,7 +400,7 @@ class AgentScript(Script):
 
     def _show(self, action):  # noqa: PLR0911 - one line an action
         match action:
-            case agent_events.Send(generation=generation, body=body):
+            case agent_events.SendToScheduler(generation=generation, body=body):
                 return f"-> scheduler g{generation} {show_message(body)}"
             case agent_events.Join(register=body):
                 exits = " ".join(f"{e.rank}:{e.how()}:{e.age:g}" for e in body.exits)
@@ -412,9 +412,9 @@ class AgentScript(Script):
                 return f"{'warn' if warn else 'tell'} {sentence!r}"
             case agent_events.StartWorkers(generation=generation, start=start):
                 return f"start g{generation} {show_message(start)}"
-            case agent_events.SignalWorkers(ranks=ranks, signum=signum):
+            case agent_events.ForwardSignal(ranks=ranks, signum=signum):
                 return f"signal {signal.Signals(signum).name} ranks={list(ranks)}"
-            case agent_events.Sweep(generation=generation):
+            case agent_events.SweepGeneration(generation=generation):
                 return f"sweep g{generation}"
             case agent_events.Announce(restarting=restarting):
                 return f"announce {show_message(restarting)}"

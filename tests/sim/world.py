@@ -15,11 +15,11 @@ from msrun.cluster.agent import events as agent_events
 from msrun.cluster.agent.state import AgentState
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness import lease
-from msrun.cluster.liveness.freeze_detector import Pulse
+from msrun.cluster.liveness.freeze_detector import FreezeDetector
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import wal
 from msrun.cluster.scheduler.admission import Admission
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
 from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.wire import codec
@@ -36,7 +36,7 @@ class Build:
 
     agent_state: type = AgentState
     uplink: type = Uplink
-    peers: type = Peers
+    peers: type = AgentLinks
     scheduler_state: type = SchedulerState
     dead_man: bool = True
     log: bool = True
@@ -133,7 +133,7 @@ class World(Observer):
         self.outputs = None
         self.peers = None
         self.scheduler = None
-        self.pulse = None
+        self.freeze_detector = None
         self.clock_offset = 0.0
         self.wal = b""
         self.lives = 0
@@ -161,7 +161,7 @@ class World(Observer):
     def scheduler_deadline(self):
         if self.peers is None:
             return None
-        dues = [self.scheduler.deadline(), self.peers.deadline(), self.pulse.deadline()]
+        dues = [self.scheduler.deadline(), self.peers.deadline(), self.freeze_detector.deadline()]
         return min([due for due in dues if due is not None]) - self.clock_offset
 
     def begin(self, offset):
@@ -178,7 +178,7 @@ class World(Observer):
         settings = self.settings
         limits = RestartLimits(max_restarts=settings.restarts, exclude_after=settings.exclude)
         times = lease.Lease(settings.lease)
-        self.pulse = Pulse(lease=times, look_at=now)
+        self.freeze_detector = FreezeDetector(lease=times, look_at=now)
         self.peers = self.build.peers(job_id=JOB, lease=times, term=term)
         self.scheduler = self.build.scheduler_state(
             job_id=JOB,
@@ -212,7 +212,7 @@ class World(Observer):
         if self.peers is None:
             return
         now = self.now + self.clock_offset
-        if self.pulse.tick(now=now):
+        if self.freeze_detector.tick(now=now):
             self.peers.woke(now=now)
             self._schedule(scheduler_events.Woke())
         losses, frames = self.peers.tick(now=now)
@@ -262,7 +262,7 @@ class World(Observer):
                         self.end()
                         self.driver.scheduler_died()
                         return
-                case scheduler_events.Send(node_id=name, generation=generation, body=body):
+                case scheduler_events.SendToAgent(node_id=name, generation=generation, body=body):
                     self._say(f"scheduler -> {name} g{generation} ", body)
                     self._send_down(self.peers.send(name, generation, body, now=now))
 
@@ -393,14 +393,14 @@ class World(Observer):
                 case agent_events.Join(register=body):
                     self._say(f"{host.name} joins ", body)
                     self._send_up(host.uplink.join(host.state.generation, body, now=now))
-                case agent_events.Send(generation=generation, body=body):
+                case agent_events.SendToScheduler(generation=generation, body=body):
                     self._say(f"{host.name} -> scheduler g{generation} ", body)
                     self._send_up(host.uplink.send(generation, body, now=now))
                 case agent_events.StartWorkers(generation=generation, start=start):
                     self._start(host, generation, start)
-                case agent_events.SignalWorkers(ranks=ranks, signum=signum):
+                case agent_events.ForwardSignal(ranks=ranks, signum=signum):
                     self.driver.signalled(host, ranks, signum)
-                case agent_events.Sweep(generation=generation):
+                case agent_events.SweepGeneration(generation=generation):
                     self.driver.swept(host, generation)
                 case agent_events.Conclude(verdict=verdict):
                     self._conclude(host, verdict)
@@ -449,7 +449,7 @@ class World(Observer):
             return
         for rank in list(host.live):
             self._ends(host, rank, -signal.SIGKILL, swept=True)
-        host.notices.append(agent_events.Swept(generation))
+        host.notices.append(agent_events.GenerationSwept(generation))
         self.driver.noticed(host)
 
     def expire(self, name):

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from launchers.dynamic import DynamicLauncher
-from msrun.job import JobSpec, Program, ProgramKind
+from msrun.job import JobSpec, ProgramKind, WorkerProgram
 from msrun.supervise import node_plan
 from msrun.topology import CpuTopology, Machine
 
@@ -22,7 +22,7 @@ MACHINE = Machine(
 def plan(**changes):
     job = JobSpec(
         job_id="train-1",
-        program=Program(kind=ProgramKind.SCRIPT, target="train.py"),
+        program=WorkerProgram(kind=ProgramKind.SCRIPT, target="train.py"),
         workers_per_node=2,
         cwd="/home/u",
         log_dir="/logs",

@@ -3,13 +3,13 @@ import math
 import pytest
 
 from msrun.errors import UsageError
-from msrun.job import JobSpec, Program, ProgramKind
+from msrun.job import JobSpec, ProgramKind, WorkerProgram
 
 
 def job(**changes):
     given = {
         "job_id": "train-1",
-        "program": Program(kind=ProgramKind.SCRIPT, target="train.py"),
+        "program": WorkerProgram(kind=ProgramKind.SCRIPT, target="train.py"),
         "workers_per_node": 2,
         "cwd": "/home/u",
         "log_dir": "/home/u/logs",

@@ -68,6 +68,15 @@ def test_file_of_501_lines_is_reported(offences, folder):
     assert offences(files) == [f"{folder}/a.py:501: file has 501 lines, the limit is 500"]
 
 
+def test_longer_file_with_a_reason_is_tidy(offences):
+    reason = "# tidy: long file, one machine is read in one place\n"
+    assert offences(in_package(reason + "x = 1\n" * 501)) == []
+
+
+def test_longer_file_with_half_a_reason_is_reported(offences):
+    assert len(offences(in_package("# tidy: long file, because\n" + "x = 1\n" * 501))) == 1
+
+
 def test_file_of_500_lines_is_tidy(offences):
     assert offences(in_package("x = 1\n" * 500)) == []
 

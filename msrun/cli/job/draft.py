@@ -11,15 +11,15 @@ from pathlib import Path
 from msrun.cli.job.console import choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
-from msrun.cli.job.program import Chosen, job_id_stem
-from msrun.cli.job.rendezvous import Meeting, find_meeting
+from msrun.cli.job.program import ChosenProgram, job_id_stem
+from msrun.cli.job.rendezvous import Rendezvous, find_rendezvous
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import Parallel, fit_parallel, is_inline
 from msrun.cli.options.settings import Given, Settings, strongest
-from msrun.cli.system import World
+from msrun.cli.system import System
 from msrun.errors import UsageError
 from msrun.job import Binding, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
@@ -70,11 +70,11 @@ class JobDraft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _ResolvedFields:
     """What the job's fields are, where more than one option or the machine decides."""
 
     size: Size
-    meeting: Meeting
+    rendezvous: Rendezvous
     job_id: Given[str]
     log_dir: Given[str]
     join_timeout: Given[float]
@@ -91,13 +91,15 @@ class _Found:
     emit_rank_table: str
 
 
-def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World) -> JobDraft:
+def draft_job(
+    settings: Settings, chosen: ChosenProgram, machine: Machine, system: System
+) -> JobDraft:
     """Return the job that `settings` ask for on `machine`.
 
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
     """
-    found, notes = _find(settings, chosen, machine, world)
+    found, notes = _find(settings, chosen, machine, system)
     parallel = fit_parallel(settings.get(options.PARALLEL), found.size.world_size)
     job = _job(settings, chosen, found, parallel)
     notes = [*_without_effect(settings, found), *_insecure(settings), *notes, *_unfitted(parallel)]
@@ -111,21 +113,21 @@ def draft_job(settings: Settings, chosen: Chosen, machine: Machine, world: World
 
 
 def _find(
-    settings: Settings, chosen: Chosen, machine: Machine, world: World
-) -> tuple[_Found, list[str]]:
+    settings: Settings, chosen: ChosenProgram, machine: Machine, system: System
+) -> tuple[_ResolvedFields, list[str]]:
     """Return what is found out, and notes."""
-    size = count(settings, machine, world.environment())
-    meeting = find_meeting(settings, size, machine, world)
+    size = count(settings, machine, system.environment())
+    rendezvous = find_rendezvous(settings, size, machine, system)
     join_timeout = find_timeout(settings, options.JOIN_TIMEOUT)
     last_call = find_timeout(settings, options.LAST_CALL)
-    job_id = _job_id(settings, chosen, size, meeting, world)
+    job_id = _job_id(settings, chosen, size, rendezvous, system)
     log_dir = _log_dir(settings, job_id.value)
     tail, tail_local = choose_tail(settings, size)
     start_method, start_notes = _start_method(settings, chosen)
     bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
-    found = _Found(
+    found = _ResolvedFields(
         size=size,
-        meeting=meeting,
+        rendezvous=rendezvous,
         job_id=job_id,
         log_dir=log_dir,
         join_timeout=join_timeout,
@@ -139,13 +141,15 @@ def _find(
         bind_numa=bind_numa,
         env=merge_env(settings),
         rank_table=_rank_table(settings, machine),
-        emit_rank_table=_emitted(settings, meeting),
+        emit_rank_table=_emitted(settings, rendezvous),
     )
     return found, [*start_notes, *bind_notes]
 
 
-def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel | None) -> JobSpec:
-    size, meeting, node_rank = found.size, found.meeting, settings.get(options.NODE_RANK)
+def _job(
+    settings: Settings, chosen: ChosenProgram, found: _ResolvedFields, parallel: Parallel | None
+) -> JobSpec:
+    size, rendezvous, node_rank = found.size, found.rendezvous, settings.get(options.NODE_RANK)
     return JobSpec(
         job_id=found.job_id.value,
         program=chosen.program,
@@ -156,11 +160,11 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
         cwd=str(Path.cwd()),
         log_dir=found.log_dir.value,
         node_rank=node_rank.value if node_rank else None,
-        master_addr=meeting.host.value if meeting.host else None,
-        master_port=meeting.port.value,
-        serves=meeting.serves,
-        listen_host=meeting.listen_host,
-        address=meeting.address,
+        master_addr=rendezvous.host.value if rendezvous.host else None,
+        master_port=rendezvous.port.value,
+        serves=rendezvous.serves,
+        listen_host=rendezvous.listen_host,
+        address=rendezvous.address,
         secret_file=found.secret_file.value,
         join_timeout=found.join_timeout.value,
         last_call=found.last_call.value,
@@ -188,7 +192,7 @@ def _job(settings: Settings, chosen: Chosen, found: _Found, parallel: Parallel |
     )
 
 
-def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
+def _values(settings: Settings, found: _ResolvedFields) -> dict[str, Given[object]]:
     """Return what `plan` shows of each setting, what one node has no use for left out."""
     size = found.size
     fewest, most = size.nnodes.value
@@ -211,8 +215,8 @@ def _values(settings: Settings, found: _Found) -> dict[str, Given[object]]:
         "job-id": found.job_id,
         "nnodes": Given(nnodes, size.nnodes.source),
         "workers-per-node": size.workers,
-        "master-addr": found.meeting.host or nobody,
-        "master-port": found.meeting.port,
+        "master-addr": found.rendezvous.host or nobody,
+        "master-port": found.rendezvous.port,
         "join-timeout": found.join_timeout,
         **({} if is_alone else several),
         **({} if is_alone and not found.secret_file.text else {"secret-file": found.secret_file}),
@@ -237,7 +241,7 @@ def _named(parallel: Given[object] | None) -> Given[str | None]:
     return Given(name, parallel.source, parallel.text)
 
 
-def _without_effect(settings: Settings, found: _Found) -> Iterator[str]:
+def _without_effect(settings: Settings, found: _ResolvedFields) -> Iterator[str]:
     for option in _OF_SEVERAL:
         if (given := settings.get(option)) and found.size.is_alone:
             yield f"{given.cite()} has no effect on one node"
@@ -275,7 +279,7 @@ def _rank_table(settings: Settings, machine: Machine) -> str:
     return str(Path(named.value).absolute()) if named else ""
 
 
-def _emitted(settings: Settings, meeting: Meeting) -> str:
+def _emitted(settings: Settings, rendezvous: Rendezvous) -> str:
     """Return where the job's own table is written; that can be done."""
     given, table = settings.get(options.EMIT_RANK_TABLE), settings.get(RANK_TABLE_FILE)
     if given is None:
@@ -284,7 +288,7 @@ def _emitted(settings: Settings, meeting: Meeting) -> str:
     if table and Path(table.value).absolute() == path:
         raise UsageError(f"{given.cite()} would replace {table.cite()}")
     problem = None
-    if meeting.serves:
+    if rendezvous.serves:
         try:
             problem = "is a directory" if path.is_dir() else _directory_problem(path.parent)
         except (OSError, ValueError) as error:
@@ -310,17 +314,17 @@ def _secret_file(settings: Settings) -> Given[str | None]:
 
 
 def _job_id(
-    settings: Settings, chosen: Chosen, size: Size, meeting: Meeting, world: World
+    settings: Settings, chosen: ChosenProgram, size: Size, rendezvous: Rendezvous, system: System
 ) -> Given[str]:
     """Return the job's name: on several nodes, what the same words on all of them make of it."""
     named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
     if named:
         return named
-    token = world.token()
-    if meeting.host and not size.is_alone:
+    token = system.token()
+    if rendezvous.host and not size.is_alone:
         program = chosen.program
         total = size.total.value if size.total else None
-        words = (meeting.host.value, meeting.port.value, size.nnodes.value, total)
+        words = (rendezvous.host.value, rendezvous.port.value, size.nnodes.value, total)
         same = repr((*words, program.kind.value, program.target, program.args))
         token = hashlib.sha256(same.encode(errors="surrogateescape")).hexdigest()[: len(token)]
     return Given(f"{job_id_stem(chosen.program)}-{token}")
@@ -368,7 +372,9 @@ def _directory_problem(path: Path) -> str | None:
     return None
 
 
-def _start_method(settings: Settings, chosen: Chosen) -> tuple[Given[StartMethod], list[str]]:
+def _start_method(
+    settings: Settings, chosen: ChosenProgram
+) -> tuple[Given[StartMethod], list[str]]:
     """Return how workers start, and why it is not what was asked for."""
     given: Given[StartMethod] = settings.get(options.START_METHOD) or Given(StartMethod.FORK)
     reason = ""

@@ -25,14 +25,14 @@ from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
 from msrun.hosts.hostlist import TEXT_MAX, Host, parse_hostfile, select
 from msrun.identity import port_of
-from msrun.job import LOOPBACK, Program, ProgramKind
+from msrun.job import LOOPBACK, ProgramKind, WorkerProgram
 from msrun.rank_table.file import read_table
 from msrun.rank_table.nodes import hosts_of
 
 if TYPE_CHECKING:
-    from msrun.cli.job.prepare import Request
+    from msrun.cli.job.prepare import JobRequest
     from msrun.cli.options.option import Option
-    from msrun.cli.system import World
+    from msrun.cli.system import System
 
 # What the launcher says in its own way, or what is about this command alone.
 _NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
@@ -56,16 +56,16 @@ _OF_RANKS: frozenset[Option[object]] = frozenset(
 _REFUSED = (options.NODE_RANK, options.STANDALONE, options.RDZV_ENDPOINT, options.LOCAL_ADDR)
 
 
-def run_fleet(request: Request, world: World) -> int:
+def run_fleet(request: JobRequest, system: System) -> int:
     """Start the job of `request` on its nodes and return its exit code."""
-    launcher, plan = _prepare(request, world)
+    launcher, plan = _prepare(request, system)
     say_notes((*request.notes, *plan.notes))
     return launcher.submit(plan, _secret(request.settings))
 
 
-def plan_fleet(request: Request, world: World) -> None:
+def plan_fleet(request: JobRequest, system: System) -> None:
     """Print what `run_fleet` would do."""
-    _, plan = _prepare(request, world)
+    _, plan = _prepare(request, system)
     if request.settings.value(JSON):
         answer(json.dumps(msgspec.to_builtins(plan), indent=2))
         return
@@ -86,7 +86,7 @@ def _text(plan: FleetPlan) -> Iterator[str]:
             yield f"  reads the secret, then {command.order}"
 
 
-def _prepare(request: Request, world: World) -> tuple[FleetLauncher, FleetPlan]:
+def _prepare(request: JobRequest, system: System) -> tuple[FleetLauncher, FleetPlan]:
     settings = request.settings
     for option in _REFUSED:
         if given := settings.get(option):
@@ -97,16 +97,16 @@ def _prepare(request: Request, world: World) -> tuple[FleetLauncher, FleetPlan]:
     join = settings.get(options.JOIN)
     if join and not join.value:
         texts["detach"] = "true"
-    launcher = world.open_fleet(settings.value(options.LAUNCHER), texts)
+    launcher = system.open_fleet(settings.value(options.LAUNCHER), texts)
     by_mpi = settings.value(fleet_options.RANKS_BY) == "mpi"
-    return launcher, launcher.plan((_ranks if by_mpi else _fleet)(request, world))
+    return launcher, launcher.plan((_ranks if by_mpi else _fleet)(request, system))
 
 
-def _fleet(request: Request, world: World) -> Fleet:
+def _fleet(request: JobRequest, system: System) -> Fleet:
     settings = request.settings
     hosts, program = _hosts(settings), _program(request)
     host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
-    job_id = _job_id(settings, program, world)
+    job_id = _job_id(settings, program, system)
     # Its own, so that jobs may share nodes; and told, since what starts agents may tell another.
     own_port = port_of(job_id) if hosts else 0
     return Fleet(
@@ -123,7 +123,7 @@ def _fleet(request: Request, world: World) -> Fleet:
     )
 
 
-def _ranks(request: Request, world: World) -> Fleet:
+def _ranks(request: JobRequest, system: System) -> Fleet:
     """Return a fleet without agents, whose ranks are the launcher's."""
     settings = request.settings
     by = settings.get(fleet_options.RANKS_BY)
@@ -141,7 +141,7 @@ def _ranks(request: Request, world: World) -> Fleet:
     room = sum(host.slots or 1 for host in hosts) or settings.value(options.NNODES)[1] * slots
     if total and hosts and total.value > room:
         raise UsageError(f"{total.cite()} is more than the {room} slots of the hosts")
-    job_id = _job_id(settings, _program(request), world)
+    job_id = _job_id(settings, _program(request), system)
     host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
     is_alone = len(hosts) == 1 or (not hosts and settings.value(options.NNODES)[1] == 1)
     first = LOOPBACK if is_alone else hosts[0].name if hosts else ""
@@ -149,7 +149,7 @@ def _ranks(request: Request, world: World) -> Fleet:
     if port and not address:
         raise UsageError(f"{port.cite()} needs --master-addr, since no host is named")
     number = port.value if port and port.value else port_of(job_id)
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(number)} if address else {}
+    rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(number)} if address else {}
     return Fleet(
         job_id=job_id,
         words=_command(request),
@@ -157,12 +157,12 @@ def _ranks(request: Request, world: World) -> Fleet:
         python=_python(settings),
         cwd=str(Path.cwd()),
         hosts=hosts,
-        env={**_table_env(settings, hosts), **merge_env(settings).value, **meeting},
+        env={**_table_env(settings, hosts), **merge_env(settings).value, **rendezvous},
         ranks=total.value if total else room,
     )
 
 
-def _command(request: Request) -> tuple[str, ...]:
+def _command(request: JobRequest) -> tuple[str, ...]:
     """Return the command of each rank."""
     settings, file = request.settings, request.file
     *_, target = ("", *filter(None, (file.script, file.module)))
@@ -180,13 +180,13 @@ def _python(settings: Settings) -> str:
     return named.value if named else sys.executable
 
 
-def _job_id(settings: Settings, program: tuple[str, ...], world: World) -> str:
+def _job_id(settings: Settings, program: tuple[str, ...], system: System) -> str:
     named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
     if named:
         return named.value
     target = next((word for word in program if not word.startswith("-")), "")
-    stem = job_id_stem(Program(kind=ProgramKind.SCRIPT, target=target))
-    return f"{stem}-{world.token()}"
+    stem = job_id_stem(WorkerProgram(kind=ProgramKind.SCRIPT, target=target))
+    return f"{stem}-{system.token()}"
 
 
 def _hosts(settings: Settings) -> tuple[Host, ...]:
@@ -262,7 +262,7 @@ def _words(settings: Settings) -> Iterator[str]:
             yield f"{option.flag}={given.text}"
 
 
-def _program(request: Request) -> tuple[str, ...]:
+def _program(request: JobRequest) -> tuple[str, ...]:
     file = request.file
     if request.words:
         return request.words

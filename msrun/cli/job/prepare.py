@@ -21,7 +21,7 @@ from msrun.cli.options.job_file import JobFile, read_job_file
 from msrun.cli.options.parsers import SIGNALS, guess
 from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import FileTexts, Settings
-from msrun.cli.system import World
+from msrun.cli.system import System
 from msrun.errors import UsageError
 from msrun.launch import FLEETS, Launcher, LaunchPlan
 from msrun.units import shown
@@ -30,7 +30,7 @@ _GUESS_CUTOFF = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class JobRequest:
     """What was asked for, before anything of it is looked up.
 
     Args:
@@ -73,21 +73,21 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def read_request(line: CommandLine, table: Table, world: World) -> Request:
+def read_request(line: CommandLine, table: Table, system: System) -> JobRequest:
     """Return what `line`, the environment and the job file say.
 
     Raises:
         UsageError: It cannot be understood, or is refused.
     """
     _check_directory()
-    environment = world.environment()
+    environment = system.environment()
     settings, file = _settings(line, environment, table)
     _check_refused(settings, table)
     notes = (*_misspelt(environment, table), *_without_effect(settings))
-    return Request(settings=settings, words=line.program, file=file, notes=notes)
+    return JobRequest(settings=settings, words=line.program, file=file, notes=notes)
 
 
-def prepare(request: Request, world: World) -> Prepared:
+def prepare(request: JobRequest, system: System) -> Prepared:
     """Return the job of `request`, checked as far as that is possible without starting it.
 
     Raises:
@@ -100,11 +100,11 @@ def prepare(request: Request, world: World) -> Prepared:
             with_table,  # Few jobs have one, and all would load the reader.
         )
 
-        settings = with_table(settings, given, world)
+        settings = with_table(settings, given, system)
     chosen = find_program(request.words, request.file, settings)
-    launcher = world.load_launcher(settings.value(options.LAUNCHER))
-    machine = world.read_machine(merge_env(settings).value)
-    draft = draft_job(settings, chosen, machine, world)
+    launcher = system.load_launcher(settings.value(options.LAUNCHER))
+    machine = system.read_machine(merge_env(settings).value)
+    draft = draft_job(settings, chosen, machine, system)
     plan = launcher.plan(draft.job, draft.machine)
     _check_env(settings, plan)
     notes = (*request.notes, *draft.notes, *plan.notes)

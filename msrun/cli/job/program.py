@@ -20,7 +20,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.job_file import JobFile
 from msrun.cli.options.settings import Level, Settings, Source
 from msrun.errors import UsageError
-from msrun.job import Program, ProgramKind
+from msrun.job import ProgramKind, WorkerProgram
 from msrun.units import quoted
 
 _PYTHONS = ("python", "python3")
@@ -31,14 +31,14 @@ _ID_STEM_MAX = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenProgram:
     """The program and where it was named."""
 
-    program: Program
+    program: WorkerProgram
     source: Source
 
 
-def find_program(words: tuple[str, ...], file: JobFile, settings: Settings) -> Chosen:
+def find_program(words: tuple[str, ...], file: JobFile, settings: Settings) -> ChosenProgram:
     """Return the program that the command line, else the job file, names.
 
     Raises:
@@ -52,23 +52,25 @@ def find_program(words: tuple[str, ...], file: JobFile, settings: Settings) -> C
             _check_module(program.target)
         case ProgramKind.COMMAND:
             _check_command(program.target)
-    return Chosen(program=program, source=source)
+    return ChosenProgram(program=program, source=source)
 
 
-def job_id_stem(program: Program) -> str:
+def job_id_stem(program: WorkerProgram) -> str:
     """Return the beginning of a default job id: the program's short name."""
     name = program.target.rpartition(".")[2] if program.kind is ProgramKind.MODULE else ""
     stem = _NOT_IN_ID.sub("-", name or Path(program.target).stem)[:_ID_STEM_MAX]
     return stem.strip("_.-") or "job"
 
 
-def _named(words: tuple[str, ...], file: JobFile, settings: Settings) -> tuple[Program, Source]:
+def _named(
+    words: tuple[str, ...], file: JobFile, settings: Settings
+) -> tuple[WorkerProgram, Source]:
     kind = _kind(settings)
     if words:
         source = Source(level=Level.FLAG, place="SCRIPT")
         if kind is ProgramKind.SCRIPT and not settings.value(options.RUN_PATH):
             return _from_words(words), source
-        return Program(kind=kind, target=words[0], args=words[1:]), source
+        return WorkerProgram(kind=kind, target=words[0], args=words[1:]), source
     if file.script and file.module:
         msg = f"{file.options.path}: script and module are both given (choose one)"
         raise UsageError(msg)
@@ -79,7 +81,7 @@ def _named(words: tuple[str, ...], file: JobFile, settings: Settings) -> tuple[P
     if target is None:
         msg = "no SCRIPT is given"
         raise UsageError(msg, hint="msrun --help lists options and verbs")
-    return Program(kind=kind, target=target, args=file.args or ()), source
+    return WorkerProgram(kind=kind, target=target, args=file.args or ()), source
 
 
 def _kind(settings: Settings) -> ProgramKind:
@@ -98,17 +100,17 @@ def _kind(settings: Settings) -> ProgramKind:
     return ProgramKind.COMMAND if is_command else ProgramKind.SCRIPT
 
 
-def _from_words(words: tuple[str, ...]) -> Program:
+def _from_words(words: tuple[str, ...]) -> WorkerProgram:
     """Return the program that a Python command line or a script with arguments means."""
     first, rest = words[0], words[1:]
     if first == "pytest":
-        return Program(kind=ProgramKind.MODULE, target="pytest", args=rest)
+        return WorkerProgram(kind=ProgramKind.MODULE, target="pytest", args=rest)
     if first in _PYTHONS:
         return _from_python(rest)
-    return Program(kind=ProgramKind.SCRIPT, target=first, args=rest)
+    return WorkerProgram(kind=ProgramKind.SCRIPT, target=first, args=rest)
 
 
-def _from_python(words: tuple[str, ...]) -> Program:
+def _from_python(words: tuple[str, ...]) -> WorkerProgram:
     """Return what `python WORDS` would run; `-u` is dropped, as workers never buffer."""
     interpreter: list[str] = []
     rest = list(words)
@@ -131,7 +133,7 @@ def _from_python(words: tuple[str, ...]) -> Program:
     if not rest or rest[0] == "-" or {"-h", "-V", "-?", "--help", "--version"} & {*interpreter}:
         msg = f"{quoted(shlex.join(['python', *words]))} names no script"
         raise UsageError(msg)
-    return Program(
+    return WorkerProgram(
         kind=ProgramKind.SCRIPT,
         target=rest[0],
         args=tuple(rest[1:]),
@@ -151,15 +153,15 @@ def _short_options(word: str) -> tuple[str, str, str]:
 
 def _module_or_code(
     action: str, value: str, args: tuple[str, ...], interpreter: tuple[str, ...]
-) -> Program:
+) -> WorkerProgram:
     if not value:
         msg = f"'python -{action}' names no {'module' if action == 'm' else 'code'}"
         raise UsageError(msg)
     if action == "m":
-        return Program(
+        return WorkerProgram(
             kind=ProgramKind.MODULE, target=value, args=args, interpreter_options=interpreter
         )
-    return Program(
+    return WorkerProgram(
         kind=ProgramKind.COMMAND,
         target=sys.executable,
         args=("-u", *interpreter, "-c", value, *args),

@@ -14,7 +14,7 @@ from msrun.topology import DeviceKind
 
 if TYPE_CHECKING:
     from msrun.cli.options.option import Option
-    from msrun.cli.system import World
+    from msrun.cli.system import System
     from msrun.topology import Machine
     from ranktable import RankTable
 
@@ -24,7 +24,7 @@ _VISIBLE = {
 }
 
 
-def with_table(settings: Settings, given: Given[str], world: World) -> Settings:
+def with_table(settings: Settings, given: Given[str], system: System) -> Settings:
     """Return `settings` with what the rank table `given` says of the job and of this node.
 
     Raises:
@@ -32,9 +32,9 @@ def with_table(settings: Settings, given: Given[str], world: World) -> Settings:
             there, or another option contradicts it.
     """
     table = read_table(given.value)
-    machine = world.read_machine(merge_env(settings).value)
+    machine = system.read_machine(merge_env(settings).value)
     try:
-        node_rank = _find(settings, table, machine, world)
+        node_rank = _find(settings, table, machine, system)
         numbers = devices_of(servers_of(table)[node_rank])
         check_devices(
             servers_of(table)[node_rank], tuple(device.physical for device in machine.devices)
@@ -57,10 +57,10 @@ def with_table(settings: Settings, given: Given[str], world: World) -> Settings:
     return settings.with_values(values)
 
 
-def _find(settings: Settings, table: RankTable, machine: Machine, world: World) -> int:
+def _find(settings: Settings, table: RankTable, machine: Machine, system: System) -> int:
     def is_here(name: str) -> bool:
         is_named = name.lower() == machine.host.lower()
-        return is_named or any(map(world.is_own, world.resolve(name)))
+        return is_named or any(map(system.is_own, system.resolve(name)))
 
     told = settings.get(options.NODE_RANK)
     return find_server(table, is_here, told=told.value if told else None)

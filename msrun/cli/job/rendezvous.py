@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from msrun.cli.job.formation import Size
 from msrun.cli.options import catalog as options
 from msrun.cli.options.settings import Given, Settings, strongest
-from msrun.cli.system import World
+from msrun.cli.system import System
 from msrun.errors import UsageError
 from msrun.job import LOOPBACK
 from msrun.topology import Machine
@@ -20,7 +20,7 @@ DEFAULT_PORT = 29500  # as torchrun's --master-port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the nodes of a job meet.
 
     Args:
@@ -54,7 +54,7 @@ class _Site:
     is_shared: bool = False
 
 
-def find_meeting(settings: Settings, size: Size, machine: Machine, world: World) -> Meeting:
+def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: System) -> Rendezvous:
     """Return where the nodes meet.
 
     Raises:
@@ -65,9 +65,9 @@ def find_meeting(settings: Settings, size: Size, machine: Machine, world: World)
     if size.is_alone:
         port = port or Given(0)
         if host:
-            _check_here(host, machine, world)
-        _check_port(host.value if host else LOOPBACK, port, world)
-        return Meeting(host=host, port=port)
+            _check_here(host, machine, system)
+        _check_port(host.value if host else LOOPBACK, port, system)
+        return Rendezvous(host=host, port=port)
     if host is None:
         msg = f"{size.nnodes.cite()} needs the node that runs the scheduler"
         raise UsageError(msg, hint="add --master-addr HOST, the same on every node")
@@ -75,14 +75,16 @@ def find_meeting(settings: Settings, size: Size, machine: Machine, world: World)
     if not port.value:
         msg = f"{port.cite()} takes a free port, which the other nodes do not know"
         raise UsageError(msg, hint=f"choose one, or leave it out for {DEFAULT_PORT}")
-    site = _locate(host, machine, world)
-    serves = _serves(settings, host, site, world)
+    site = _locate(host, machine, system)
+    serves = _serves(settings, host, site, system)
     if serves:
         hint = "a further node on this machine needs --node-rank 1 or above"
-        _check_port(site.address, port, world, hint=hint if site.is_shared else None)
+        _check_port(site.address, port, system, hint=hint if site.is_shared else None)
     _check_insecure(settings, site)
-    address = _own_address(settings, host, site, world)
-    return Meeting(host=host, port=port, serves=serves, listen_host=site.address, address=address)
+    address = _own_address(settings, host, site, system)
+    return Rendezvous(
+        host=host, port=port, serves=serves, listen_host=site.address, address=address
+    )
 
 
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:
@@ -106,25 +108,25 @@ def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]
     )
 
 
-def _check_here(host: Given[str], machine: Machine, world: World) -> None:
+def _check_here(host: Given[str], machine: Machine, system: System) -> None:
     """Refuse a host that is not the only node of its job."""
-    found = world.resolve(host.value)
+    found = system.resolve(host.value)
     if not found and host.value != machine.host:
         raise UsageError(_unknown(host))
-    is_here = any(ip_address(a).is_unspecified or world.is_own(a) for a in found)
+    is_here = any(ip_address(a).is_unspecified or system.is_own(a) for a in found)
     if not is_here and host.value != machine.host:
         msg = f"{host.cite()} is no address of this machine, the only node (choose localhost)"
         raise UsageError(msg, hint="a job of several nodes needs --nnodes")
 
 
-def _check_port(address: str, port: Given[int], world: World, *, hint: str | None = None) -> None:
-    problem = world.port_problem(address, port.value) if port.value else None
+def _check_port(address: str, port: Given[int], system: System, *, hint: str | None = None) -> None:
+    problem = system.port_problem(address, port.value) if port.value else None
     if problem:
         cite = port.cite() if port.text else f"--master-port {port.value}"
         raise UsageError(f"{cite}: port {port.value} {problem}", hint=hint)
 
 
-def _locate(host: Given[str], machine: Machine, world: World) -> _Site:
+def _locate(host: Given[str], machine: Machine, system: System) -> _Site:
     """Return where `host` is, by the first of its addresses that other machines can reach.
 
     Every node takes the first one, so that a name with the addresses of several machines
@@ -133,15 +135,15 @@ def _locate(host: Given[str], machine: Machine, world: World) -> _Site:
     name = host.value.lower().rstrip(".")
     if name == "localhost":
         return _Site(address=LOOPBACK, is_here=True, is_shared=True)
-    found = world.resolve(host.value)
+    found = system.resolve(host.value)
     public = [address for address in found if not ip_address(address).is_loopback]
     if public:
-        return _public_site(host, public[0], machine, world)
+        return _public_site(host, public[0], machine, system)
     if found and (_is_literal(name) or name in _LOOPBACK_NAMES):
         return _Site(address=found[0], is_here=True, is_shared=True)
     own = machine.host.lower()
     if name == own or (found and name.partition(".")[0] == own.partition(".")[0]):
-        address = _public_address(host, found, machine, world)
+        address = _public_address(host, found, machine, system)
         return _Site(address=address, is_here=True, is_shared=True)
     if not found:
         raise UsageError(_unknown(host))
@@ -149,26 +151,28 @@ def _locate(host: Given[str], machine: Machine, world: World) -> _Site:
     raise UsageError(msg, hint=f"correct /etc/hosts, or give the address of {host.value}")
 
 
-def _public_site(host: Given[str], address: str, machine: Machine, world: World) -> _Site:
+def _public_site(host: Given[str], address: str, machine: Machine, system: System) -> _Site:
     number = ip_address(address)
     if number.is_unspecified or number.is_multicast:
         raise UsageError(f"{host.cite()} is the address of no node (choose that of the scheduler)")
-    is_here = world.is_own(address)
+    is_here = system.is_own(address)
     if not is_here and host.value.lower() == machine.host.lower():
         msg = (
             f"{host.cite()} is this machine, but resolves to {address}, which it does not have "
-            f"{_choices(world.own_addresses())}"
+            f"{_choices(system.own_addresses())}"
         )
         raise UsageError(msg, hint=f"correct what {host.value} resolves to, or give an address")
     return _Site(address=address, is_here=is_here)
 
 
-def _public_address(host: Given[str], found: Sequence[str], machine: Machine, world: World) -> str:
+def _public_address(
+    host: Given[str], found: Sequence[str], machine: Machine, system: System
+) -> str:
     """Return this machine's address for a host name that means loopback here."""
     if not ip_address(machine.address).is_loopback:
         return machine.address
     resolved = f"resolves to {found[0]}" if found else "does not resolve"
-    own = world.own_addresses()
+    own = system.own_addresses()
     if not own:
         msg = f"{host.cite()} {resolved}, and this machine has no address that others can reach"
         raise UsageError(msg)
@@ -179,14 +183,14 @@ def _public_address(host: Given[str], found: Sequence[str], machine: Machine, wo
     return alike[0]
 
 
-def _serves(settings: Settings, host: Given[str], site: _Site, world: World) -> bool:
+def _serves(settings: Settings, host: Given[str], site: _Site, system: System) -> bool:
     """Tell whether this node starts the scheduler."""
     node_rank = settings.get(options.NODE_RANK)
     if node_rank and node_rank.value == 0 and not site.is_here:
         resolved = "" if site.address == host.value else f", which resolves to {site.address},"
         msg = (
             f"{node_rank.cite()} runs the scheduler, but {host.cite()}{resolved} is not this "
-            f"machine {_choices(world.own_addresses())}"
+            f"machine {_choices(system.own_addresses())}"
         )
         raise UsageError(msg)
     is_further = node_rank is not None and node_rank.value > 0
@@ -200,23 +204,23 @@ def _check_insecure(settings: Settings, site: _Site) -> None:
         raise UsageError(msg, hint="leave --insecure out, or choose --master-addr localhost")
 
 
-def _own_address(settings: Settings, host: Given[str], site: _Site, world: World) -> str:
+def _own_address(settings: Settings, host: Given[str], site: _Site, system: System) -> str:
     """Return the address by which the other nodes reach this one."""
     given = settings.get(options.LOCAL_ADDR)
     if given is None:
-        address = site.address if site.is_here else world.address_to(site.address)
+        address = site.address if site.is_here else system.address_to(site.address)
         if address is None:
             raise UsageError(f"{host.cite()}: this machine has no route to {site.address}")
         return address
-    found = world.resolve(given.value)
+    found = system.resolve(given.value)
     if not found:
         raise UsageError(_unknown(given))
     is_local = ip_address(site.address).is_loopback
     for address in found:
-        if ip_address(address).is_loopback == is_local and world.is_own(address):
+        if ip_address(address).is_loopback == is_local and system.is_own(address):
             return address
     msg = f"{given.cite()} is no address by which another node reaches this one"
-    raise UsageError(f"{msg} {_choices(world.own_addresses())}")
+    raise UsageError(f"{msg} {_choices(system.own_addresses())}")
 
 
 def _unknown(given: Given[str]) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from msrun.cli.options import parsers
 from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
 from msrun.cli.options.log_name import parse_log_name
-from msrun.cli.options.option import Arity, FileForm, Group, Option
+from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
 from msrun.cli.options.parallel import parse_parallel
 from msrun.units import PORT_MAX, parse_duration
 
 NNODES = Option(
     name="nnodes",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="N|MIN:MAX",
     help="Nodes in the job; with MIN:MAX they may come and go.",
     parse=parsers.nodes,
@@ -28,7 +28,7 @@ NNODES = Option(
 )
 NODE_RANK = Option(
     name="node-rank",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="N",
     help="Rank of this node.",
     parse=parsers.whole(0),
@@ -38,7 +38,7 @@ NODE_RANK = Option(
 )
 WORKER_NUM = Option(
     name="worker-num",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="N",
     help="Workers in the whole job, on however many nodes unless --nnodes says.",
     parse=parsers.whole(1),
@@ -47,7 +47,7 @@ WORKER_NUM = Option(
 )
 MASTER_ADDR = Option(
     name="master-addr",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="HOST",
     help="Node that runs the scheduler, the same word on every node.",
     parse=parsers.host,
@@ -56,7 +56,7 @@ MASTER_ADDR = Option(
 )
 MASTER_PORT = Option(
     name="master-port",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="PORT",
     help="Port of the scheduler; 0, on one node, takes a free one.",
     parse=parsers.whole(0, PORT_MAX),
@@ -66,7 +66,7 @@ MASTER_PORT = Option(
 )
 RDZV_ENDPOINT = Option(
     name="rdzv-endpoint",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="HOST[:PORT]",
     help="Both of the above in torchrun's form.",
     parse=parsers.endpoint,
@@ -75,7 +75,7 @@ RDZV_ENDPOINT = Option(
 )
 LOCAL_ADDR = Option(
     name="local-addr",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="HOST",
     help="Address by which the other nodes reach this one.",
     parse=parsers.host,
@@ -84,7 +84,7 @@ LOCAL_ADDR = Option(
 )
 STANDALONE = Option(
     name="standalone",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     help="This node alone, on a free port.",
     parse=parsers.boolean,
     default=False,
@@ -93,7 +93,7 @@ STANDALONE = Option(
 )
 JOIN_TIMEOUT = Option(
     name="join-timeout",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="DURATION",
     help="Time for all nodes to register.",
     parse=parsers.patience,
@@ -103,7 +103,7 @@ JOIN_TIMEOUT = Option(
 )
 LAST_CALL = Option(
     name="last-call",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="DURATION",
     help="Time for more nodes to join when MIN of MIN:MAX are there.",
     parse=parse_duration,
@@ -112,7 +112,7 @@ LAST_CALL = Option(
 )
 LEASE = Option(
     name="lease",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="DURATION",
     help="Silence after which a node is lost, the same on every node.",
     parse=parsers.lease,
@@ -121,7 +121,7 @@ LEASE = Option(
 )
 RDZV_CONF: Option[Mapping[str, float]] = Option(
     name="rdzv-conf",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="K=V,...",
     help="Both timeouts in torchrun's form: join_timeout=300,last_call_timeout=5.",
     parse=parsers.rdzv_conf,
@@ -131,7 +131,7 @@ RDZV_CONF: Option[Mapping[str, float]] = Option(
 )
 JOB_ID = Option(
     name="job-id",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="NAME",
     help="Name of this launch.",
     parse=parsers.job_id,
@@ -139,7 +139,7 @@ JOB_ID = Option(
 )
 RDZV_ID = Option(
     name="rdzv-id",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="NAME",
     help="The job id in torchrun's form.",
     parse=parsers.job_id,
@@ -148,7 +148,7 @@ RDZV_ID = Option(
 )
 LAUNCHER = Option(
     name="launcher",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="NAME",
     help="Backend that starts the nodes.",
     parse=parsers.text,
@@ -157,7 +157,7 @@ LAUNCHER = Option(
 )
 SECRET_FILE = Option(
     name="secret-file",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     metavar="FILE",
     help="Secret of the job, 32 bytes or more, the same on every node.",
     parse=parsers.text,
@@ -165,7 +165,7 @@ SECRET_FILE = Option(
 )
 INSECURE = Option(
     name="insecure",
-    group=Group.CLUSTER,
+    group=OptionGroup.CLUSTER,
     help="Control messages without authentication, on the loopback interface only.",
     parse=parsers.boolean,
     default=False,
@@ -174,7 +174,7 @@ INSECURE = Option(
 
 MODULE = Option(
     name="module",
-    group=Group.PROGRAM,
+    group=OptionGroup.PROGRAM,
     help="SCRIPT as the dotted name of a module, as with python -m.",
     parse=parsers.boolean,
     default=False,
@@ -185,7 +185,7 @@ MODULE = Option(
 )
 NO_PYTHON = Option(
     name="no-python",
-    group=Group.PROGRAM,
+    group=OptionGroup.PROGRAM,
     help="SCRIPT as a command that is no Python.",
     parse=parsers.boolean,
     default=False,
@@ -194,7 +194,7 @@ NO_PYTHON = Option(
 )
 RUN_PATH = Option(
     name="run-path",
-    group=Group.PROGRAM,
+    group=OptionGroup.PROGRAM,
     help="SCRIPT as a path, even with --no-python.",
     parse=parsers.boolean,
     default=False,
@@ -203,7 +203,7 @@ RUN_PATH = Option(
 )
 CONFIG = Option(
     name="config",
-    group=Group.PROGRAM,
+    group=OptionGroup.PROGRAM,
     metavar="FILE",
     help="YAML file with any of these options by name, and script, module, args and env.",
     parse=parsers.text,
@@ -212,7 +212,7 @@ CONFIG = Option(
 
 WORKERS_PER_NODE = Option(
     name="workers-per-node",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     metavar="N|auto|gpu|npu|cpu",
     help="Workers each node starts.",
     parse=parsers.workers,
@@ -222,7 +222,7 @@ WORKERS_PER_NODE = Option(
 )
 START_METHOD = Option(
     name="start-method",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     metavar="fork|exec",
     help="Workers forked from a parent that has torch loaded, or one interpreter each.",
     parse=parsers.start_method,
@@ -232,7 +232,7 @@ START_METHOD = Option(
 )
 PRELOAD: Option[tuple[str, ...]] = Option(
     name="preload",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     metavar="MODULE,...",
     help="Modules that the parent loads besides torch.",
     parse=parsers.module_names,
@@ -241,7 +241,7 @@ PRELOAD: Option[tuple[str, ...]] = Option(
 )
 ENV = Option(
     name="env",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     metavar="NAME=VALUE",
     help="Variable of every worker; may be given several times.",
     parse=parsers.variable,
@@ -250,7 +250,7 @@ ENV = Option(
 )
 ROLE = Option(
     name="role",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     metavar="NAME",
     help="ROLE_NAME of the workers.",
     parse=parsers.text,
@@ -260,7 +260,7 @@ ROLE = Option(
 )
 VIRTUAL_LOCAL_RANK = Option(
     name="virtual-local-rank",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     help="One visible device and LOCAL_RANK 0 in every worker.",
     parse=parsers.boolean,
     default=False,
@@ -269,7 +269,7 @@ VIRTUAL_LOCAL_RANK = Option(
 )
 JOIN = Option(
     name="join",
-    group=Group.WORKERS,
+    group=OptionGroup.WORKERS,
     help="Waiting for the end of the job; --no-join returns once it runs.",
     parse=parsers.boolean,
     default=True,
@@ -281,7 +281,7 @@ JOIN = Option(
 
 MAX_RESTARTS = Option(
     name="max-restarts",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="N",
     help="Restarts of all workers after failures.",
     parse=parsers.whole(0),
@@ -291,7 +291,7 @@ MAX_RESTARTS = Option(
 )
 RESTART_WINDOW = Option(
     name="restart-window",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="DURATION",
     help="Time over which restarts are counted.",
     parse=parsers.positive_seconds,
@@ -300,7 +300,7 @@ RESTART_WINDOW = Option(
 )
 NO_PROGRESS_LIMIT = Option(
     name="no-progress-limit",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="N",
     help="Equal early failures in a row that end the job; 0 never ends it.",
     parse=parsers.whole(0),
@@ -309,7 +309,7 @@ NO_PROGRESS_LIMIT = Option(
 )
 EXCLUDE_AFTER = Option(
     name="exclude-after",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="N",
     help="Failures that began on one node and leave it out; 0 leaves none out.",
     parse=parsers.whole(0),
@@ -318,7 +318,7 @@ EXCLUDE_AFTER = Option(
 )
 GRACE = Option(
     name="grace",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="DURATION",
     help="Time between SIGTERM and SIGKILL.",
     parse=parse_duration,
@@ -330,7 +330,7 @@ GRACE = Option(
 
 HANG_TIMEOUT: Option[float | None] = Option(
     name="hang-timeout",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="DURATION|auto|off",
     help="Time without msrun.beat() after which a worker that ever beat hangs.",
     parse=parsers.hang_timeout,
@@ -338,7 +338,7 @@ HANG_TIMEOUT: Option[float | None] = Option(
 )
 DETECT_IDLE = Option(
     name="detect-idle",
-    group=Group.STOPPING,
+    group=OptionGroup.STOPPING,
     metavar="DURATION|off",
     help="Time with less than 1 % of a CPU after which any worker hangs.",
     parse=parsers.idle_timeout,
@@ -348,7 +348,7 @@ DETECT_IDLE = Option(
 
 LOG_DIR = Option(
     name="log-dir",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="DIR",
     help="Directory of the logs.",
     parse=parsers.text,
@@ -358,7 +358,7 @@ LOG_DIR = Option(
 )
 EMIT_RANK_TABLE = Option(
     name="emit-rank-table",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="FILE",
     help="HCCL rank table of the job that formed; the node of the scheduler writes it.",
     parse=parsers.text,
@@ -367,7 +367,7 @@ EMIT_RANK_TABLE = Option(
 )
 WORKER_LOG_NAME = Option(
     name="worker-log-name",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="PATTERN",
     help="Name of a worker's log, with {rank} {local_rank} {host} {hostname} {ip}.",
     parse=parse_log_name,
@@ -377,7 +377,7 @@ WORKER_LOG_NAME = Option(
 )
 TAIL = Option(
     name="tail",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="RANKS",
     help="Ranks shown on the console, such as 0,2-3, all or none.",
     parse=parsers.ranks,
@@ -387,7 +387,7 @@ TAIL = Option(
 )
 TEE = Option(
     name="tee",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="STD",
     help="The same in torchrun's form: 3 shows all, 0:3,1:3 local ranks 0 and 1.",
     parse=parsers.std_by_rank,
@@ -396,7 +396,7 @@ TEE = Option(
 )
 LOCAL_RANKS_FILTER = Option(
     name="local-ranks-filter",
-    group=Group.LOGS,
+    group=OptionGroup.LOGS,
     metavar="RANKS",
     help="Local ranks beyond which the console shows none.",
     parse=parsers.ranks,
@@ -407,7 +407,7 @@ LOCAL_RANKS_FILTER = Option(
 
 BIND_CORE = Option(
     name="bind-core",
-    group=Group.PLACEMENT,
+    group=OptionGroup.PLACEMENT,
     metavar="auto|JSON",
     help='CPUs of each worker: near its device, or given: {"device0": ["0-3"]}.',
     parse=parse_bind_core,
@@ -418,7 +418,7 @@ BIND_CORE = Option(
 )
 BIND_NUMA = Option(
     name="bind-numa",
-    group=Group.PLACEMENT,
+    group=OptionGroup.PLACEMENT,
     metavar="auto|JSON|FILE",
     help='Memory of each worker: near its CPUs, or given: {"device0": [0]}.',
     parse=parse_bind_numa,
@@ -429,7 +429,7 @@ BIND_NUMA = Option(
 )
 NUMA_BINDING = Option(
     name="numa-binding",
-    group=Group.PLACEMENT,
+    group=OptionGroup.PLACEMENT,
     metavar="node",
     help="Both of the above, automatic.",
     parse=parsers.numa_binding,
@@ -438,7 +438,7 @@ NUMA_BINDING = Option(
 
 PARALLEL = Option(
     name="parallel",
-    group=Group.PARALLEL,
+    group=OptionGroup.PARALLEL,
     metavar="FILE|JSON",
     help="What msrun.init() makes of the workers: mesh, operator plan, optimizer, pipeline.",
     parse=parse_parallel,

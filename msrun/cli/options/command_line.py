@@ -16,7 +16,7 @@ from itertools import zip_longest
 import click
 
 from msrun import __version__
-from msrun.cli.options.option import Arity, Group, Option
+from msrun.cli.options.option import Arity, Option, OptionGroup
 from msrun.cli.options.parsers import guess
 from msrun.errors import UsageError
 
@@ -191,7 +191,7 @@ class _Verb(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under their headings."""
         del ctx
-        for group in Group:
+        for group in OptionGroup:
             members = [option for option in self._table if option.group is group]
             if members:
                 with formatter.section(group.value):

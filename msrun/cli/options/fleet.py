@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from msrun.cli.options import parsers
-from msrun.cli.options.option import Group, Option
+from msrun.cli.options.option import Option, OptionGroup
 
 HOSTFILE = Option(
     name="hostfile",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="FILE",
     help="Nodes and their slots, as Open MPI, MPICH or DeepSpeed write them.",
     parse=parsers.text,
@@ -15,7 +15,7 @@ HOSTFILE = Option(
 )
 RANK_TABLE_FILE = Option(
     name="rank-table-file",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="FILE",
     help="HCCL rank table with the job's nodes, ranks and devices.",
     parse=parsers.text,
@@ -23,21 +23,21 @@ RANK_TABLE_FILE = Option(
 )
 INCLUDE = Option(
     name="include",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="HOSTS",
     help="Nodes of the hostfile to use, such as n[1-3],n7 or n1@n2:0,1.",
     parse=parsers.text,
 )
 EXCLUDE = Option(
     name="exclude",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="HOSTS",
     help="Nodes of the hostfile to leave out, in the same form.",
     parse=parsers.text,
 )
 REMOTE_PYTHON = Option(
     name="remote-python",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="PATH",
     help="Python on the nodes, which has msrun.",
     parse=parsers.text,
@@ -46,12 +46,14 @@ REMOTE_PYTHON = Option(
 
 
 def _own(name: str, metavar: str, text: str) -> Option[str]:
-    return Option(name=name, group=Group.FLEET, metavar=metavar, help=text, parse=parsers.text)
+    return Option(
+        name=name, group=OptionGroup.FLEET, metavar=metavar, help=text, parse=parsers.text
+    )
 
 
 RANKS_BY = Option(
     name="ranks-by",
-    group=Group.FLEET,
+    group=OptionGroup.FLEET,
     metavar="msrun|mpi",
     help="For mpirun, who starts the ranks; those of mpi are not watched and not restarted.",
     parse=parsers.words("msrun", "mpi"),

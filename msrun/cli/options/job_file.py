@@ -63,7 +63,7 @@ def read_job_file(given: Given[str], table: Table) -> JobFile:
 
 def parse_job_file(content: str, path: str, table: Table) -> JobFile:
     """Return what `content` says; `path` is for messages."""
-    tree = _Reader(path).read(content)
+    tree = _YamlReader(path).read(content)
     if not isinstance(tree, dict):
         msg = f"{path}: the file is no mapping of option names to values"
         raise UsageError(msg)
@@ -163,7 +163,7 @@ def _shown(value: Tree) -> str:
     return quoted(value) if isinstance(value, str) else quoted(json.dumps(value))
 
 
-class _Reader:
+class _YamlReader:
     """YAML to text, lists and mappings, with a bound on everything."""
 
     def __init__(self, path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Group(enum.Enum):
+class OptionGroup(enum.Enum):
     """Heading of `--help` under which an option stands."""
 
     CLUSTER = "Cluster"
@@ -69,7 +69,7 @@ class Option(Generic[T_co]):
     """
 
     name: str
-    group: Group
+    group: OptionGroup
     help: str
     parse: Callable[[str], T_co]
     default: T_co | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from msrun.cli.options import parsers
 from msrun.cli.options.catalog import WORKING
 from msrun.cli.options.fleet import FLEET_TABLE
-from msrun.cli.options.option import Arity, FileForm, Group, Option
+from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
 
 REDIRECTS = Option(
     name="redirects",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="STD",
     help="No effect: the output of every worker goes to its log.",
     parse=parsers.std_by_rank,
@@ -18,7 +18,7 @@ REDIRECTS = Option(
 )
 MONITOR_INTERVAL = Option(
     name="monitor-interval",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="SECONDS",
     help="No effect: a worker's exit is seen at once.",
     parse=parsers.positive_seconds,
@@ -26,7 +26,7 @@ MONITOR_INTERVAL = Option(
 )
 SIGNALS_TO_HANDLE = Option(
     name="signals-to-handle",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="NAMES",
     help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 are forwarded.",
     parse=parsers.signals,
@@ -35,7 +35,7 @@ SIGNALS_TO_HANDLE = Option(
 )
 RDZV_BACKEND = Option(
     name="rdzv-backend",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="NAME",
     help="No effect: c10d, static and dynamic all mean msrun's own rendezvous.",
     parse=parsers.rdzv_backend,
@@ -43,7 +43,7 @@ RDZV_BACKEND = Option(
 )
 LOGS_SPECS = Option(
     name="logs-specs",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="NAME",
     help="Nothing but default.",
     parse=parsers.words("default"),
@@ -51,7 +51,7 @@ LOGS_SPECS = Option(
 )
 EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
-    group=Group.PEERS,
+    group=OptionGroup.PEERS,
     metavar="NAME",
     help="Nothing but null: verdict.json and the scheduler's log have the events.",
     parse=parsers.words("null"),
@@ -63,7 +63,7 @@ _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
 
 SIM_LEVEL = Option(
     name="sim-level",
-    group=Group.REFUSED,
+    group=OptionGroup.REFUSED,
     metavar="N",
     help="Level of a dry run.",
     parse=str,
@@ -72,7 +72,7 @@ SIM_LEVEL = Option(
 )
 SIM_RANK_ID = Option(
     name="sim-rank-id",
-    group=Group.REFUSED,
+    group=OptionGroup.REFUSED,
     metavar="RANK",
     help="Rank of a dry run.",
     parse=str,
@@ -81,7 +81,7 @@ SIM_RANK_ID = Option(
 )
 DUPLICATE_STDOUT_FILTERS = Option(
     name="duplicate-stdout-filters",
-    group=Group.REFUSED,
+    group=OptionGroup.REFUSED,
     metavar="WORDS",
     help="Copy of some lines of stdout.",
     parse=str,
@@ -92,7 +92,7 @@ DUPLICATE_STDOUT_FILTERS = Option(
 )
 DUPLICATE_STDERR_FILTERS = Option(
     name="duplicate-stderr-filters",
-    group=Group.REFUSED,
+    group=OptionGroup.REFUSED,
     metavar="WORDS",
     help="Copy of some lines of stderr.",
     parse=str,
@@ -124,7 +124,7 @@ TABLE: tuple[Option[object], ...] = (
 
 ALL = Option(
     name="all",
-    group=Group.PLAN,
+    group=OptionGroup.PLAN,
     help="Defaults and the whole mesh too.",
     parse=parsers.boolean,
     default=False,
@@ -133,7 +133,7 @@ ALL = Option(
 )
 ENV_OF = Option(
     name="env-of",
-    group=Group.PLAN,
+    group=OptionGroup.PLAN,
     metavar="RANK",
     help="Environment of that worker too.",
     parse=parsers.whole(0),
@@ -141,7 +141,7 @@ ENV_OF = Option(
 )
 JSON = Option(
     name="json",
-    group=Group.PLAN,
+    group=OptionGroup.PLAN,
     help="One JSON document instead of text.",
     parse=parsers.boolean,
     default=False,

@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 
 from msrun.cli.options.parallel import Parallel
-from msrun.cli.render.section import Section
+from msrun.cli.render.section import TextSection
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
 SHOWN_MAX = 16
@@ -28,7 +28,7 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
     }
 
 
-def sections(parallel: Parallel | None, *, is_all: bool) -> list[Section]:
+def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     """Return `parallel` for people, of large meshes the beginning unless `is_all`."""
     if parallel is None or parallel.layout is None:
         return []
@@ -36,7 +36,7 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[Section]:
     axes, world_size = layout.axes, layout.world_size
     most = world_size if is_all else SHOWN_MAX
     found = [
-        Section(
+        TextSection(
             heading=f"mesh of {world_size} rank{'s' if world_size > 1 else ''}",
             columns=("axis", "size"),
             rows=tuple((axis, str(size)) for axis, size in axes.items()),
@@ -46,14 +46,14 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[Section]:
     for axis in (name for name, size in axes.items() if size > 1):
         groups = islice(layout.groups(axis), most)
         found.append(
-            Section(
+            TextSection(
                 heading=_heading(f"groups along {axis}", world_size // axes[axis], most),
                 rows=tuple((_ranks(group, most),) for group in groups),
             )
         )
     coordinates = (layout.coordinate(rank) for rank in range(min(world_size, most)))
     found.append(
-        Section(
+        TextSection(
             heading=_heading("coordinates", world_size, most),
             columns=("rank", *axes),
             rows=tuple(

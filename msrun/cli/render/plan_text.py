@@ -10,7 +10,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.parallel import Parallel
 from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
-from msrun.cli.render.section import Section
+from msrun.cli.render.section import TextSection
 from msrun.job import Binding, BindMode, JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.supervise import secret
@@ -54,7 +54,7 @@ def document(prepared: Prepared) -> dict[str, object]:
     }
 
 
-def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Section]:
+def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[TextSection]:
     """Return the plan for people."""
     plan = prepared.plan
     values = {
@@ -63,7 +63,7 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Se
         if is_all or given.source.level > Level.DEFAULT or name in _ALWAYS
     }
     found = [
-        Section(
+        TextSection(
             heading="job",
             columns=("setting", "value", "source"),
             rows=tuple(
@@ -72,23 +72,23 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Se
             ),
         ),
         *_formation(plan),
-        Section(heading="command", rows=((shlex.join(plan.argv),),)),
-        Section(
+        TextSection(heading="command", rows=((shlex.join(plan.argv),),)),
+        TextSection(
             heading="workers",
             columns=("rank", "local_rank", "device", "cpus", "log"),
             rows=tuple(_row(worker, has_rank=plan.has_ranks) for worker in plan.workers),
         ),
         *mesh_text.sections(prepared.draft.parallel, is_all=is_all),
-        Section(heading="containment", rows=((plan.containment,),)),
+        TextSection(heading="containment", rows=((plan.containment,),)),
     ]
     for worker in plan.workers:
         if worker.rank == env_of:
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
-            found.append(Section(heading=f"environment of rank {env_of}", rows=rows))
+            found.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
     return [*found, *_noted(prepared.notes)]
 
 
-def _formation(plan: LaunchPlan) -> list[Section]:
+def _formation(plan: LaunchPlan) -> list[TextSection]:
     """Return how the nodes find each other, nothing of a job of one node."""
     job = plan.job
     if job.is_alone:
@@ -104,7 +104,7 @@ def _formation(plan: LaunchPlan) -> list[Section]:
         ("secret", _secret(job)),
         ("ranks", ranks),
     )
-    return [Section(heading="formation", rows=rows)]
+    return [TextSection(heading="formation", rows=rows)]
 
 
 def _formation_document(plan: LaunchPlan) -> dict[str, object]:
@@ -131,13 +131,13 @@ def mesh_document(parallel: Parallel | None, notes: tuple[str, ...]) -> dict[str
 
 def mesh_sections(
     parallel: Parallel | None, notes: tuple[str, ...], *, is_all: bool
-) -> list[Section]:
+) -> list[TextSection]:
     """Return the part of `sections` that needs no program."""
     return [*mesh_text.sections(parallel, is_all=is_all), *_noted(notes)]
 
 
-def _noted(notes: tuple[str, ...]) -> list[Section]:
-    return [Section(heading="notes", rows=tuple((note,) for note in notes))] if notes else []
+def _noted(notes: tuple[str, ...]) -> list[TextSection]:
+    return [TextSection(heading="notes", rows=tuple((note,) for note in notes))] if notes else []
 
 
 # Shown even where they are defaults: whoever asks for a plan wants to know these.

@@ -9,7 +9,7 @@ from msrun.cli.output import answer, escaped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class TextSection:
     """Rows under a heading.
 
     Args:
@@ -23,7 +23,7 @@ class Section:
     rows: tuple[tuple[str, ...], ...]
 
 
-def show(found: Sequence[Section], *, is_terminal: bool) -> None:
+def show(found: Sequence[TextSection], *, is_terminal: bool) -> None:
     """Print `found`, with colours and lines for a person at a terminal."""
     if is_terminal:
         _show_rich(found)
@@ -31,7 +31,7 @@ def show(found: Sequence[Section], *, is_terminal: bool) -> None:
         answer("\n\n".join(_text(section) for section in found))
 
 
-def _text(section: Section) -> str:
+def _text(section: TextSection) -> str:
     rows = [tuple(map(escaped, row)) for row in (section.columns, *section.rows) if row]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -41,7 +41,7 @@ def _text(section: Section) -> str:
     return "\n".join([f"{section.heading}:", *(f"  {line}" for line in lines)])
 
 
-def _show_rich(found: Sequence[Section]) -> None:
+def _show_rich(found: Sequence[TextSection]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

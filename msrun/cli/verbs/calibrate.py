@@ -11,7 +11,7 @@ from msrun.cli.output import say
 from msrun.cli.verbs.run import run
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
 
 SUMMARY = (
     "Measure what devices and links can do, and write it as a topology for `msrun search` and for "
@@ -21,7 +21,7 @@ SUMMARY = (
 PROGRAM = "msrun.parallel.calibrate"
 
 
-def calibrate(args: Sequence[str], world: World) -> int:
+def calibrate(args: Sequence[str], system: System) -> int:
     """Run the job that measures."""
     command = click.Command(
         "calibrate",
@@ -43,7 +43,7 @@ def calibrate(args: Sequence[str], world: World) -> int:
         },
     )
     given = command.make_context("msrun calibrate", list(args)).params
-    code = run([*given["words"], "-m", PROGRAM, given["output"]], world)
+    code = run([*given["words"], "-m", PROGRAM, given["output"]], system)
     if code == 0:
         say(f"see {given['output']}")
     return code

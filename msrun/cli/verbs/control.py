@@ -17,7 +17,7 @@ from msrun.errors import UsageError
 from msrun.units import PORT_MAX
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
     from msrun.cluster.wire.control_messages import AnyRequest
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
@@ -98,7 +98,7 @@ def split(given: dict[str, Any], name: str, wanted: str) -> str:
     return str(words[-1])
 
 
-def find(given: dict[str, Any], world: World) -> Card:
+def find(given: dict[str, Any], system: System) -> Card:
     """Return how to reach the job that is meant.
 
     Raises:
@@ -108,12 +108,12 @@ def find(given: dict[str, Any], world: World) -> Card:
         raise UsageError(f"{given['words'][1]!r} is one word too many: one JOB at a time")
     job = given["words"][0] if given["words"] else ""
     if given["master_addr"]:
-        return _remote(given, job, world)
+        return _remote(given, job, system)
     for option in ("master_port", "secret_file"):
         if given[option]:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} needs the node of the scheduler: --master-addr HOST")
-    cards = {card.job_id: card for card in reversed(world.jobs())}
+    cards = {card.job_id: card for card in reversed(system.jobs())}
     if not cards:
         hint = "where another node has its scheduler: --master-addr HOST"
         raise UsageError("no job of yours runs on this machine", hint=hint)
@@ -127,7 +127,7 @@ def find(given: dict[str, Any], world: World) -> Card:
     raise UsageError(f"{job!r} is {what} ({choices})")
 
 
-def _remote(given: dict[str, Any], job: str, world: World) -> Card:
+def _remote(given: dict[str, Any], job: str, system: System) -> Card:
     """Return how to reach a job by the address of its scheduler and the user's secret."""
     from msrun.processes.control_file import Card  # Help needs none of it.
     from msrun.supervise.secret import own_file, read_secret
@@ -138,7 +138,7 @@ def _remote(given: dict[str, Any], job: str, world: World) -> Card:
         port = parsers.whole(1, PORT_MAX)(given["master_port"] or str(DEFAULT_PORT))
     except UsageError as error:
         raise UsageError(f"--master-port {error.message}") from None
-    addresses = world.resolve(host)
+    addresses = system.resolve(host)
     if not addresses:
         raise UsageError(f"--master-addr {host!r} is no host that this machine knows")
     secret = read_secret(given["secret_file"] or str(own_file()))
@@ -147,35 +147,35 @@ def _remote(given: dict[str, Any], job: str, world: World) -> Card:
 
 @contextlib.contextmanager
 def connected(
-    given: dict[str, Any], world: World, patience: float = PATIENCE
+    given: dict[str, Any], system: System, patience: float = PATIENCE
 ) -> Iterator[ControlClient]:
     """Yield a connection to the job that is meant."""
-    client = world.connect(find(given, world), patience)
+    client = system.connect(find(given, system), patience)
     try:
         yield client
     finally:
         client.close()
 
 
-def stop(args: Sequence[str], world: World) -> int:
+def stop(args: Sequence[str], system: System) -> int:
     """Stop a job."""
     now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without --grace.")
     given = parse("stop", STOP, args, now, JSON)
     from msrun.cluster.wire.control_messages import StopJob
 
-    return _order(given, StopJob(now=given["now"]), world)
+    return _order(given, StopJob(now=given["now"]), system)
 
 
-def drain(args: Sequence[str], world: World) -> int:
+def drain(args: Sequence[str], system: System) -> int:
     """Let a node leave a job."""
     given = parse("drain", DRAIN, args, JSON, words="[JOB] NODE")
     node = split(given, "drain", "NODE")
     from msrun.cluster.wire.control_messages import DrainNode
 
-    return _order(given, DrainNode(node=node), world)
+    return _order(given, DrainNode(node=node), system)
 
 
-def send_signal(args: Sequence[str], world: World) -> int:
+def send_signal(args: Sequence[str], system: System) -> int:
     """Send a signal to workers."""
     ranks_option = rank_option("Ranks that get it", "all")
     given = parse("signal", SIGNAL, args, ranks_option, JSON, words="[JOB] SIGNAL")
@@ -183,14 +183,14 @@ def send_signal(args: Sequence[str], world: World) -> int:
     ranks = parse_ranks(given["rank"]) if given["rank"] else []
     from msrun.cluster.wire.control_messages import SignalJob
 
-    return _order(given, SignalJob(signum=signum, ranks=ranks), world)
+    return _order(given, SignalJob(signum=signum, ranks=ranks), system)
 
 
-def _order(given: dict[str, Any], order: AnyRequest, world: World) -> int:
+def _order(given: dict[str, Any], order: AnyRequest, system: System) -> int:
     """Have the job do what it is told, and say what it does."""
     from msrun.cluster.wire.control_messages import Done
 
-    with connected(given, world) as client:
+    with connected(given, system) as client:
         sentence = client.ask(order, Done).sentence
     if given["json"]:
         answer(json.dumps({"schema": SCHEMA, "done": sentence}))

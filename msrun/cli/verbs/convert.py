@@ -12,7 +12,7 @@ from msrun.cli.output import say
 from msrun.cli.verbs.words import read_words
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
 
 SUMMARY = (
     "Turn the checkpoint SRC into the file DST, which ends in .safetensors or .pt, or such a file "
@@ -21,9 +21,9 @@ SUMMARY = (
 )
 
 
-def convert(args: Sequence[str], world: World) -> int:
+def convert(args: Sequence[str], system: System) -> int:
     """Convert what `args` name."""
-    del world
+    del system
     params = (
         click.Argument(["source"], metavar="SRC"),
         click.Argument(["target"], metavar="DST"),

@@ -16,7 +16,7 @@ from msrun.cli.verbs.status import tagless
 from msrun.errors import UnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
     from msrun.cluster.wire.control_messages import Log
     from msrun.processes.control_client import ControlClient
 
@@ -29,7 +29,7 @@ _FOLLOW_SECONDS = 0.5
 _FOLLOW_PATIENCE = 3.0
 
 
-def logs(args: Sequence[str], world: World) -> int:
+def logs(args: Sequence[str], system: System) -> int:
     """Show what ranks have written."""
     given = parse(
         "logs",
@@ -56,13 +56,13 @@ def logs(args: Sequence[str], world: World) -> int:
     if len(ranks) > _RANKS_MAX:
         raise UsageError(f"--rank {given['rank']} is more than {_RANKS_MAX} ranks at a time")
     patience = {"patience": _FOLLOW_PATIENCE} if given["follow"] else {}
-    with connected(given, world, **patience) as client:
-        _show_logs(client, ranks, lines, given, world)
+    with connected(given, system, **patience) as client:
+        _show_logs(client, ranks, lines, given, system)
     return 0
 
 
 def _show_logs(
-    client: ControlClient, ranks: list[int], lines: int, given: dict[str, Any], world: World
+    client: ControlClient, ranks: list[int], lines: int, given: dict[str, Any], system: System
 ) -> None:
     from msrun.cluster.wire.control_messages import GetLog, Log
 
@@ -79,14 +79,14 @@ def _show_logs(
         ]
         answer(json.dumps({"schema": SCHEMA, "logs": rows}))
         return
-    readers = {rank: _Reader(f"[rank {rank}] " if len(ranks) > 1 else "") for rank in ranks}
+    readers = {rank: _LogReader(f"[rank {rank}] " if len(ranks) > 1 else "") for rank in ranks}
     for rank, log in found.items():
         readers[rank].show(log, is_last=not given["follow"])
     if given["follow"]:
-        _follow(client, readers, world)
+        _follow(client, readers, system)
 
 
-def _follow(client: ControlClient, readers: dict[int, _Reader], world: World) -> None:
+def _follow(client: ControlClient, readers: dict[int, _LogReader], system: System) -> None:
     """Show what is added to the logs, until the job is gone."""
     from msrun.cluster.wire.control_messages import GetLog, Log
 
@@ -101,11 +101,11 @@ def _follow(client: ControlClient, readers: dict[int, _Reader], world: World) ->
             is_news |= bool(log.data)
             reader.show(log)
         if not is_news:
-            world.pause(_FOLLOW_SECONDS)
+            system.pause(_FOLLOW_SECONDS)
 
 
 @dataclass(slots=True)
-class _Reader:
+class _LogReader:
     """One log: what was shown, and the line that is not whole yet."""
 
     prefix: str
@@ -124,13 +124,13 @@ class _Reader:
             answer(render_line(self.prefix, line))
 
 
-def stacks(args: Sequence[str], world: World) -> int:
+def stacks(args: Sequence[str], system: System) -> int:
     """Show where the ranks are."""
     given = parse("stacks", STACKS, args, JSON)
     from msrun.cluster.liveness import stacks as pictures
     from msrun.cluster.wire.control_messages import GetStacks, Stacks
 
-    with connected(given, world) as client:
+    with connected(given, system) as client:
         found = client.ask(GetStacks(), Stacks)
     if given["json"]:
         answer(json.dumps(tagless(found)))

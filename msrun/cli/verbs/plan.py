@@ -14,8 +14,8 @@ from msrun.cli.output import answer
 from msrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from msrun.cli.job.prepare import Prepared, Request
-    from msrun.cli.system import World
+    from msrun.cli.job.prepare import JobRequest, Prepared
+    from msrun.cli.system import System
 
 SUMMARY = (
     "Show what `msrun run` would do with the same words; nothing is started.  "
@@ -24,38 +24,38 @@ SUMMARY = (
 RANKS_MAX = 1 << 20
 
 
-def plan(args: Sequence[str], world: World) -> int:
+def plan(args: Sequence[str], system: System) -> int:
     """Print the plan of the job that `args` describe."""
     line = read_command_line("msrun plan", SUMMARY, PLAN_TABLE, args)
     from msrun.cli.job.prepare import read_request  # Help needs none of it.
 
-    request = read_request(line, PLAN_TABLE, world)
+    request = read_request(line, PLAN_TABLE, system)
     if request.is_fleet:
         from msrun.cli.job.fleet import plan_fleet
 
-        plan_fleet(request, world)
+        plan_fleet(request, system)
         return 0
     is_mesh = not request.has_program and request.settings.get(PARALLEL)
-    _plan_mesh(request, world) if is_mesh else _plan_job(request, world)
+    _plan_mesh(request, system) if is_mesh else _plan_job(request, system)
     return 0
 
 
-def _plan_job(request: Request, world: World) -> None:
+def _plan_job(request: JobRequest, system: System) -> None:
     from msrun.cli.job.prepare import prepare
     from msrun.cli.render import plan_text
     from msrun.cli.render.section import show
 
-    prepared = prepare(request, world)
+    prepared = prepare(request, system)
     env_of = _env_of(request, prepared)
     if request.settings.value(JSON):
         answer(json.dumps(plan_text.document(prepared), indent=2))
         return
     is_all = request.settings.value(ALL)
     sections = plan_text.sections(prepared, is_all=is_all, env_of=env_of)
-    show(sections, is_terminal=world.is_terminal())
+    show(sections, is_terminal=system.is_terminal())
 
 
-def _plan_mesh(request: Request, world: World) -> None:
+def _plan_mesh(request: JobRequest, system: System) -> None:
     """Print what `--parallel` makes of a job of any size, whose program is not known yet."""
     from msrun.cli.job.draft import merge_env
     from msrun.cli.job.formation import count_ranks
@@ -66,7 +66,7 @@ def _plan_mesh(request: Request, world: World) -> None:
     settings = request.settings
     if given := settings.get(ENV_OF):
         raise UsageError(f"{given.cite()} needs a SCRIPT")
-    ranks = count_ranks(settings, world.read_machine(merge_env(settings).value))
+    ranks = count_ranks(settings, system.read_machine(merge_env(settings).value))
     if ranks > RANKS_MAX:
         raise UsageError(f"a mesh of {ranks} ranks is more than plan shows (at most {RANKS_MAX})")
     parallel = fit_parallel(settings.get(PARALLEL), ranks)
@@ -74,10 +74,10 @@ def _plan_mesh(request: Request, world: World) -> None:
         answer(json.dumps(plan_text.mesh_document(parallel, request.notes), indent=2))
         return
     sections = plan_text.mesh_sections(parallel, request.notes, is_all=settings.value(ALL))
-    show(sections, is_terminal=world.is_terminal())
+    show(sections, is_terminal=system.is_terminal())
 
 
-def _env_of(request: Request, prepared: Prepared) -> int | None:
+def _env_of(request: JobRequest, prepared: Prepared) -> int | None:
     """Return the rank whose environment is wanted."""
     given = request.settings.get(ENV_OF)
     if given is None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from msrun.cli.output import answer, say
-from msrun.cli.render.section import Section, show
+from msrun.cli.render.section import TextSection, show
 from msrun.cli.verbs.control import WHERE, connected
 from msrun.cli.verbs.words import read_words
 from msrun.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
     from msrun.hosts.hostlist import Host
     from ranktable import Inventory, InventoryDevice, RankTable
 
@@ -35,10 +35,10 @@ class _Action:
 
     summary: str
     params: tuple[click.Parameter, ...]
-    act: Callable[[Words, World], int]
+    act: Callable[[Words, System], int]
 
 
-def ranktable(args: Sequence[str], world: World) -> int:
+def ranktable(args: Sequence[str], system: System) -> int:
     """Do what `args` say with rank tables."""
     name, *rest = [*args, ""]
     if name in ("", "-h", "--help"):
@@ -48,7 +48,7 @@ def ranktable(args: Sequence[str], world: World) -> int:
         raise UsageError(f"msrun ranktable has no verb {name!r} (choose {', '.join(ACTIONS)})")
     action = ACTIONS[name]
     words = read_words(f"msrun ranktable {name}", action.summary, action.params, rest[:-1])
-    return action.act(words, world)
+    return action.act(words, system)
 
 
 def _usage() -> str:
@@ -78,19 +78,19 @@ def _size(table: RankTable) -> str:
 # -- build -----------------------------------------------------------------------------
 
 
-def _build(words: Words, world: World) -> int:
+def _build(words: Words, system: System) -> int:
     from ranktable import RankTableError, build_table
 
     sources = [f"--{name}" for name in ("hostfile", "slurm", "job") if words[name]]
     if len(sources) > 1:
         raise UsageError(f"{sources[0]} contradicts {sources[1]} (choose one)")
     if words["job"]:
-        return _write(_of_job(words, world), words["output"])
+        return _write(_of_job(words, system), words["output"])
     for option in WHERE:
         if words[option.name or ""]:
             raise UsageError(f"{option.opts[0]} needs --job, whose scheduler it finds")
-    hosts = _hosts(words, world)
-    inventory = [_server(host) for host in hosts] if hosts else [_this_node(words, world)]
+    hosts = _hosts(words, system)
+    inventory = [_server(host) for host in hosts] if hosts else [_this_node(words, system)]
     try:
         table = build_table(inventory)
     except RankTableError as error:
@@ -98,7 +98,7 @@ def _build(words: Words, world: World) -> int:
     return _write(table, words["output"])
 
 
-def _of_job(words: Words, world: World) -> RankTable:
+def _of_job(words: Words, system: System) -> RankTable:
     """Return the table of a job that runs, as its scheduler knows it."""
     from msrun.cluster.scheduler.rank_table import table_of
 
@@ -107,11 +107,11 @@ def _of_job(words: Words, world: World) -> RankTable:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} contradicts --job, whose nodes and devices are known")
     where = {name: words[name] for name in ("master_addr", "master_port", "secret_file")}
-    with connected({"words": (words["job"],), **where}, world) as client:
+    with connected({"words": (words["job"],), **where}, system) as client:
         return table_of(client.nodes())
 
 
-def _hosts(words: Words, world: World) -> tuple[Host, ...]:
+def _hosts(words: Words, system: System) -> tuple[Host, ...]:
     """Return the hosts that a hostfile or Slurm names, none for this node alone."""
     from msrun.cli.job.fleet import read_hostfile
     from msrun.hosts.allocation import slurm_hosts
@@ -120,7 +120,7 @@ def _hosts(words: Words, world: World) -> tuple[Host, ...]:
     if words["hostfile"]:
         hosts = parse_hostfile(read_hostfile(words["hostfile"]), words["hostfile"])
     elif words["slurm"]:
-        hosts = slurm_hosts(world.environment(), words["slots"])
+        hosts = slurm_hosts(system.environment(), words["slots"])
     else:
         for flag in ("include", "exclude"):
             if words[flag]:
@@ -167,24 +167,24 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _this_node(words: Words, world: World) -> Inventory:
+def _this_node(words: Words, system: System) -> Inventory:
     from ranktable import Inventory
 
-    machine = world.read_machine({})
+    machine = system.read_machine({})
     name = words["server_id"] or machine.address
     return Inventory(
         server_id=name,
         host_ip=name if _is_address(name) else machine.address,
-        devices=_devices_here(words, world),
+        devices=_devices_here(words, system),
     )
 
 
-def _devices_here(words: Words, world: World) -> tuple[InventoryDevice, ...]:
+def _devices_here(words: Words, system: System) -> tuple[InventoryDevice, ...]:
     """Return the devices of this node; without any, its slots stand for them."""
     from msrun.topology import DeviceKind
     from ranktable import InventoryDevice
 
-    found = world.read_machine({}).devices
+    found = system.read_machine({}).devices
     present = [device.physical for device in found] or list(range(words["slots"] or 1))
     if found and words["slots"]:
         raise UsageError(f"--slots {words['slots']} is for nodes without devices; use --devices")
@@ -193,7 +193,7 @@ def _devices_here(words: Words, world: World) -> tuple[InventoryDevice, ...]:
         has = ", ".join(map(str, present))
         raise UsageError(f"--devices: this node has no device {missing[0]} (choose from {has})")
     is_npu = any(device.kind is DeviceKind.NPU for device in found)
-    addresses = world.device_addresses(chosen) if is_npu else {}
+    addresses = system.device_addresses(chosen) if is_npu else {}
     return tuple(
         InventoryDevice(device_id=number, device_ip=addresses.get(number)) for number in chosen
     )
@@ -211,8 +211,8 @@ def _number_list(text: str) -> list[int]:
 # -- check and show --------------------------------------------------------------------
 
 
-def _check(words: Words, world: World) -> int:
-    del world
+def _check(words: Words, system: System) -> int:
+    del system
     from msrun.rank_table.file import read_text
     from ranktable import RankTableError, check_hccl, parse_table
 
@@ -235,7 +235,7 @@ def _check(words: Words, world: World) -> int:
     return ExitCode.USAGE if any(report["problems"] for report in reports) else ExitCode.OK
 
 
-def _show(words: Words, world: World) -> int:
+def _show(words: Words, system: System) -> int:
     from msrun.rank_table.file import read_table
 
     table = read_table(words["file"], is_part=True)
@@ -254,23 +254,23 @@ def _show(words: Words, world: World) -> int:
     used = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     cells = tuple(tuple("-" if row[k] is None else str(row[k]) for k in used) for row in rows)
     columns = tuple(key.replace("_", " ") for key in used)
-    section = Section(heading=f"{words['file']}, {_size(table)}", columns=columns, rows=cells)
-    show([section], is_terminal=world.is_terminal())
+    section = TextSection(heading=f"{words['file']}, {_size(table)}", columns=columns, rows=cells)
+    show([section], is_terminal=system.is_terminal())
     return ExitCode.OK
 
 
 # -- merge and convert -----------------------------------------------------------------
 
 
-def _merge(words: Words, world: World) -> int:
-    del world
+def _merge(words: Words, system: System) -> int:
+    del system
     from msrun.rank_table.file import merge_files
 
     return _write(merge_files(words["files"]), words["output"])
 
 
-def _convert(words: Words, world: World) -> int:
-    del world
+def _convert(words: Words, system: System) -> int:
+    del system
     from msrun.rank_table.file import read_table
     from ranktable import RankTableError, Version, convert_table
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from msrun.cli.output import answer, say, say_notes
-from msrun.cli.render.section import Section, show
+from msrun.cli.render.section import TextSection, show
 from msrun.errors import UsageError
 from msrun.units import parse_duration, parse_size, quoted
 
 if TYPE_CHECKING:
-    from msrun.cli.system import World
+    from msrun.cli.system import System
     from msrun.parallel.search.plan.plan import SavedPlan
 
 SUMMARY = (
@@ -37,11 +37,11 @@ _RANKS_MAX = 1 << 20
 _BATCH_MAX = 1 << 24
 
 
-def search(args: Sequence[str], world: World) -> int:
+def search(args: Sequence[str], system: System) -> int:
     """Search, or compare two plans, as `args` say."""
     words = list(args)
     if words[:1] == ["diff"]:
-        return _diff(words[1:], world)
+        return _diff(words[1:], system)
     given = _parse(_command(), words)
     _check_files(given)
     with _rare_collection():
@@ -58,7 +58,7 @@ def search(args: Sequence[str], world: World) -> int:
         answer(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
         return 0
     sections = _explained(plan, given["explain"]) if given["explain"] else _sections(plan)
-    show(sections, is_terminal=world.is_terminal())
+    show(sections, is_terminal=system.is_terminal())
     return 0
 
 
@@ -172,7 +172,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
     budget = parse_duration(given["budget"])
     # By name, since nothing outside `msrun.parallel` may need torch.
     module = importlib.import_module("msrun.parallel.auto.offline_search")
-    question = module.Question(
+    request = module.SearchRequest(
         target=given["target"],
         world=_number("--world", given["world"], _RANKS_MAX),
         batch=given["batch"] and _number("--batch", given["batch"], _BATCH_MAX),
@@ -183,7 +183,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         budget=budget,
     )
     clock: Callable[[], float] = Loop.now
-    found: SavedPlan = module.ask(question, clock=clock, tell=say)
+    found: SavedPlan = module.search_model(request, clock=clock, tell=say)
     if found.unknown:
         say_notes([f"no rule for {', '.join(found.unknown)}: computed whole on every rank"])
     return found
@@ -208,7 +208,7 @@ def _mesh(text: str | None) -> dict[str, int]:
 # What is shown.
 
 
-def _sections(plan: SavedPlan) -> list[Section]:
+def _sections(plan: SavedPlan) -> list[TextSection]:
     from msrun.parallel.search.plan.plan import families
 
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
@@ -229,9 +229,9 @@ def _sections(plan: SavedPlan) -> list[Section]:
         for name, seconds in plan.costs.items()
     ]
     sections = [
-        Section(heading="plan", rows=tuple(facts)),
-        Section(heading="where the time goes", rows=tuple(costs)),
-        Section(
+        TextSection(heading="plan", rows=tuple(facts)),
+        TextSection(heading="where the time goes", rows=tuple(costs)),
+        TextSection(
             heading="parameters",
             columns=("name", " x ".join(plan.mesh)),
             rows=tuple(families(plan.params)),
@@ -239,19 +239,21 @@ def _sections(plan: SavedPlan) -> list[Section]:
     ]
     if plan.rejected:
         rows = tuple((line,) for line in plan.rejected)
-        sections.append(Section(heading="rejected", rows=rows))
+        sections.append(TextSection(heading="rejected", rows=rows))
     return sections
 
 
-def _explained(plan: SavedPlan, pattern: str) -> list[Section]:
+def _explained(plan: SavedPlan, pattern: str) -> list[TextSection]:
     from msrun.parallel.search.plan.plan import explain
 
     rows = tuple(explain(plan, pattern))
     columns = ("name", "divided", "style", "inputs", "outputs")
-    return [Section(heading=f"{pattern} over {' x '.join(plan.mesh)}", columns=columns, rows=rows)]
+    return [
+        TextSection(heading=f"{pattern} over {' x '.join(plan.mesh)}", columns=columns, rows=rows)
+    ]
 
 
-def _diff(words: list[str], world: World) -> int:
+def _diff(words: list[str], system: System) -> int:
     from msrun.parallel.search.plan.plan import differences, read_plan
 
     names = ("one", "other")
@@ -269,7 +271,7 @@ def _diff(words: list[str], world: World) -> int:
         return 0
     columns = ("", given["one"], given["other"])
     show(
-        [Section(heading="differences", columns=columns, rows=rows)],
-        is_terminal=world.is_terminal(),
+        [TextSection(heading="differences", columns=columns, rows=rows)],
+        is_terminal=system.is_terminal(),
     )
     return 0

@@ -14,8 +14,8 @@ from msrun.cli.verbs.control import JSON, PATIENCE, SCHEMA, connected, parse
 from msrun.errors import UnreachableError, UsageError
 
 if TYPE_CHECKING:
-    from msrun.cli.render.section import Section
-    from msrun.cli.system import World
+    from msrun.cli.render.section import TextSection
+    from msrun.cli.system import System
     from msrun.cluster.wire.control_messages import NodeRow, RankRow, Status
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
@@ -28,14 +28,14 @@ _ROWS_MAX = 256
 _MINUTE = 60
 
 
-def status(args: Sequence[str], world: World) -> int:
+def status(args: Sequence[str], system: System) -> int:
     """Show where a job stands."""
     watch = click.Option(["--watch", "-w"], is_flag=True, help="Anew each second, until it ends.")
     given = parse("status", STATUS, args, watch, JSON)
     if given["watch"]:
-        return _watch(given, world)
-    with connected(given, world, PATIENCE) as client:
-        _show(_read(client), as_json=given["json"], world=world)
+        return _watch(given, system)
+    with connected(given, system, PATIENCE) as client:
+        _show(_read(client), as_json=given["json"], system=system)
     return 0
 
 
@@ -45,20 +45,20 @@ def _read(client: ControlClient) -> tuple[Status, list[NodeRow], list[RankRow]]:
     return client.ask(GetStatus(), Status), list(client.nodes()), list(client.ranks())
 
 
-def _watch(given: dict[str, Any], world: World) -> int:
+def _watch(given: dict[str, Any], system: System) -> int:
     """Show the job anew until it has ended."""
-    is_live = world.is_terminal() and not given["json"]
-    with connected(given, world, _WATCH_PATIENCE) as client:
+    is_live = system.is_terminal() and not given["json"]
+    with connected(given, system, _WATCH_PATIENCE) as client:
         found = _read(client)
         while True:
             if is_live:
                 click.clear()
-            _show(found, as_json=given["json"], world=world)
+            _show(found, as_json=given["json"], system=system)
             if found[0].verdict:
                 return 0
             if not is_live and not given["json"]:
                 answer("")
-            world.pause(_WATCH_SECONDS)
+            system.pause(_WATCH_SECONDS)
             try:
                 found = _read(client)
             except UnreachableError:
@@ -78,14 +78,14 @@ def _ending(card: Card) -> str:
 
 
 def _show(
-    found: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, world: World
+    found: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
 ) -> None:
     from msrun.cli.render.section import show
 
     if as_json:
         answer(json.dumps(document(*found)))
         return
-    show(sections(*found), is_terminal=world.is_terminal())
+    show(sections(*found), is_terminal=system.is_terminal())
 
 
 def document(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def tagless(reply: msgspec.Struct) -> dict[str, Any]:
     }
 
 
-def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Section]:
+def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[TextSection]:
     """Return everything as tables."""
-    from msrun.cli.render.section import Section
+    from msrun.cli.render.section import TextSection
 
-    found = [Section(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
+    found = [TextSection(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
     if nodes:
         found.append(
-            Section(
+            TextSection(
                 heading=_heading("nodes", nodes),
                 columns=("node", "host", "address", "role", "ranks", "silent"),
                 rows=tuple(_node_cells(node) for node in nodes[:_ROWS_MAX]),
@@ -120,7 +120,7 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Se
         )
     if ranks:
         found.append(
-            Section(
+            TextSection(
                 heading=_heading("ranks", ranks),
                 columns=("rank", "host", "local", "pid", "for", "state"),
                 rows=tuple(_rank_cells(rank) for rank in ranks[:_ROWS_MAX]),
@@ -128,7 +128,7 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Se
         )
     if job.causes:
         rows = tuple((cause,) for cause in job.causes)
-        found.append(Section(heading="what ended earlier generations", rows=rows))
+        found.append(TextSection(heading="what ended earlier generations", rows=rows))
     return found
 
 
@@ -201,7 +201,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
-def ls(args: Sequence[str], world: World) -> int:
+def ls(args: Sequence[str], system: System) -> int:
     """List the jobs on this machine."""
     command = click.Command(
         "ls",
@@ -216,8 +216,8 @@ def ls(args: Sequence[str], world: World) -> int:
     except click.UsageError as error:
         message = error.format_message().rstrip(".")
         raise UsageError(message[:1].lower() + message[1:]) from None
-    cards = world.jobs()
-    ages = [world.now() - card.began for card in cards]
+    cards = system.jobs()
+    ages = [system.now() - card.began for card in cards]
     if as_json:
         rows = [
             {
@@ -236,7 +236,7 @@ def ls(args: Sequence[str], world: World) -> int:
     if not cards:
         say("msrun: no job of yours runs on this machine")
         return 0
-    from msrun.cli.render.section import Section, show
+    from msrun.cli.render.section import TextSection, show
 
     cells = tuple(
         (
@@ -250,5 +250,7 @@ def ls(args: Sequence[str], world: World) -> int:
         for card, age in zip(cards, ages, strict=True)
     )
     columns = ("job", "pid", "workers", "scheduler", "for", "logs")
-    show([Section(heading="jobs", columns=columns, rows=cells)], is_terminal=world.is_terminal())
+    show(
+        [TextSection(heading="jobs", columns=columns, rows=cells)], is_terminal=system.is_terminal()
+    )
     return 0

@@ -9,7 +9,7 @@ from msrun.cluster.wire.messages import FromAgent, FromScheduler, Register, Rest
 from msrun.errors import ExitCode
 
 
-class Received(msgspec.Struct, frozen=True):
+class SchedulerMessage(msgspec.Struct, frozen=True):
     """The scheduler said something about `generation`.
 
     Args:
@@ -27,7 +27,7 @@ class Reached(msgspec.Struct, frozen=True):
     """The scheduler has answered, for the first time or after it was silent for too long."""
 
 
-class Cut(msgspec.Struct, frozen=True):
+class SchedulerSilent(msgspec.Struct, frozen=True):
     """The scheduler has been silent for so long that it may take this node for lost."""
 
 
@@ -48,7 +48,7 @@ class WorkerEnded(msgspec.Struct, frozen=True):
     exit: RankExit
 
 
-class Swept(msgspec.Struct, frozen=True):
+class GenerationSwept(msgspec.Struct, frozen=True):
     """Nothing is left of `generation` but what is `stuck`."""
 
     generation: int
@@ -87,13 +87,13 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Received
+    SchedulerMessage
     | Reached
-    | Cut
+    | SchedulerSilent
     | Forgotten
     | TreeReady
     | WorkerEnded
-    | Swept
+    | GenerationSwept
     | TreeLost
     | SchedulerLost
     | Signalled
@@ -107,7 +107,7 @@ class Join(msgspec.Struct, frozen=True):
     register: Register
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendToScheduler(msgspec.Struct, frozen=True):
     """Send `body` to the scheduler, about `generation`."""
 
     generation: int
@@ -121,14 +121,14 @@ class StartWorkers(msgspec.Struct, frozen=True):
     start: Start
 
 
-class SignalWorkers(msgspec.Struct, frozen=True):
+class ForwardSignal(msgspec.Struct, frozen=True):
     """Send `signum` to the workers of `ranks`."""
 
     ranks: tuple[int, ...]
     signum: int
 
 
-class Sweep(msgspec.Struct, frozen=True):
+class SweepGeneration(msgspec.Struct, frozen=True):
     """Kill whatever is left of `generation`."""
 
     generation: int
@@ -153,4 +153,13 @@ class Conclude(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-Action = Join | Send | StartWorkers | SignalWorkers | Sweep | Announce | Tell | Conclude
+Action = (
+    Join
+    | SendToScheduler
+    | StartWorkers
+    | ForwardSignal
+    | SweepGeneration
+    | Announce
+    | Tell
+    | Conclude
+)

@@ -20,19 +20,19 @@ from msrun.cluster.agent.events import (
     Action,
     Announce,
     Conclude,
-    Cut,
     Event,
     Forgotten,
+    ForwardSignal,
+    GenerationSwept,
     Join,
     Reached,
-    Received,
     SchedulerLost,
-    Send,
+    SchedulerMessage,
+    SchedulerSilent,
+    SendToScheduler,
     Signalled,
-    SignalWorkers,
     StartWorkers,
-    Sweep,
-    Swept,
+    SweepGeneration,
     Tell,
     TreeLost,
     TreeReady,
@@ -69,7 +69,7 @@ _REASON_BYTES_MAX = 2_000
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
-class Phase(enum.Enum):
+class AgentPhase(enum.Enum):
     """What this node's agent is doing."""
 
     JOINING = "joining"
@@ -102,12 +102,12 @@ class AgentState:
     lease: Lease = field(default_factory=Lease)
     scheduler: str = ""
     generation: int = -1
-    phase: Phase = Phase.JOINING
+    phase: AgentPhase = AgentPhase.JOINING
     live: set[int] = field(default_factory=set)
     _ready: bool = False
     _tree_lost: bool = False
     _pending: tuple[int, Start] | None = None
-    _swept: Swept | None = None
+    _swept: GenerationSwept | None = None
     _nnodes: int = 1
     _interrupts: list[int] = field(default_factory=list)
     _exits: list[tuple[RankExit, float]] = field(default_factory=list)
@@ -126,16 +126,16 @@ class AgentState:
 
     def handle(self, event: Event, *, now: float) -> list[Action]:  # noqa: PLR0911 - one line a case
         """Apply `event` at time `now` and return what the caller must do, in order."""
-        if self.phase is Phase.FINISHED:
+        if self.phase is AgentPhase.FINISHED:
             return []
         match event:
-            case Received() | Reached() | Cut() | Forgotten() | SchedulerLost():
+            case SchedulerMessage() | Reached() | SchedulerSilent() | Forgotten() | SchedulerLost():
                 return self._of_scheduler(event, now)
             case TreeReady(error=error):
                 return self._tree_is_ready(error)
             case WorkerEnded():
                 return self._worker_ended(event, now)
-            case Swept():
+            case GenerationSwept():
                 return self._after_sweep(event, now)
             case TreeLost():
                 return self._tree_was_lost(event, now)
@@ -145,7 +145,7 @@ class AgentState:
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self.phase is Phase.FINISHED:
+        if self.phase is AgentPhase.FINISHED:
             return None
         has_formed = self.generation >= 0 or self.form_by == math.inf
         first = None if has_formed or self._due is not None else self.form_by
@@ -155,14 +155,16 @@ class AgentState:
     # The line to the scheduler.
 
     def _of_scheduler(
-        self, event: Received | Reached | Cut | Forgotten | SchedulerLost, now: float
+        self,
+        event: SchedulerMessage | Reached | SchedulerSilent | Forgotten | SchedulerLost,
+        now: float,
     ) -> list[Action]:
         match event:
-            case Received():
+            case SchedulerMessage():
                 return self._received(event, now)
             case Reached():
                 return self._reached(now)
-            case Cut():
+            case SchedulerSilent():
                 return self._cut(now)
             case Forgotten():
                 return self._join(now)
@@ -174,7 +176,7 @@ class AgentState:
         It starts this node again if that is still to be, so nothing else need be kept.
         """
         self._pending = None
-        is_living = self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SWEEPING)
+        is_living = self.phase in (AgentPhase.RUNNING, AgentPhase.STOPPING, AgentPhase.SWEEPING)
         exits = self._ends(now)
         # What follows has to be known before anything is decided: it is drained after that.
         has_more = len(exits) > EXITS_MAX or bool(self._interrupts and self.generation >= 0)
@@ -215,19 +217,19 @@ class AgentState:
         """Stop the workers before another node may get their ranks."""
         self._reach_by = now + ABSENCE_PATIENCE
         silence = f"the scheduler has been silent for {self.lease.fence:g}s"
-        if self.phase is Phase.JOINING:
+        if self.phase is AgentPhase.JOINING:
             if not self._pending:
                 return [Tell(silence, warn=True)]
             return [Tell(silence, warn=True), *self._join(now)]
         self._is_cut = True
         told = Tell(f"{silence}: this node's workers are stopped", warn=True)
-        if self.phase is Phase.RUNNING:
+        if self.phase is AgentPhase.RUNNING:
             return [told, *self._begin_stop(now, grace=self.lease.grace)]
-        if self.phase is Phase.STOPPING and self._due is not None:
+        if self.phase is AgentPhase.STOPPING and self._due is not None:
             self._due = min(self._due, now + self.lease.grace)
         return [told]
 
-    def _received(self, event: Received, now: float) -> list[Action]:
+    def _received(self, event: SchedulerMessage, now: float) -> list[Action]:
         generation = event.generation
         actions: list[Action] = []  # as for a message that only an agent sends
         match event.body:
@@ -267,12 +269,12 @@ class AgentState:
         return [self._send(Warmed()), *self._start_if_possible()]
 
     def _start_if_possible(self) -> list[Action]:
-        if not self._ready or self._pending is None or self.phase is not Phase.JOINING:
+        if not self._ready or self._pending is None or self.phase is not AgentPhase.JOINING:
             return []
         self.generation, start = self._pending
         self._pending = None
         self._exits, self._stuck = [], []
-        self.phase = Phase.RUNNING
+        self.phase = AgentPhase.RUNNING
         self.live = set(range(start.first_rank, start.first_rank + start.count))
         return [StartWorkers(self.generation, start)]
 
@@ -286,16 +288,16 @@ class AgentState:
             self._exits.append((end, now))
             actions = [self._send(WorkerExited(exit=end, at=now))]
         if not self.live:
-            if self.phase is Phase.STOPPING:
+            if self.phase is AgentPhase.STOPPING:
                 actions += self._sweep(now)
-            elif self.phase is Phase.SWEEPING:
+            elif self.phase is AgentPhase.SWEEPING:
                 actions += self._drained_if_done(now)
         return actions
 
     def _without_our_signal(self, end: RankExit) -> RankExit:
         """Return `end` as it would have been without what we did meanwhile."""
-        is_stopping = self.phase in (Phase.STOPPING, Phase.SWEEPING)
-        is_swept = self.phase is Phase.SWEEPING
+        is_stopping = self.phase in (AgentPhase.STOPPING, AgentPhase.SWEEPING)
+        is_swept = self.phase is AgentPhase.SWEEPING
         end = msgspec.structs.replace(end, stopped=is_stopping, swept=is_swept)
         if is_stopping and end.error and end.signum in _OURS:
             # It had raised and was on its way out, which Python goes with code 1.
@@ -307,35 +309,35 @@ class AgentState:
             self._pending = None
             self.generation = generation
             return self._drained([], now)
-        if generation == self.generation and self.phase is Phase.STOPPING:
+        if generation == self.generation and self.phase is AgentPhase.STOPPING:
             return self._sweep(now) if signum == signal.SIGKILL else []
-        if generation != self.generation or self.phase is not Phase.RUNNING:
+        if generation != self.generation or self.phase is not AgentPhase.RUNNING:
             return []
         return self._begin_stop(now, signum)
 
     def _begin_stop(
         self, now: float, signum: int = signal.SIGTERM, grace: float = math.inf
     ) -> list[Action]:
-        self.phase = Phase.STOPPING
+        self.phase = AgentPhase.STOPPING
         if self._tree_lost:
             self.live.clear()
-            self._swept = Swept(self.generation)
+            self._swept = GenerationSwept(self.generation)
             return self._drained_if_done(now)
         if not self.live:
             return self._sweep(now)
         self._due = now + min(self.grace, grace)
         ranks = tuple(sorted(self.live))
         # A stopped process acts on a signal only once it is continued.
-        return [SignalWorkers(ranks, signum), SignalWorkers(ranks, signal.SIGCONT)]
+        return [ForwardSignal(ranks, signum), ForwardSignal(ranks, signal.SIGCONT)]
 
     def _sweep(self, now: float) -> list[Action]:
-        self.phase = Phase.SWEEPING
+        self.phase = AgentPhase.SWEEPING
         self._swept = None
         self._due = now + SWEEP_PATIENCE
-        return [Sweep(self.generation)]
+        return [SweepGeneration(self.generation)]
 
-    def _after_sweep(self, event: Swept, now: float) -> list[Action]:
-        if event.generation != self.generation or self.phase is not Phase.SWEEPING:
+    def _after_sweep(self, event: GenerationSwept, now: float) -> list[Action]:
+        if event.generation != self.generation or self.phase is not AgentPhase.SWEEPING:
             return []
         self._swept = event
         return self._drained_if_done(now)
@@ -350,7 +352,7 @@ class AgentState:
         return self._drained(stuck, now)
 
     def _drained(self, stuck: list[str], now: float) -> list[Action]:
-        self.phase = Phase.JOINING
+        self.phase = AgentPhase.JOINING
         self._due = now + self._patience() if self._interrupts else None
         self._stuck = stuck
         if self._is_cut:
@@ -360,7 +362,7 @@ class AgentState:
 
     def _patience(self) -> float:
         """Return the seconds that the scheduler may take to answer a signal."""
-        if self.phase is Phase.JOINING and self._nnodes > 1:
+        if self.phase is AgentPhase.JOINING and self._nnodes > 1:
             # It may first have to wait until the other nodes are drained.
             return self.grace + SWEEP_PATIENCE + SCHEDULER_PATIENCE
         return SCHEDULER_PATIENCE
@@ -373,7 +375,7 @@ class AgentState:
         reason = clip(event.reason, _REASON_BYTES_MAX)
         self._failure = NodeFailed(reason=reason, code=event.code)
         actions: list[Action] = [self._send(self._failure)]
-        if self.phase in (Phase.STOPPING, Phase.SWEEPING):
+        if self.phase in (AgentPhase.STOPPING, AgentPhase.SWEEPING):
             actions += self._begin_stop(now)
         return actions
 
@@ -384,7 +386,7 @@ class AgentState:
 
     def _signalled(self, signum: int, now: float) -> list[Action]:
         if signum in FORWARDED:
-            return [SignalWorkers(tuple(sorted(self.live)), signum)] if self.live else []
+            return [ForwardSignal(tuple(sorted(self.live)), signum)] if self.live else []
         if self._interrupts:
             return self._hurry(now)
         self._interrupts.append(signum)
@@ -392,7 +394,7 @@ class AgentState:
             return self._conclude(
                 verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
             )
-        if self.phase in (Phase.JOINING, Phase.RUNNING):
+        if self.phase in (AgentPhase.JOINING, AgentPhase.RUNNING):
             self._due = now + self._patience()
         return [self._send(Interrupted(signum=signum))]
 
@@ -402,7 +404,7 @@ class AgentState:
         if signal.SIGKILL not in self._interrupts:
             self._interrupts.append(signal.SIGKILL)
             actions.append(self._send(Interrupted(signum=signal.SIGKILL)))
-        if self.phase in (Phase.RUNNING, Phase.STOPPING) and not self._tree_lost:
+        if self.phase in (AgentPhase.RUNNING, AgentPhase.STOPPING) and not self._tree_lost:
             actions += self._sweep(now)
         return actions
 
@@ -414,9 +416,9 @@ class AgentState:
         """Stop without a scheduler and exit with `verdict`."""
         if self._own_verdict is None:
             self._own_verdict = verdict
-        if self.phase is Phase.RUNNING:
+        if self.phase is AgentPhase.RUNNING:
             return self._begin_stop(now)
-        return self._conclude(self._own_verdict) if self.phase is Phase.JOINING else []
+        return self._conclude(self._own_verdict) if self.phase is AgentPhase.JOINING else []
 
     def _check_deadline(self, now: float) -> list[Action]:
         due = self.deadline()
@@ -431,11 +433,11 @@ class AgentState:
             return self._not_formed(now)
         self._due = None
         match self.phase:
-            case Phase.STOPPING:
+            case AgentPhase.STOPPING:
                 return self._sweep(now)
-            case Phase.SWEEPING:
+            case AgentPhase.SWEEPING:
                 silent = "forkserver" if self._swept else "reaper"
-                self._swept = Swept(self.generation, (f"the {silent} does not answer",))
+                self._swept = GenerationSwept(self.generation, (f"the {silent} does not answer",))
                 return self._drained_if_done(now)
         return self._stop_alone(self._unanswered(), now)
 
@@ -469,9 +471,9 @@ class AgentState:
         return verdicts.internal(self.job_id, reason, generation=self.generation, code=code)
 
     def _conclude(self, verdict: Verdict) -> list[Action]:
-        self.phase = Phase.FINISHED
+        self.phase = AgentPhase.FINISHED
         self._due = None
         return [Conclude(verdict)]
 
-    def _send(self, body: FromAgent) -> Send:
-        return Send(self.generation, body)
+    def _send(self, body: FromAgent) -> SendToScheduler:
+        return SendToScheduler(self.generation, body)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from msrun.cluster.agent.events import Cut, Forgotten, Reached, Received
+from msrun.cluster.agent.events import Forgotten, Reached, SchedulerMessage, SchedulerSilent
 from msrun.cluster.liveness.lease import Lease
-from msrun.cluster.wire.link import RESEND_SECONDS, Link
+from msrun.cluster.wire.link import RESEND_SECONDS, OrderedLink
 from msrun.cluster.wire.messages import (
     DumpStacks,
     Envelope,
@@ -31,7 +31,7 @@ from msrun.cluster.wire.messages import (
     Waiting,
 )
 
-UplinkEvent = Received | Cut | Forgotten | Reached
+UplinkEvent = SchedulerMessage | SchedulerSilent | Forgotten | Reached
 
 _OF_SCHEDULER = (
     Start,
@@ -66,7 +66,7 @@ class Uplink:
     lease: Lease
     first_resend: float = RESEND_SECONDS
     _session: int = 0
-    _link: Link = field(default_factory=Link)
+    _link: OrderedLink = field(default_factory=OrderedLink)
     _term: int = 0
     _follows: int | None = None
     _echo: float | None = None
@@ -76,7 +76,7 @@ class Uplink:
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
         """Begin a new session, of which `register` is the first body."""
         self._session += 1
-        self._link = Link(self.first_resend)
+        self._link = OrderedLink(self.first_resend)
         body = msgspec.structs.replace(register, follows=self._follows)
         return self.send(generation, body, now=now)
 
@@ -113,7 +113,7 @@ class Uplink:
         if cut_at is None or now < cut_at:
             return [], frames
         self._is_cut = True
-        return [Cut()], frames
+        return [SchedulerSilent()], frames
 
     def receive(
         self, envelope: Envelope, *, now: float
@@ -135,7 +135,7 @@ class Uplink:
             return events, []
         if self._link.take(envelope.seq) and isinstance(body, _OF_SCHEDULER):
             age = 0.0 if self._echo is None else now - envelope.stamp
-            events.append(Received(envelope.generation, body, age))
+            events.append(SchedulerMessage(envelope.generation, body, age))
         return events, [self._frame(0.0)]
 
     def _echoed(self, stamp: float, now: float) -> list[UplinkEvent]:

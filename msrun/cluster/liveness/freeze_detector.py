@@ -15,7 +15,7 @@ _LATE_SECONDS = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Pulse:
+class FreezeDetector:
     """Looks at the clock so often that no freeze is missed that matters.
 
     Args:

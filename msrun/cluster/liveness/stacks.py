@@ -20,7 +20,9 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<fu
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
 # Below the program's own frames are those of whoever runs it.
 _RUNNERS = ("<frozen runpy>", "runpy.py")
-_OURS = re.compile(r"/msrun/(?:worker|supervise|processes|cli)/(?:\w+/)*\w+\.py$|/msrun/(?:entry|__main__)\.py$")
+_OURS = re.compile(
+    r"/msrun/(?:worker|supervise|processes|cli)/(?:\w+/)*\w+\.py$|/msrun/(?:entry|__main__)\.py$"
+)
 _LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python[0-9.]+/|^<")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msrun.cluster.scheduler.events import Lost, Received
+from msrun.cluster.scheduler.events import AgentMessage, Lost
 from msrun.cluster.wire.messages import Register
 
 Life = tuple[str, int]
@@ -21,7 +21,7 @@ class Admission:
 
     is_open: bool = False
     _reachable: set[Life] = field(default_factory=set)
-    _held: dict[Life, list[Received]] = field(default_factory=dict)
+    _held: dict[Life, list[AgentMessage]] = field(default_factory=dict)
 
     @property
     def is_busy(self) -> bool:
@@ -32,7 +32,7 @@ class Admission:
         """Hear a life of a node that an earlier scheduler has reached."""
         self._reachable.add((node_id, incarnation))
 
-    def receive(self, event: Received) -> tuple[list[Received], bool]:
+    def receive(self, event: AgentMessage) -> tuple[list[AgentMessage], bool]:
         """Return what is heard now, and whether `probed` must be told about the node."""
         life = (event.node_id, event.incarnation)
         if life in self._held:
@@ -43,7 +43,7 @@ class Admission:
         self._held[life] = [event]
         return [], True
 
-    def probed(self, life: Life, *, is_reachable: bool) -> list[Received]:
+    def probed(self, life: Life, *, is_reachable: bool) -> list[AgentMessage]:
         """Return what a node has said meanwhile; nothing where it was lost."""
         held = self._held.pop(life, [])
         if held and is_reachable:
@@ -55,7 +55,7 @@ class Admission:
         self._held.pop((loss.node_id, loss.incarnation), None)
 
 
-def _is_new(event: Received) -> bool:
+def _is_new(event: AgentMessage) -> bool:
     """Return whether a node registers that has taken part in nothing.
 
     Another was reached by an earlier scheduler, and what may run on it cannot wait.

@@ -19,8 +19,8 @@ from msrun.cluster.liveness.stacks import RankStack
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.controlled_state import ControlledState
-from msrun.cluster.scheduler.events import Phase, Received, Send
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.events import AgentMessage, JobPhase, SendToAgent
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.cluster.wire.control_messages import (
     AnyReply,
@@ -63,14 +63,14 @@ _REPORT_CHARS_MAX = 12_000
 _OF_US = (Running, Stalled, Stack, LogPart)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class SendReply(msgspec.Struct, frozen=True):
     """Answer `reply` to whoever asked by `route`."""
 
     route: bytes
     reply: AnyReply
 
 
-Action = scheduler_events.Action | Reply
+Action = scheduler_events.Action | SendReply
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Control:
     """
 
     state: ControlledState
-    peers: Peers
+    peers: AgentLinks
     _causes: deque[str] = field(default_factory=lambda: deque(maxlen=_CAUSES_MAX))
     _running: dict[str, tuple[Running, float]] = field(default_factory=dict)
     _running_generation: int = -1
@@ -128,12 +128,12 @@ class Control:
     @staticmethod
     def is_for(event: scheduler_events.Event) -> bool:
         """Tell whether `event` is for this machine and not for the job's own."""
-        return isinstance(event, Received) and isinstance(event.body, _OF_US)
+        return isinstance(event, AgentMessage) and isinstance(event.body, _OF_US)
 
     def note(self, actions: Iterable[Action]) -> None:
         """Remember what the job's machine told its nodes about failures."""
         for action in actions:
-            if isinstance(action, Send) and isinstance(action.body, Restarting):
+            if isinstance(action, SendToAgent) and isinstance(action.body, Restarting):
                 self._note_cause(action.generation, action.body.reason)
 
     def recall(self, records: Iterable[wal.Record]) -> None:
@@ -152,7 +152,7 @@ class Control:
         """Return the actions that answer a question."""
         if job_id not in ("", self.state.job_id):
             reason = f"the scheduler here runs job {self.state.job_id}, not {job_id}"
-            return [Reply(route, Denied(reason=reason))]
+            return [SendReply(route, Denied(reason=reason))]
         match request:
             case GetLog():
                 return self._ask_for_log(request, route, now)
@@ -160,7 +160,7 @@ class Control:
                 return self._ask_for_stacks(route, now)
             case StopJob() | DrainNode() | SignalJob():
                 return self._command(request, route, now)
-        return [Reply(route, self._report(request, now))]
+        return [SendReply(route, self._report(request, now))]
 
     def _report(self, request: GetStatus | GetNodes | GetRanks, now: float) -> AnyReply:
         match request:
@@ -176,15 +176,15 @@ class Control:
     ) -> list[Action]:
         state = self.state
         if state.is_over:
-            return [Reply(route, Denied(reason=f"job {state.job_id} is over"))]
+            return [SendReply(route, Denied(reason=f"job {state.job_id} is over"))]
         match request:
             case StopJob(now=at_once):
                 done = Done(sentence=f"job {state.job_id} is being stopped")
-                return [Reply(route, done), *state.stop(at_once=at_once)]
+                return [SendReply(route, done), *state.stop(at_once=at_once)]
             case DrainNode(node=name):
                 problem, actions = state.drain(name, now=now)
                 done = Done(sentence=f"node {name} leaves job {state.job_id}")
-                return [Reply(route, Denied(reason=problem) if problem else done), *actions]
+                return [SendReply(route, Denied(reason=problem) if problem else done), *actions]
             case SignalJob():
                 return self._signal(request, route)
 
@@ -193,7 +193,7 @@ class Control:
         chosen = [rank for rank in every if _is_in(rank, request.ranks)]
         if not chosen:
             what = "none of those ranks" if every else "no worker of the job"
-            return [Reply(route, Denied(reason=f"{what} runs"))]
+            return [SendReply(route, Denied(reason=f"{what} runs"))]
         nodes = [
             node_id
             for node_id, ranks in self.state.living().items()
@@ -202,7 +202,7 @@ class Control:
         order = SignalRanks(ranks=request.ranks, signum=request.signum)
         name = signal_name(request.signum)
         done = Done(sentence=f"{name} goes to {len(chosen)} rank(s) on {len(nodes)} node(s)")
-        return [Reply(route, done), *(self._send(node_id, order) for node_id in nodes)]
+        return [SendReply(route, done), *(self._send(node_id, order) for node_id in nodes)]
 
     def _ask_for_log(self, request: GetLog, route: bytes, now: float) -> list[Action]:
         members = self.state.current.members
@@ -212,12 +212,12 @@ class Control:
         if found is None:
             size = self.state.current.world_size
             what = f"choose 0 to {size - 1}" if size else "no generation has started"
-            return [Reply(route, Denied(reason=f"the job has no rank {request.rank} ({what})"))]
+            return [SendReply(route, Denied(reason=f"the job has no rank {request.rank} ({what})"))]
         host = members[found].host
         if found not in self.state.roster.nodes:
-            return [Reply(route, Denied(reason=f"node {host}, which has the log, is lost"))]
+            return [SendReply(route, Denied(reason=f"node {host}, which has the log, is lost"))]
         if len(self._logs) >= _INQUIRIES_MAX:
-            return [Reply(route, Denied(reason="too many ask for logs; try again"))]
+            return [SendReply(route, Denied(reason="too many ask for logs; try again"))]
         self._number += 1
         self._logs[self._number] = _LogInquiry(found, host, route, now + ANSWER_SECONDS)
         order = ReadLog(
@@ -227,7 +227,7 @@ class Control:
 
     def _ask_for_stacks(self, route: bytes, now: float) -> list[Action]:
         if not any(self.state.living().values()):
-            return [Reply(route, Denied(reason="no worker of the job runs"))]
+            return [SendReply(route, Denied(reason="no worker of the job runs"))]
         actions = self._collect(now)
         if self._stacks and len(self._stacks.routes) < _INQUIRIES_MAX:
             self._stacks.routes.append(route)
@@ -235,7 +235,7 @@ class Control:
 
     # What agents say.
 
-    def receive(self, event: Received, *, now: float) -> list[Action]:
+    def receive(self, event: AgentMessage, *, now: float) -> list[Action]:
         """Return the actions that follow from what an agent said."""
         node = self.state.roster.nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
@@ -268,15 +268,15 @@ class Control:
             return []
         del self._logs[part.inquiry]
         if part.problem:
-            return [Reply(asked.route, Denied(reason=part.problem))]
+            return [SendReply(asked.route, Denied(reason=part.problem))]
         log = Log(host=asked.host, log_file=part.log_file, data=part.data, offset=part.offset)
-        return [Reply(asked.route, log)]
+        return [SendReply(asked.route, log)]
 
     def _stalled(self, node_id: str, stalled: Stalled, now: float) -> list[Action]:
         member = self.state.current.members[node_id]
         is_living = 0 <= stalled.rank - member.first_rank < member.count
         is_living &= stalled.rank not in self.state.current.exits
-        if self.state.phase is not Phase.RUNNING or not is_living:
+        if self.state.phase is not JobPhase.RUNNING or not is_living:
             return []
         actions = self._collect(now)
         if self._stacks:
@@ -318,9 +318,9 @@ class Control:
         shown = fitting(groups)
         left_out = len(groups) - len(shown)
         reply = Stacks(generation=inquiry.generation, groups=shown, left_out=left_out)
-        replies: list[Action] = [Reply(route, reply) for route in inquiry.routes]
+        replies: list[Action] = [SendReply(route, reply) for route in inquiry.routes]
         is_hang = inquiry.stalled and inquiry.generation == self.state.generation
-        if not is_hang or self.state.phase is not Phase.RUNNING:
+        if not is_hang or self.state.phase is not JobPhase.RUNNING:
             return replies
         return [*replies, *self._end_hang(inquiry, pictured, now)]
 
@@ -390,7 +390,7 @@ class Control:
 
     def _alone_at(self) -> float | None:
         """Return when to tell who still runs; None where none has finished, or it was told."""
-        if self.state.phase is not Phase.RUNNING or self._told_of == self.state.generation:
+        if self.state.phase is not JobPhase.RUNNING or self._told_of == self.state.generation:
             return None
         # Of thousands; a failure would have stopped the others.
         first = next(iter(self.state.current.exits.values()), None)
@@ -419,15 +419,15 @@ class Control:
         for number in [n for n, asked in self._logs.items() if asked.due <= now]:
             asked = self._logs.pop(number)
             reason = f"node {asked.host} did not answer within {ANSWER_SECONDS:g}s"
-            actions.append(Reply(asked.route, Denied(reason=reason)))
+            actions.append(SendReply(asked.route, Denied(reason=reason)))
         if self._stacks and self._stacks.due <= now:
             actions += self._finish_stacks(self._stacks, now)
         if (alone_at := self._alone_at()) is not None and alone_at <= now:
             actions += self._tell_who_runs()
         return actions
 
-    def _send(self, node_id: str, body: FromScheduler) -> Send:
-        return Send(node_id, self.state.generation, body)
+    def _send(self, node_id: str, body: FromScheduler) -> SendToAgent:
+        return SendToAgent(node_id, self.state.generation, body)
 
 
 def _is_in(rank: int, ranges: list[tuple[int, int]]) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from msrun.cluster import verdict as verdicts
 from msrun.cluster.bounds import RankSet
-from msrun.cluster.scheduler.events import Action, Phase, Received
+from msrun.cluster.scheduler.events import Action, AgentMessage, JobPhase
 from msrun.cluster.scheduler.generation import Generation
 from msrun.cluster.scheduler.roster import Roster
 from msrun.cluster.scheduler.state import SchedulerState
@@ -37,7 +37,7 @@ class ControlledState(SchedulerState):
     @property
     def is_over(self) -> bool:
         """Whether the verdict is known."""
-        return self.phase in (Phase.DONE, Phase.FAILED)
+        return self.phase in (JobPhase.DONE, JobPhase.FAILED)
 
     def interrupt(self, signum: int) -> list[Action]:
         """Stop the job for its user, who sent `signum` to what keeps this scheduler."""
@@ -53,7 +53,7 @@ class ControlledState(SchedulerState):
         )
         verdict = msgspec.structs.replace(verdict, reason="stopped by `msrun stop`")
         signum = signal.SIGKILL if at_once else signal.SIGTERM
-        was_stopping = self.phase is Phase.STOPPING
+        was_stopping = self.phase is JobPhase.STOPPING
         actions = self._end(verdict, signum)
         return [*actions, *self._hurry()] if was_stopping and at_once else actions
 
@@ -83,7 +83,7 @@ class ControlledState(SchedulerState):
             return problem, []
         node = self._roster.nodes[node_id]
         leaves = Interrupted(signum=signal.SIGTERM)
-        event = Received(node_id, node.incarnation, self.generation, leaves)
+        event = AgentMessage(node_id, node.incarnation, self.generation, leaves)
         return "", self.handle(event, now=now)
 
     def _why_needed(self, node_id: str) -> str:
@@ -107,13 +107,13 @@ class ControlledState(SchedulerState):
 
     def give_up_on(self, worker: RankExit, *, now: float) -> list[Action]:
         """Treat a worker that hangs as one that failed when it last made progress."""
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not JobPhase.RUNNING:
             return []
         return self._count_exit(self._current.node_of(worker.rank), worker, now)
 
     def living(self) -> dict[str, list[int]]:
         """Return the ranks of the generation that have not ended, by node."""
-        if self.phase not in (Phase.RUNNING, Phase.STOPPING):
+        if self.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
             return {}
         exits = self._current.exits
         return {

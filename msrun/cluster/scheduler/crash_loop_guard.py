@@ -8,7 +8,7 @@ _MINUTE = 60.0
 _SOON_SECONDS = 3.0
 
 
-class Lives:
+class CrashLoopGuard:
     """Tells whether a scheduler that has ended is worth another one."""
 
     def __init__(self) -> None:

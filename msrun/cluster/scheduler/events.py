@@ -10,7 +10,7 @@ from msrun.cluster.scheduler import wal
 from msrun.cluster.wire.messages import FromAgent, FromScheduler
 
 
-class Phase(enum.Enum):
+class JobPhase(enum.Enum):
     """Where a job is in its life."""
 
     FORMING = "forming"
@@ -20,7 +20,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-class Received(msgspec.Struct, frozen=True):
+class AgentMessage(msgspec.Struct, frozen=True):
     """An agent said something; of its node's life and generation as on the envelope."""
 
     node_id: str
@@ -61,7 +61,7 @@ class Woke(msgspec.Struct, frozen=True):
     """The scheduler was frozen up to now: what it was sent meanwhile has yet to be heard."""
 
 
-Event = Received | Lost | Unreachable | Tick | Woke
+Event = AgentMessage | Lost | Unreachable | Tick | Woke
 
 
 class Write(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class Write(msgspec.Struct, frozen=True):
     record: wal.Record
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendToAgent(msgspec.Struct, frozen=True):
     """Send `body` to a node's agent, about `generation`."""
 
     node_id: str
@@ -78,4 +78,4 @@ class Send(msgspec.Struct, frozen=True):
     body: FromScheduler
 
 
-Action = Write | Send
+Action = Write | SendToAgent

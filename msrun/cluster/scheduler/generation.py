@@ -12,14 +12,14 @@ import msgspec
 from msrun.cluster import verdict as verdicts
 from msrun.cluster.bounds import RankSet, few, listed
 from msrun.cluster.scheduler.restart_policy import GiveUp
-from msrun.cluster.scheduler.roster import Node
+from msrun.cluster.scheduler.roster import RegisteredNode
 from msrun.cluster.scheduler.wal import Member
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.cluster.wire.messages import Start
 from msrun.errors import ExitCode
 
 
-class Because(enum.Enum):
+class StopReason(enum.Enum):
     """Why a generation ends before its workers do."""
 
     FAILURE = "failure"
@@ -57,7 +57,7 @@ class Generation:
     exits: dict[int, tuple[RankExit, float]] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
     stuck: dict[str, list[str]] = field(default_factory=dict)
-    because: Because | None = None
+    because: StopReason | None = None
     change: str = ""
     _shifts: dict[str, float] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Generation:
     @property
     def all_succeeded(self) -> bool:
         """Whether every rank exited with code 0, and not because it was asked to end."""
-        if self.because is Because.CHANGE:
+        if self.because is StopReason.CHANGE:
             return False
         ends = [end for end, _ in self.exits.values()]
         are_done = all(end.succeeded and not end.stopped for end in ends)
@@ -137,7 +137,7 @@ class Generation:
 
     def sentence(self, root: RankExit | None) -> str:
         """Return what ended the generation, of whose failures `root` came first."""
-        if self.because is Because.CHANGE:
+        if self.because is StopReason.CHANGE:
             return self.change
         lost = listed([loss.sentence for loss in self.losses], "; ")
         return root.sentence() if root else lost or self.change
@@ -160,7 +160,7 @@ class Generation:
         )
 
 
-def seat(nodes: Mapping[str, Node]) -> Generation:
+def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
     """Return the generation of `nodes`, which come by node rank."""
     members = []
     first_rank = 0
@@ -188,6 +188,6 @@ def seat(nodes: Mapping[str, Node]) -> Generation:
     return Generation.of(members, (master.store_host, master.store_port))
 
 
-def _machine(node: Node) -> tuple[str, str]:
+def _machine(node: RegisteredNode) -> tuple[str, str]:
     """Return what two nodes on one machine have in common, and others do not."""
     return (node.registration.host, node.registration.store_host)

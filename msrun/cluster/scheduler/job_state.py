@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from msrun.cluster.scheduler.events import Action, Phase, Send
+from msrun.cluster.scheduler.events import Action, JobPhase, SendToAgent
 from msrun.cluster.scheduler.forming import Forming
 from msrun.cluster.scheduler.generation import Generation
 from msrun.cluster.scheduler.restart_policy import GiveUp, RestartPolicy
@@ -39,7 +39,7 @@ class JobState:
     last_call: float = 0.0
     started_at: float = 0.0
     generation: int = 0
-    phase: Phase = Phase.FORMING
+    phase: JobPhase = JobPhase.FORMING
     verdict: Verdict | None = None
     _roster: Roster = field(init=False)
     _current: Generation = field(default_factory=Generation)
@@ -92,8 +92,8 @@ class JobState:
         """
         return not self.untold and not (self._may_miss_spares and now < self._all_known_at)
 
-    def _send(self, node_id: str, body: FromScheduler) -> Send:
-        return Send(node_id, self.generation, body)
+    def _send(self, node_id: str, body: FromScheduler) -> SendToAgent:
+        return SendToAgent(node_id, self.generation, body)
 
     def _tell_all(self, body: FromScheduler) -> list[Action]:
         return [self._send(node_id, body) for node_id in sorted(self._roster.nodes)]

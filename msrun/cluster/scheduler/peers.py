@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 from msrun.cluster.liveness.lease import Lease
-from msrun.cluster.scheduler.events import Lost, Received
-from msrun.cluster.wire.link import RESEND_SECONDS, Link
+from msrun.cluster.scheduler.events import AgentMessage, Lost
+from msrun.cluster.wire.link import RESEND_SECONDS, OrderedLink
 from msrun.cluster.wire.messages import (
     TERM_MAX,
     Drained,
@@ -50,13 +50,13 @@ class _Peer:
     incarnation: int
     session: int
     heard_at: float
-    link: Link
+    link: OrderedLink
     stamp: float = 0.0
     answer_by: float = math.inf
 
 
 @dataclass(slots=True, kw_only=True)
-class Peers:
+class AgentLinks:
     """Every agent that has registered and is not lost.
 
     Args:
@@ -108,7 +108,7 @@ class Peers:
 
     def receive(
         self, envelope: Envelope, *, now: float
-    ) -> tuple[list[Lost | Received], list[Envelope]]:
+    ) -> tuple[list[Lost | AgentMessage], list[Envelope]]:
         """Return what a frame of an agent means, and the frames that answer it."""
         if envelope.term > self.term:  # an earlier one had a log, which was lost
             self.term = min(envelope.term + 1, TERM_MAX)
@@ -119,7 +119,7 @@ class Peers:
         is_late = not is_another and envelope.session < session
         if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
-        events: list[Lost | Received] = []
+        events: list[Lost | AgentMessage] = []
         peer = self._peers.get(node_id)
         if peer is None or life != (incarnation, session):
             if not self._is_first(envelope) or (is_another and not self._follows(envelope)):
@@ -134,7 +134,7 @@ class Peers:
         self._check_by(now)
         body = envelope.body
         if envelope.seq and peer.link.take(envelope.seq) and isinstance(body, _OF_AGENT):
-            events.append(Received(node_id, envelope.incarnation, envelope.generation, body))
+            events.append(AgentMessage(node_id, envelope.incarnation, envelope.generation, body))
             if isinstance(body, Register) and body.is_new:
                 # It mostly gets at once what it waits for, and thousands may come together.
                 peer.answer_by = now + self._patience
@@ -215,7 +215,7 @@ class Peers:
         return incarnation is None or (isinstance(body, Register) and body.follows == incarnation)
 
     def _new_peer(self, incarnation: int, session: int, now: float) -> _Peer:
-        return _Peer(incarnation, session, now, Link(self.first_resend))
+        return _Peer(incarnation, session, now, OrderedLink(self.first_resend))
 
     @property
     def _patience(self) -> float:

@@ -42,10 +42,10 @@ def is_enough(nodes: int, slots: int, formation: Formation) -> bool:
     return nodes >= formation.nnodes_min
 
 
-def choose(
+def assign_node_ranks(
     nodes: Mapping[str, Register],
     formation: Formation,
-    seats: Sequence[str],
+    previous: Sequence[str],
     cold: Collection[str] = (),
 ) -> list[str]:
     """Return the nodes of the next generation by node rank.
@@ -56,13 +56,13 @@ def choose(
         seats: The nodes of the generation before by node rank; empty before the first.
         cold: Those for which the others would have to wait: no more than there must be.
     """
-    chosen = _pick(nodes, formation, seats, cold)
-    if not seats:
+    chosen = _pick(nodes, formation, previous, cold)
+    if not previous:
         return sorted(chosen, key=lambda node_id: node_order(node_id, nodes[node_id]))
-    newcomers = [node_id for node_id in chosen if node_id not in seats]
+    newcomers = [node_id for node_id in chosen if node_id not in previous]
     newcomers.sort(key=lambda node_id: node_order(node_id, nodes[node_id]))
     order: list[str] = []
-    for node_id in seats:
+    for node_id in previous:
         if node_id in chosen:
             order.append(node_id)
         elif newcomers:
@@ -73,11 +73,11 @@ def choose(
 def _pick(
     nodes: Mapping[str, Register],
     formation: Formation,
-    seats: Sequence[str],
+    previous: Sequence[str],
     cold: Collection[str],
 ) -> list[str]:
     """Return who takes part: those who did before, then who came first; the cold ones last."""
-    candidates = [*(n for n in seats if n in nodes), *(n for n in nodes if n not in seats)]
+    candidates = [*(n for n in previous if n in nodes), *(n for n in nodes if n not in previous)]
     candidates.sort(key=lambda node_id: node_id in cold)
     if formation.world_size is None:
         wanted = max(len(nodes) - len(cold), formation.nnodes_min)

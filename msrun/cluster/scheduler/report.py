@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from msrun.cluster.scheduler.controlled_state import ControlledState
-from msrun.cluster.scheduler.events import Phase
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.events import JobPhase
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.wal import Member
 from msrun.cluster.wire.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
 from msrun.cluster.wire.messages import Running
@@ -16,12 +16,12 @@ from msrun.cluster.wire.messages import Running
 _ROWS_MAX = 512
 _HOST_CHARS_MAX = 255
 _CAUSE_CHARS_MAX = 500
-_LIVE = (Phase.RUNNING, Phase.STOPPING)
+_LIVE = (JobPhase.RUNNING, JobPhase.STOPPING)
 
 
 def status(state: ControlledState, causes: Sequence[str], *, term: int, now: float) -> Status:
     """Return where the job stands."""
-    is_forming = state.phase is Phase.FORMING
+    is_forming = state.phase is JobPhase.FORMING
     verdict = state.verdict
     return Status(
         job_id=state.job_id,
@@ -41,7 +41,7 @@ def status(state: ControlledState, causes: Sequence[str], *, term: int, now: flo
     )
 
 
-def nodes(state: ControlledState, peers: Peers, first: int, *, now: float) -> Nodes:
+def nodes(state: ControlledState, peers: AgentLinks, first: int, *, now: float) -> Nodes:
     """Return a page of the nodes: members by node rank, then the others as they came."""
     members = state.current.members if state.phase in _LIVE else {}
     others = [node_id for node_id in state.roster.nodes if node_id not in members]
@@ -51,7 +51,7 @@ def nodes(state: ControlledState, peers: Peers, first: int, *, now: float) -> No
     return Nodes(rows=rows, following=_following(first, len(rows), len(names)))
 
 
-def all_nodes(state: ControlledState, peers: Peers, *, now: float) -> Iterator[NodeRow]:
+def all_nodes(state: ControlledState, peers: AgentLinks, *, now: float) -> Iterator[NodeRow]:
     """Yield all nodes."""
     following: int | None = 0
     while following is not None:
@@ -61,7 +61,7 @@ def all_nodes(state: ControlledState, peers: Peers, *, now: float) -> Iterator[N
 
 
 def _node(
-    state: ControlledState, peers: Peers, node_id: str, member: Member | None, now: float
+    state: ControlledState, peers: AgentLinks, node_id: str, member: Member | None, now: float
 ) -> NodeRow:
     node = state.roster.nodes.get(node_id)
     body = node.registration if node else None
@@ -70,7 +70,7 @@ def _node(
         role = "lost"
     elif node.leaves_with or node_id in state.roster.excluded:
         role = "leaving"
-    elif state.phase is Phase.FORMING:
+    elif state.phase is JobPhase.FORMING:
         role = "registered"
     host = body.host if body else member.host if member else ""
     return NodeRow(
@@ -131,7 +131,7 @@ def _rank(
         pid, how, seconds = end.pid, end.how(), end.ran_for
     elif running and local_rank < len(running[0].pids):
         pid, seconds = running[0].pids[local_rank], now - running[1]
-        how = "stopping" if state.phase is Phase.STOPPING else "running"
+        how = "stopping" if state.phase is JobPhase.STOPPING else "running"
     return RankRow(
         rank=rank,
         local_rank=local_rank,

@@ -17,7 +17,7 @@ JOIN_WINDOW = 1.0
 
 
 @dataclass(slots=True)
-class Node:
+class RegisteredNode:
     """A node that has registered and is not lost.
 
     Args:
@@ -50,7 +50,7 @@ class Roster:
     """
 
     formation: Formation
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, RegisteredNode] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     _ready: dict[str, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Roster:
         """Count on nodes that an earlier scheduler knew and that have yet to register here."""
         self._expected = {m.node_id: m.count for m in members if m.node_id not in self.excluded}
 
-    def add(self, node_id: str, node: Node) -> None:
+    def add(self, node_id: str, node: RegisteredNode) -> None:
         """Take in a node, or a new registration of a known one."""
         self._expected.pop(node_id, None)
         self.nodes[node_id] = node
@@ -71,7 +71,7 @@ class Roster:
             self._ranks[node.registration.node_rank] = node_id
         self._count(node_id)
 
-    def remove(self, node_id: str) -> Node:
+    def remove(self, node_id: str) -> RegisteredNode:
         """Forget a node, which may come back."""
         node = self.nodes.pop(node_id)
         self.stale.discard(node_id)
@@ -181,7 +181,7 @@ class Roster:
         what = "joins them when its imports are done" if is_next else "stands by as a spare"
         return is_next, f"{len(members)} node(s): this one {what}"
 
-    def newcomers(self, members: Collection[str]) -> list[Node]:
+    def newcomers(self, members: Collection[str]) -> list[RegisteredNode]:
         """Return the nodes that could join a generation of `members`."""
         return [self.nodes[node_id] for node_id in self._ready if node_id not in members]
 

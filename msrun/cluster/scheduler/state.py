@@ -11,6 +11,8 @@ generation is announced, and a verdict told, only after a `Write` of it: the cal
 must have it on disk before it goes on to the next action.
 """
 
+# tidy: long file, one machine is read in one place: every transition of the job stands here.
+
 from __future__ import annotations
 
 import signal
@@ -22,20 +24,20 @@ from msrun.cluster.bounds import listed
 from msrun.cluster.scheduler import rank_assignment, wal
 from msrun.cluster.scheduler.events import (
     Action,
+    AgentMessage,
     Event,
+    JobPhase,
     Lost,
-    Phase,
-    Received,
-    Send,
+    SendToAgent,
     Tick,
     Unreachable,
     Woke,
     Write,
 )
-from msrun.cluster.scheduler.generation import Because, Generation, Loss, seat
+from msrun.cluster.scheduler.generation import Generation, Loss, StopReason, start_generation
 from msrun.cluster.scheduler.job_state import JobState
 from msrun.cluster.scheduler.restart_policy import Again, GiveUp
-from msrun.cluster.scheduler.roster import Node
+from msrun.cluster.scheduler.roster import RegisteredNode
 from msrun.cluster.verdict import RankExit, Verdict, fit
 from msrun.cluster.wire.messages import (
     Drained,
@@ -74,7 +76,7 @@ class SchedulerState(JobState):
         lives = sum(isinstance(record, wal.Began) for record in records)
         self._may_miss_spares = not is_whole or lives > (self.verdict is not None)
         if self.verdict:
-            self.phase = Phase.FAILED if self.verdict.code else Phase.DONE
+            self.phase = JobPhase.FAILED if self.verdict.code else JobPhase.DONE
         for node_id, why in wal.excluded(records).items():
             self._roster.exclude(node_id, why)
         last = wal.last_generation(records)
@@ -88,16 +90,16 @@ class SchedulerState(JobState):
         if last is None or self.verdict:
             return []
         self.generation = last.generation
-        self.phase = Phase.RUNNING
+        self.phase = JobPhase.RUNNING
         self._current = Generation.of(last.members, (last.store_host, last.store_port))
         self._roster.expect(last.members)
         return last.members
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
         """Apply `event` at time `now` and return what the caller must do, in order."""
-        if isinstance(event, Received):
+        if isinstance(event, AgentMessage):
             self.untold.discard(event.node_id)
-        if self.phase in (Phase.DONE, Phase.FAILED):
+        if self.phase in (JobPhase.DONE, JobPhase.FAILED):
             return self._repeat_verdict(event)
         if isinstance(event, Tick):
             return self._check_deadlines(now)
@@ -106,10 +108,10 @@ class SchedulerState(JobState):
             return []
         return self._of_node(event, now)
 
-    def _of_node(self, event: Received | Lost | Unreachable, now: float) -> list[Action]:
+    def _of_node(self, event: AgentMessage | Lost | Unreachable, now: float) -> list[Action]:
         if isinstance(event, Unreachable):
             return [self._send(event.node_id, Refused(reason=event.problem, code=ExitCode.USAGE))]
-        if isinstance(event, Received) and isinstance(event.body, Register):
+        if isinstance(event, AgentMessage) and isinstance(event.body, Register):
             return self._register(event, event.body, now)
         if isinstance(event, Lost):
             return self._lost(event, now)
@@ -120,13 +122,13 @@ class SchedulerState(JobState):
 
     def deadline(self) -> float | None:
         """Time by which `Tick` must be sent if nothing else is; None when there is none."""
-        if self.phase is Phase.FORMING:
+        if self.phase is JobPhase.FORMING:
             return self._forming_deadline()
-        return self._grow_at if self.phase is Phase.RUNNING else None
+        return self._grow_at if self.phase is JobPhase.RUNNING else None
 
     # Nodes that come.
 
-    def _register(self, event: Received, body: Register, now: float) -> list[Action]:
+    def _register(self, event: AgentMessage, body: Register, now: float) -> list[Action]:
         node_id = event.node_id
         known = self._roster.nodes.get(node_id)
         is_member = node_id in self._current.undrained
@@ -138,21 +140,21 @@ class SchedulerState(JobState):
             return [self._send(node_id, farewell)]
         is_same_life = known is not None and known.incarnation == event.incarnation
         leaves_with = known.leaves_with if known and is_same_life else 0
-        node = Node(event.incarnation, body, now, leaves_with, is_warm=body.warm)
+        node = RegisteredNode(event.incarnation, body, now, leaves_with, is_warm=body.warm)
         self._roster.add(node_id, node)
         self._forming.someone_came(now=now)
         self._has_seen(max(body.seen, body.running), now)
-        if is_member and self.phase is not Phase.FORMING:
+        if is_member and self.phase is not JobPhase.FORMING:
             return self._member_is_back(node_id, event.incarnation, body, now)
         return self._newcomer(node_id, body.running, now)
 
     def _has_seen(self, generation: int, now: float) -> None:
         """Number what follows after a generation of which the log may know nothing."""
-        latest = self.generation - (self.phase is Phase.FORMING)
+        latest = self.generation - (self.phase is JobPhase.FORMING)
         if generation <= max(latest, self._seen):
             return
         self._seen = generation
-        if self.phase is Phase.FORMING:
+        if self.phase is JobPhase.FORMING:
             self.generation = generation + 1
             self._forming.again(max(self._all_known_at, self._forming.resume_at or 0.0), now=now)
 
@@ -163,11 +165,11 @@ class SchedulerState(JobState):
         if incarnation != self._current.members[node_id].incarnation:
             return self._gone(node_id, f"node {body.host} was started anew", now, now)
         if body.seen < self.generation:  # and nothing that is under way to it starts it
-            is_stopping = self.phase is Phase.STOPPING
+            is_stopping = self.phase is JobPhase.STOPPING
             return self._is_drained(node_id, now) if is_stopping else [self._start(node_id)]
         actions = [a for end in body.exits for a in self._count_exit(node_id, end, now)]
         if body.running == self.generation:
-            if self.phase is Phase.STOPPING and not actions:
+            if self.phase is JobPhase.STOPPING and not actions:
                 # It may have been told by an earlier scheduler, or not at all.
                 actions = [self._send(node_id, self._stop_message())]
             return actions
@@ -182,9 +184,9 @@ class SchedulerState(JobState):
         if running >= 0:  # workers of a generation that has gone on without them
             self._roster.mark_stale(node_id, is_stale=True)
             stop = Stop(reason="the job went on without this node")
-            return [Send(node_id, running, stop)]
+            return [SendToAgent(node_id, running, stop)]
         self._roster.mark_stale(node_id, is_stale=False)
-        if self.phase is Phase.FORMING:
+        if self.phase is JobPhase.FORMING:
             return self._form_if_possible(now)
         if not self._can_grow() or not self._roster.nodes[node_id].is_warm:
             return [self._send(node_id, self._stand_by(node_id))]
@@ -194,12 +196,12 @@ class SchedulerState(JobState):
         """Let those that come together change the generation once, and wait for no other."""
         at = self._roster.settled_at(self._current.members, now=now)
         self._grow_at = at if self._grow_at is None else min(self._grow_at, at)
-        is_due = self.phase is Phase.RUNNING and now >= self._grow_at
+        is_due = self.phase is JobPhase.RUNNING and now >= self._grow_at
         return self._grow() if is_due else []
 
     # What agents say.
 
-    def _received(self, event: Received, node: Node, now: float) -> list[Action]:
+    def _received(self, event: AgentMessage, node: RegisteredNode, now: float) -> list[Action]:
         is_of_now = event.generation == self.generation and event.node_id in self._current.members
         match event.body:
             case Warmed():
@@ -216,49 +218,51 @@ class SchedulerState(JobState):
             case _:  # of another generation, or what only a scheduler says
                 return []
 
-    def _warmed(self, node_id: str, node: Node, now: float) -> list[Action]:
+    def _warmed(self, node_id: str, node: RegisteredNode, now: float) -> list[Action]:
         """Let a newcomer join the generation, which was not stopped before it could."""
         node.is_warm = True
         members = self._current.members
         joins = node in self._roster.newcomers(members) and self._roster.has_room(members)
-        return self._newcomer(node_id, -1, now) if joins and self.phase is Phase.RUNNING else []
+        return self._newcomer(node_id, -1, now) if joins and self.phase is JobPhase.RUNNING else []
 
     def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
-        if self.phase is Phase.FORMING or end.rank not in self._current.ranks(node_id):
+        if self.phase is JobPhase.FORMING or end.rank not in self._current.ranks(node_id):
             return []
         self._current.exits.setdefault(end.rank, (fit(end), now - end.age))
-        if self.phase is Phase.STOPPING:
+        if self.phase is JobPhase.STOPPING:
             if not end.succeeded and not end.stopped:
                 self._find_failure()
             return []
         if not end.succeeded:
-            return self._stop(end.sentence(), Because.FAILURE)
+            return self._stop(end.sentence(), StopReason.FAILURE)
         if end.stopped:  # by an earlier scheduler, of which nobody knows why
             self._current.change = _UNKNOWN_CHANGE
             is_elastic = self.formation.nnodes_min < self.formation.nnodes_max
-            because = Because.CHANGE if is_elastic else Because.FAILURE
+            because = StopReason.CHANGE if is_elastic else StopReason.FAILURE
             return self._stop(_UNKNOWN_CHANGE, because)
         return self._decide(self._verdict(ExitCode.OK, "")) if self._current.all_succeeded else []
 
     def _find_failure(self) -> None:
         """Take a failure for why an earlier scheduler stopped the generation."""
-        if self._current.change == _UNKNOWN_CHANGE and self._current.because is Because.CHANGE:
-            self._current.because = Because.FAILURE
+        if self._current.change == _UNKNOWN_CHANGE and self._current.because is StopReason.CHANGE:
+            self._current.because = StopReason.FAILURE
 
     def _drained(
         self, node_id: str, stuck: list[str], now: float, *, is_of_now: bool
     ) -> list[Action]:
         if node_id in self._roster.stale:
             return self._newcomer(node_id, -1, now)
-        if not is_of_now or self.phase is Phase.FORMING:
+        if not is_of_now or self.phase is JobPhase.FORMING:
             return []
         self._current.stuck[node_id] = stuck
-        if self.phase is Phase.RUNNING:  # which an earlier scheduler had ended
+        if self.phase is JobPhase.RUNNING:  # which an earlier scheduler had ended
             host = self._current.members[node_id].host
             return self._gone(node_id, f"node {host} has stopped its workers", now, now)
         return self._is_drained(node_id, now)
 
-    def _interrupted(self, node_id: str, node: Node, signum: int, now: float) -> list[Action]:
+    def _interrupted(
+        self, node_id: str, node: RegisteredNode, signum: int, now: float
+    ) -> list[Action]:
         if signum == signal.SIGKILL:  # asked for a second time, and not for a node that leaves
             return self._hurry() if self._obstacle else []
         if signum != signal.SIGINT and self._roster.can_do_without(node_id):
@@ -270,7 +274,7 @@ class SchedulerState(JobState):
         return self._end(verdict, signum if signum == signal.SIGINT else signal.SIGTERM)
 
     def _node_failed(
-        self, node_id: str, node: Node, failure: NodeFailed, now: float
+        self, node_id: str, node: RegisteredNode, failure: NodeFailed, now: float
     ) -> list[Action]:
         if failure.code != ExitCode.NODE_LOST or not self._roster.can_do_without(node_id):
             return self._end(self._verdict(failure.code or ExitCode.INTERNAL, failure.reason))
@@ -279,8 +283,8 @@ class SchedulerState(JobState):
         written = self._exclude(node_id, sentence)
         if node_id in self._current.undrained:
             self._current.losses.append(Loss(sentence, now))
-            if self.phase is Phase.RUNNING:
-                return written + self._stop(sentence, Because.FAILURE)
+            if self.phase is JobPhase.RUNNING:
+                return written + self._stop(sentence, StopReason.FAILURE)
         return written + self._leave(node_id, sentence, now)
 
     def _exclude(self, node_id: str, why: str) -> list[Action]:
@@ -292,20 +296,20 @@ class SchedulerState(JobState):
 
     def _leave(self, node_id: str, sentence: str, now: float) -> list[Action]:
         """Let a node go that its user, or whoever lent it, wants back."""
-        is_idle = self.phase is Phase.FORMING or node_id not in self._current.members
+        is_idle = self.phase is JobPhase.FORMING or node_id not in self._current.members
         if is_idle:
             return self._dismiss(node_id) + self._form_if_possible(now)
-        if self.phase is not Phase.RUNNING:
+        if self.phase is not JobPhase.RUNNING:
             return []
         self._current.change = sentence
-        return self._stop(sentence, Because.CHANGE)
+        return self._stop(sentence, StopReason.CHANGE)
 
     # Nodes that go.
 
     def _lost(self, loss: Lost, now: float) -> list[Action]:
         node_id = loss.node_id
         self._roster.lose(node_id, loss.incarnation)
-        if self.phase is Phase.FORMING:
+        if self.phase is JobPhase.FORMING:
             return self._form_if_possible(now)
         if not self._current.lives(node_id, loss.incarnation):
             return []
@@ -318,8 +322,8 @@ class SchedulerState(JobState):
         if not self._current.has_ended(node_id):
             self._current.losses.append(Loss(sentence, at))
             self._find_failure()
-            if self.phase is Phase.RUNNING:
-                actions = self._stop(sentence, Because.FAILURE)
+            if self.phase is JobPhase.RUNNING:
+                actions = self._stop(sentence, StopReason.FAILURE)
         return actions + self._is_drained(node_id, now)
 
     def _dismiss(self, node_id: str) -> list[Action]:
@@ -330,7 +334,7 @@ class SchedulerState(JobState):
 
     def _form_if_possible(self, now: float) -> list[Action]:
         """Start a generation if there are nodes enough and the time for it has come."""
-        if self.phase is not Phase.FORMING:
+        if self.phase is not JobPhase.FORMING:
             return []
         if self._obstacle:
             return self._decide(self._obstacle) if self._has_all_stopped(now) else []
@@ -342,16 +346,16 @@ class SchedulerState(JobState):
         ready = self._roster.ready()
         before = self._current.members
         cold = self._roster.cold(before) if before else ()
-        order = rank_assignment.choose(ready, self.formation, list(before), cold)
+        order = rank_assignment.assign_node_ranks(ready, self.formation, list(before), cold)
         workers = sum(ready[node_id].slots for node_id in order)
         if self.formation.world_size not in (None, workers):
             there = listed([f"{body.host} {body.slots}" for body in ready.values()])
             reason = f"the workers of the nodes do not sum to {self.formation.world_size}, "
             reason += f"which --worker-num asks for: {there}"
             return self._decide(self._verdict(ExitCode.USAGE, reason))
-        self.phase = Phase.RUNNING
+        self.phase = JobPhase.RUNNING
         self._grow_at = None
-        self._current = seat({n: self._roster.nodes[n] for n in order})
+        self._current = start_generation({n: self._roster.nodes[n] for n in order})
         record = wal.GenerationStarted(
             self.generation,
             list(self._current.members.values()),
@@ -364,11 +368,11 @@ class SchedulerState(JobState):
         spares = [self._send(n, self._stand_by(n)) for n in ready if n not in self._current.members]
         return [Write(record), *map(self._start, order), *spares]
 
-    def _start(self, node_id: str) -> Send:
+    def _start(self, node_id: str) -> SendToAgent:
         return self._send(node_id, self._current.start(node_id))
 
-    def _stop(self, reason: str, because: Because, signum: int = signal.SIGTERM) -> list[Action]:
-        self.phase = Phase.STOPPING
+    def _stop(self, reason: str, because: StopReason, signum: int = signal.SIGTERM) -> list[Action]:
+        self.phase = JobPhase.STOPPING
         self._grow_at = None
         self._current.because = because
         self._stopped_with = (reason, signum)
@@ -380,21 +384,21 @@ class SchedulerState(JobState):
 
     def _hurry(self) -> list[Action]:
         """Give the workers that were asked to stop no more time."""
-        if self.phase is not Phase.STOPPING:
+        if self.phase is not JobPhase.STOPPING:
             return []
         self._stopped_with = (self._stopped_with[0], signal.SIGKILL)
         return self._tell_to_stop()
 
     def _is_drained(self, node_id: str, now: float) -> list[Action]:
         self._current.undrained.discard(node_id)
-        if self.phase is not Phase.STOPPING or self._current.undrained:
+        if self.phase is not JobPhase.STOPPING or self._current.undrained:
             return []
         return self._after_generation(now)
 
     def _after_generation(self, now: float) -> list[Action]:
         """Decide what follows a generation of which nothing is left."""
         current = self._current
-        if self._obstacle and current.because is Because.OBSTACLE:
+        if self._obstacle and current.because is StopReason.OBSTACLE:
             return self._decide(msgspec.structs.replace(self._obstacle, stuck=current.all_stuck()))
         if current.all_succeeded:
             return self._decide(self._verdict(ExitCode.OK, ""))
@@ -409,7 +413,7 @@ class SchedulerState(JobState):
         return self._form_again(root, step, now)
 
     def _next_step(self, root: RankExit | None, now: float) -> Again | GiveUp:
-        if self._current.because is Because.CHANGE:
+        if self._current.because is StopReason.CHANGE:
             return Again(0.0)
         return self.policy.after(root, now=now) if root else self.policy.after_loss(now=now)
 
@@ -421,7 +425,7 @@ class SchedulerState(JobState):
             reason += f"; {blamed}"
             written = self._exclude(self._current.node_of(root.rank), blamed)
         self._cause = reason
-        self.phase = Phase.FORMING
+        self.phase = JobPhase.FORMING
         is_behind = self._seen > self.generation
         self.generation = max(self.generation, self._seen) + 1
         at = max(now + step.delay, self._all_known_at if is_behind else 0.0)
@@ -431,7 +435,7 @@ class SchedulerState(JobState):
             reason=reason,
             log_file=root.log_file if root else "",
             delay=step.delay,
-            restart=0 if self._current.because is Because.CHANGE else count,
+            restart=0 if self._current.because is StopReason.CHANGE else count,
             max_restarts=self.policy.limits.max_restarts,
         )
         goodbye = [action for n in self._roster.leaving() for action in self._dismiss(n)]
@@ -450,20 +454,20 @@ class SchedulerState(JobState):
 
     def _end(self, verdict: Verdict, signum: int = signal.SIGTERM) -> list[Action]:
         """End the job with `verdict`, unless a worker's failure came first and ends it itself."""
-        if self.phase is Phase.FORMING and not (self._has_lost_log or self._roster.stale):
+        if self.phase is JobPhase.FORMING and not (self._has_lost_log or self._roster.stale):
             return self._decide(verdict)
         self._obstacle = self._obstacle or verdict
-        if self.phase is Phase.RUNNING:
-            return self._stop(verdict.reason, Because.OBSTACLE, signum)
-        if self._current.because is Because.CHANGE:
-            self._current.because = Because.OBSTACLE
+        if self.phase is JobPhase.RUNNING:
+            return self._stop(verdict.reason, StopReason.OBSTACLE, signum)
+        if self._current.because is StopReason.CHANGE:
+            self._current.because = StopReason.OBSTACLE
         return []
 
     def _check_deadlines(self, now: float) -> list[Action]:
         due = self.deadline()
         if due is None or now < due:
             return []
-        if self.phase is Phase.RUNNING:
+        if self.phase is JobPhase.RUNNING:
             return self._grow()
         actions: list[Action] = []
         if self._forming.report_is_due(now=now) and not self._roster.is_enough():
@@ -479,7 +483,7 @@ class SchedulerState(JobState):
         newcomers = self._roster.newcomers(self._current.members)
         hosts = [node.registration.host for node in newcomers if node.is_warm]
         self._current.change = f"node {listed(hosts)} joins"
-        return self._stop(self._current.change, Because.CHANGE)
+        return self._stop(self._current.change, StopReason.CHANGE)
 
     def _can_grow(self) -> bool:
         """Whether a newcomer may change the generation, which must not be about to end."""
@@ -487,7 +491,7 @@ class SchedulerState(JobState):
 
     def _decide(self, verdict: Verdict) -> list[Action]:
         self.verdict = verdict
-        self.phase = Phase.FAILED if verdict.code else Phase.DONE
+        self.phase = JobPhase.FAILED if verdict.code else JobPhase.DONE
         # The agent that keeps the scheduler reads it in the log.
         nodes = self._roster.nodes.items()
         others = sorted(n for n, node in nodes if not node.registration.serves)
@@ -495,6 +499,6 @@ class SchedulerState(JobState):
 
     def _repeat_verdict(self, event: Event) -> list[Action]:
         """Answer a late node with the verdict, which never changes."""
-        if self.verdict is None or not isinstance(event, Received | Unreachable):
+        if self.verdict is None or not isinstance(event, AgentMessage | Unreachable):
             return []
         return [self._send(event.node_id, Finish(verdict=self.verdict))]

@@ -42,7 +42,7 @@ def first_resend(nnodes: int, lease: Lease) -> float:
 
 
 @dataclass(slots=True)
-class Link:
+class OrderedLink:
     """One end of one line.
 
     Args:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.dropout_rng import Draws
+from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
@@ -24,7 +24,7 @@ from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
-from msrun.parallel.pipeline.line import Line
+from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.cost.topology_file import find_topology
 from msrun.parallel.search.graph.batches import Batches
@@ -43,7 +43,7 @@ from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Mode, search
 from msrun.parallel.search.solve.problem import Setting
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.uses import Uses
 from msrun.parallel.tensor.hooks import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
 
@@ -66,7 +66,7 @@ _MODE = f"{ROOT}.mode: auto"
 Row = tuple[int, ...]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PlanBroadcast(msgspec.Struct, frozen=True):
     """What the first rank tells the others.
 
     Args:
@@ -152,11 +152,11 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
     )
     if chunks.count == 1:
         model.forward = run = make(model)
-        runtime.draws.append((run.draws,))
+        runtime.dropout_rngs.append((run.dropout_rng,))
         return Applied(model, {"microbatches": answer.microbatches})
-    readings = Readings(traced.program, setting, traced.rules)
-    parts = divide(traced.program, readings, answer.starts)
-    line = Line(chunks=chunks, group=runtime.group(PIPELINE_AXIS), device=runtime.device)
+    uses = Uses(traced.program, setting, traced.rules)
+    parts = divide(traced.program, uses, answer.starts)
+    line = PipelineRanks(chunks=chunks, group=runtime.group(PIPELINE_AXIS), device=runtime.device)
     stage = PlannedModel(
         model,
         slices(model, traced, parts, chunks),
@@ -165,7 +165,7 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
         traced=traced,
         make=make,
     )
-    runtime.draws.append(stage.draws)
+    runtime.dropout_rngs.append(stage.dropout_rngs)
     return Applied(stage, {"is_pipeline": True})
 
 
@@ -187,7 +187,7 @@ def _as_usual(
     """Leave a model to the runtime, which does by itself what the plan says."""
     runtime.print(f"{_MODE} runs on {lowering.name}")
     # As whoever goes on with the checkpoint under another plan needs them.
-    runtime.draws.append((Draws(traced.program, _seed(runtime)),))
+    runtime.dropout_rngs.append((DropoutRng(traced.program, _seed(runtime)),))
     config = configuration(runtime.config, runtime.layout.axes, lowering, microbatches)
     if runtime.layout.size(DATA_AXIS) == 1:
         return Applied(model, {}, config)
@@ -224,21 +224,23 @@ def _samples(runtime: Runtime, sample: Sequence[Any]) -> int:
     return local if runtime.config.mesh == "auto" else local * runtime.layout.size(DATA_AXIS)
 
 
-def _outline(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int) -> Answer:
+def _outline(
+    runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int
+) -> PlanBroadcast:
     """Return mesh and micro-batches, and what came with them if they were not given."""
     config = runtime.config
     if isinstance(config.plan, str):
         return _agreed(partial(_read, runtime, config.plan, batch), runtime)
     if config.mesh == "auto":
         return _agreed(partial(_choose_mesh, runtime, model, sample, batch), runtime)
-    return Answer(mesh=runtime.layout.axes, microbatches=_microbatches(config))
+    return PlanBroadcast(mesh=runtime.layout.axes, microbatches=_microbatches(config))
 
 
 def _microbatches(config: ParallelConfig) -> int:
     return config.pipeline.microbatches if config.pipeline else config.accumulate
 
 
-def _read(runtime: Runtime, path: str, batch: int) -> Answer:
+def _read(runtime: Runtime, path: str, batch: int) -> PlanBroadcast:
     """Return a saved plan, if it is for this job."""
     config = runtime.config
     try:
@@ -253,10 +255,14 @@ def _read(runtime: Runtime, path: str, batch: int) -> Answer:
             f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
             f"and {ROOT}.{key} is {_microbatches(config)}"
         )
-    return Answer(mesh=mesh, microbatches=plan.microbatches, recompute=plan.recompute, plan=plan)
+    return PlanBroadcast(
+        mesh=mesh, microbatches=plan.microbatches, recompute=plan.recompute, plan=plan
+    )
 
 
-def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int) -> Answer:
+def _choose_mesh(
+    runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int
+) -> PlanBroadcast:
     """Return the best mesh of those that can be run, and its plan."""
     config = runtime.config
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
@@ -278,7 +284,7 @@ def _choose_mesh(runtime: Runtime, model: nn.Module, sample: Sequence[Any], batc
         f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es){again}, "
         f"{best.seconds:.4g} s a step predicted"
     )
-    return Answer(
+    return PlanBroadcast(
         mesh=best.mesh,
         microbatches=best.microbatches,
         recompute=best.recompute,
@@ -305,8 +311,8 @@ def _setting(runtime: Runtime, batch: int, chunks: Chunks, microbatches: int) ->
 
 
 def _completed(
-    runtime: Runtime, model: nn.Module, traced: Traced, setting: Setting, answer: Answer
-) -> Answer:
+    runtime: Runtime, model: nn.Module, traced: Traced, setting: Setting, answer: PlanBroadcast
+) -> PlanBroadcast:
     """Return `answer` with what every node chooses, and where chunks begin."""
     program, chunks = traced.program, _chunks(runtime, answer.microbatches)
     if answer.plan is None and not answer.chosen:
@@ -334,14 +340,14 @@ def _topology(runtime: Runtime) -> Topology:
 
 def _search(
     runtime: Runtime, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
-) -> Answer:
+) -> PlanBroadcast:
     config = runtime.config
     mode = _MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
     with _told_memory():
         if chunks.count == 1:
             found = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
-            return Answer(chosen=found.chosen, starts=[0])
+            return PlanBroadcast(chosen=found.chosen, starts=[0])
         staged = search_stages(
             traced.program,
             setting,
@@ -351,7 +357,7 @@ def _search(
             pins=pins,
             limit=limit,
         )
-    return Answer(chosen=staged.found.chosen, starts=staged.starts)
+    return PlanBroadcast(chosen=staged.found.chosen, starts=staged.starts)
 
 
 @contextlib.contextmanager
@@ -366,7 +372,7 @@ def _told_memory() -> Iterator[None]:
         ) from None
 
 
-def _agreed(ask: Callable[[], Answer], runtime: Runtime) -> Answer:
+def _agreed(ask: Callable[[], PlanBroadcast], runtime: Runtime) -> PlanBroadcast:
     """Return what the first rank answers.
 
     Raises:
@@ -381,17 +387,17 @@ def _agreed(ask: Callable[[], Answer], runtime: Runtime) -> Answer:
             sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         dist.broadcast(sent, src=0)
         content = bytes(sent.tolist())
-    answer = msgspec.json.decode(content, type=Answer)
+    answer = msgspec.json.decode(content, type=PlanBroadcast)
     if answer.error:
         raise UsageError(answer.error, hint=answer.hint or None)
     return answer
 
 
-def _tried(ask: Callable[[], Answer]) -> Answer:
+def _tried(ask: Callable[[], PlanBroadcast]) -> PlanBroadcast:
     try:
         return ask()
     except UsageError as error:
-        return Answer(error=error.message, hint=error.hint or "")
+        return PlanBroadcast(error=error.message, hint=error.hint or "")
 
 
 def _seed(runtime: Runtime) -> int:

@@ -13,7 +13,7 @@ from msrun.parallel.search.graph.program import Program, Step
 _WORD = 2**64 - 1
 
 
-class Draws:
+class DropoutRng:
     """Masks that follow from a seed, the step, and how often the forward ran: there is no stream.
 
     So whoever runs a step again, or goes on from a checkpoint, draws the same.

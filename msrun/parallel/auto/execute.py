@@ -21,20 +21,20 @@ from torch.nn import Parameter, functional
 from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.dropout_rng import Draws
-from msrun.parallel.auto.redistribute import Carrier, Exchanged
+from msrun.parallel.auto.dropout_rng import DropoutRng
+from msrun.parallel.auto.redistribute import Exchanged, Redistributor
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
 from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.graph.repeat import Blocks
-from msrun.parallel.search.graph.rules import Choice, Rule, Site
+from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.unsupported_ops import check, writes
 from msrun.parallel.search.graph.views import is_regrouped, renaming
 from msrun.parallel.search.mesh.stages import Part, divide
 from msrun.parallel.search.plan.lowering import AVERAGES, BY_CLASS
 from msrun.parallel.search.solve.edges import behind
 from msrun.parallel.search.solve.problem import Setting
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.uses import Uses
 
 Row = tuple[int, ...]
 
@@ -54,14 +54,14 @@ class Executor:
         part: What the stage runs; None is all.
 
     Attributes:
-        draws: What dropout draws.
+        dropout_rng: What dropout draws.
     """
 
     def __init__(
         self,
         model: nn.Module,
         traced: Traced,
-        rules: Mapping[str, Rule],
+        rules: Mapping[str, ShardingRule],
         chosen: Mapping[str, Row],
         *,
         setting: Setting,
@@ -74,11 +74,11 @@ class Executor:
         self._program, self._setting, self._mesh = traced.program, setting, mesh
         self._rules = dict(rules)
         check(self._program)
-        self._carrier = Carrier(mesh)
-        self._readings = Readings(self._program, setting, traced.rules)
-        self._part = part or divide(self._program, self._readings, [0])[0]
+        self._redistributor = Redistributor(mesh)
+        self._uses = Uses(self._program, setting, traced.rules)
+        self._part = part or divide(self._program, self._uses, [0])[0]
         self._makers = {name: step for step in self._program.steps for name in step.outputs}
-        self.draws = Draws(self._program, seed)
+        self.dropout_rng = DropoutRng(self._program, seed)
         self._blocks = blocks
         self._stored: dict[str, Row] = {}
         self._divide()
@@ -132,7 +132,7 @@ class Executor:
         what it hands on.
         """
         if self._model.training:
-            self.draws.begin()
+            self.dropout_rng.begin()
         part = self._part
         own = len(args) - len(part.received)
         values = self.read(args[:own], kwargs) | dict(zip(part.received, args[own:], strict=True))
@@ -140,7 +140,7 @@ class Executor:
             if name in part.given:
                 values[name] = self._traced.buffer(self._model, full)
         for name in part.params:
-            if self._readings.uses.get(name):
+            if self._uses.uses.get(name):
                 param = self._model.get_parameter(self._program.params[name])
                 local = param.to_local() if isinstance(param, DTensor) else param
                 values[name] = self._to_hub(name, local, self._stored[name])
@@ -159,7 +159,7 @@ class Executor:
 
         What no parameter has a part in is made before, as later blocks may read it too.
         """
-        blocks, constants = self._blocks, self._readings.constants
+        blocks, constants = self._blocks, self._uses.constants
         inside = blocks.block_of(self._program) if blocks else {}
 
         def block(step: Step) -> int | None:
@@ -172,18 +172,18 @@ class Executor:
         """Add what `steps` make to `values`."""
         for step in steps:
             made = self._run(step, values)
-            is_constant = self._readings.constants.issuperset(step.outputs)
+            is_constant = self._uses.constants.issuperset(step.outputs)
             for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
                 codes = () if is_constant else self._outs(step.name, port)
                 values[name] = x if is_constant else self._to_hub(name, x, codes)
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
         """Add what a block hands on, and keep what it is given for computing the rest again."""
-        given, drawn = dict(values), self.draws.state
+        given, drawn = dict(values), self.dropout_rng.state
 
         def run() -> Tensor:
             inside = dict(given)
-            with self.draws.again(drawn):
+            with self.dropout_rng.again(drawn):
                 self._run_all(steps, inside)
             return inside[cut]
 
@@ -198,7 +198,7 @@ class Executor:
         given = self._traced.bind(args, kwargs)
         values = {name: x for name, x in given.items() if name in self._program.values}
         for name, x in values.items():
-            shape = self.local_shape(name, self._readings.layouts[name][0])
+            shape = self.local_shape(name, self._uses.layouts[name][0])
             if tuple(x.shape) != shape:
                 raise UsageError(
                     f"an input of shape {list(x.shape)} came where the plan of parallel.mode "
@@ -246,16 +246,18 @@ class Executor:
         if ahead[0] == ahead[1] and (back[0] == back[1] or not x.requires_grad):
             return x
         if not x.requires_grad:
-            return self._carrier.carry(x, *ahead)
-        moved: Tensor = _apply(Exchanged, x, self._carrier, ahead, back)
+            return self._redistributor.redistribute(x, *ahead)
+        moved: Tensor = _apply(Exchanged, x, self._redistributor, ahead, back)
         return moved
 
     def _fetch(self, name: str, wanted: Row, values: Mapping[str, Tensor]) -> Tensor:
         """Return a value, or a view of one, as a reader wants it."""
-        root, view = self._readings.behind(name)
-        if root in self._readings.constants:
-            layout = forward(self._readings.layouts[name][0]).tolist()
-            return self._carrier.carry(values[name], layout, forward(np.array(wanted)).tolist())
+        root, view = self._uses.behind(name)
+        if root in self._uses.constants:
+            layout = forward(self._uses.layouts[name][0]).tolist()
+            return self._redistributor.redistribute(
+                values[name], layout, forward(np.array(wanted)).tolist()
+            )
         at_root, seen = behind(self._setting.sizes, np.array([wanted]), view)
         codes: Row = tuple(at_root[0].tolist())
         x = self._exchange(values[root], self.lies(root), codes)
@@ -287,7 +289,7 @@ class Executor:
 
         Where ranks have different samples, their losses are averaged, so gradients come in shares.
         """
-        if name in self._readings.constants:
+        if name in self._uses.constants:
             return values[name]
         codes = tuple(choice.ins[0] for choice in self._choices(f"out:{number}"))
         x = self._fetch(name, codes, values)
@@ -302,7 +304,7 @@ class Executor:
 
     def _run(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
         names = list(step.inputs.values())
-        if self._readings.constants.issuperset(step.outputs):
+        if self._uses.constants.issuperset(step.outputs):
             return self._derive(step, values)
         choices = self._choices(step.name)
         ins = [
@@ -316,26 +318,26 @@ class Executor:
 
     def _derive(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Run a step on what no parameter has a part in."""
-        readings = self._readings
+        uses = self._uses
         whole = (RR,) * len(self._setting.sizes)
-        is_whole = all((readings.layouts[name] == RR).all() for name in step.outputs)
+        is_whole = all((uses.layouts[name] == RR).all() for name in step.outputs)
         view = renaming(Site(step, self._program))
         ins = []
         for name in step.inputs.values():
-            layout = tuple(readings.layouts[name][0].tolist())
+            layout = tuple(uses.layouts[name][0].tolist())
             is_kept = view is not None or not is_whole
             ins.append(values[name] if is_kept else self._fetch(name, whole, values))
             if view is not None:
                 kept = {source for source, _ in view.dims.values()}
                 at = tuple(c if c in kept or c >= SHARDS else RR for c in layout)
-                ins[-1] = self._carrier.carry(
+                ins[-1] = self._redistributor.redistribute(
                     values[name], forward(np.array(layout)).tolist(), forward(np.array(at)).tolist()
                 )
         if view is not None and is_regrouped(step):
-            layout = tuple(readings.layouts[step.outputs[0]][0].tolist())
+            layout = tuple(uses.layouts[step.outputs[0]][0].tolist())
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
-        if step in self.draws:
-            return [self._drop(step, tuple(readings.layouts[step.outputs[0]][0].tolist()), ins[0])]
+        if step in self.dropout_rng:
+            return [self._drop(step, tuple(uses.layouts[step.outputs[0]][0].tolist()), ins[0])]
         return self._call(step, ins)
 
     def _call(
@@ -412,7 +414,7 @@ class Executor:
         ignored = int(attrs.get("ignore_index", -100))
         count = (ins[1] != ignored).sum().to(ins[0].dtype)
         source = [-2 if axis in axes else -1 for axis in range(self._mesh.ndim)]
-        count = self._carrier.carry(count, source, [-1] * self._mesh.ndim)
+        count = self._redistributor.redistribute(count, source, [-1] * self._mesh.ndim)
         options = {"ignore_index": ignored, "reduction": "sum"}
         if _packet(step) == "cross_entropy_loss":
             smoothing = float(attrs.get("label_smoothing", 0.0))
@@ -437,7 +439,9 @@ class Executor:
             return x
         whole, parts = [-1] * self._mesh.ndim, forward(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
-        return x * self._carrier.carry(self.draws.mask(step, keep), whole, parts).to(x).div(keep)
+        return x * self._redistributor.redistribute(
+            self.dropout_rng.mask(step, keep), whole, parts
+        ).to(x).div(keep)
 
 
 class _Shared(torch.autograd.Function):

@@ -19,7 +19,13 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
 from msrun.parallel.auto.labels import Labels
-from msrun.parallel.auto.module_dedup import ENTER, LEAVE, Alike, UnlikeError, tensors_of
+from msrun.parallel.auto.module_dedup import (
+    ENTER,
+    LEAVE,
+    ModuleDeduplicator,
+    UnlikeError,
+    tensors_of,
+)
 from msrun.parallel.torch_compat import without_stack_traces
 
 _NUMBER = re.compile(r"_\d+$")
@@ -59,7 +65,7 @@ def _repeated(model: nn.Module, sample: Sequence[Any]) -> Exported | None:
     labels, heard = Labels(), -1
     while len(labels.read) > heard:  # more is known of what layers read
         heard = len(labels.read)
-        alike = Alike(model, labels)
+        alike = ModuleDeduplicator(model, labels)
         if not alike.groups:
             break
         # Whatever goes wrong here is what following every call says better.
@@ -113,7 +119,9 @@ class _Expansion:
         alike: Its modules that are alike.
     """
 
-    def __init__(self, program: ExportedProgram, model: nn.Module, alike: Alike) -> None:
+    def __init__(
+        self, program: ExportedProgram, model: nn.Module, alike: ModuleDeduplicator
+    ) -> None:
         self._found, self._model = exported(program), model
         self._names = {**self._found.params, **self._found.buffers}
         self._like = {

@@ -79,7 +79,7 @@ def _attributes(module: nn.Module, labels: frozenset[str]) -> Key:
     own = tuple(
         (name, _state(item))
         for name, item in vars(module).items()
-        if name not in _REGISTERED and name not in labels and not isinstance(item, _Following)
+        if name not in _REGISTERED and name not in labels and not isinstance(item, _TracedModule)
     )
     children = tuple((name, _attributes(child, labels)) for name, child in module.named_children())
     return type(module), own, children
@@ -89,7 +89,7 @@ def _form(x: Tensor) -> Key:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
-class Kind(NamedTuple):
+class ModuleKind(NamedTuple):
     """What modules that are alike have in common.
 
     Args:
@@ -101,7 +101,7 @@ class Kind(NamedTuple):
     labels: frozenset[str]
 
 
-class Alike:
+class ModuleDeduplicator:
     """Modules of which there are several that are alike.
 
     Args:
@@ -112,7 +112,7 @@ class Alike:
     def __init__(self, model: nn.Module, labels: Labels) -> None:
         self._shared = Counter(id(x) for _, x in tensors_of(model))
         self._labels = labels
-        self.groups: dict[Kind, list[_Member]] = {}
+        self.groups: dict[ModuleKind, list[_Member]] = {}
         self._find(model, "")
 
     def _find(self, parent: nn.Module, prefix: str) -> None:
@@ -133,7 +133,7 @@ class Alike:
             else:
                 self._find(child, f"{prefix}{name}.")
 
-    def _kinds(self, prefix: str, modules: Mapping[str, nn.Module]) -> dict[str, Kind]:
+    def _kinds(self, prefix: str, modules: Mapping[str, nn.Module]) -> dict[str, ModuleKind]:
         """Return the kind of each module; labels are what differs among those else alike."""
         found = {name: self._labels.of(module) for name, module in modules.items()}
         wide: dict[Key, list[str]] = {}
@@ -141,13 +141,15 @@ class Alike:
             names = frozenset(label for label, _ in found[name])
             form = (prefix, _attributes(module, names), self._registered(module))
             wide.setdefault((form, tuple(label for label, _ in found[name])), []).append(name)
-        kinds: dict[str, Kind] = {}
+        kinds: dict[str, ModuleKind] = {}
         for group in wide.values():
             columns = zip(*(found[name] for name in group), strict=True)
             labels = frozenset(column[0][0] for column in columns if len(set(column)) > 1)
             for name in group:
                 attributes = _attributes(modules[name], labels)
-                kinds[name] = Kind((prefix, attributes, self._registered(modules[name])), labels)
+                kinds[name] = ModuleKind(
+                    (prefix, attributes, self._registered(modules[name])), labels
+                )
         return kinds
 
     def _registered(self, module: nn.Module) -> Key:
@@ -165,20 +167,20 @@ class Alike:
     def left_out(self) -> Iterator[None]:
         """Have the first of each kind marked when it is called, and the others left out."""
         members = [(kind, one) for kind, found in self.groups.items() for one in found]
-        templates: dict[Key, _Followed] = {}
+        templates: dict[Key, _FirstCall] = {}
         with ExitStack() as hidden:
             firsts = [(found[0].module, kind.labels) for kind, found in self.groups.items()]
             hidden.enter_context(self._labels.hidden(firsts))
             hidden.callback(self._put_back, members)
             for kind, one in members:
                 if one is self.groups[kind][0]:
-                    one.module.forward = _Following(kind, one, templates)
+                    one.module.forward = _TracedModule(kind, one, templates)
                 else:
-                    one.parent.register_module(one.name, _LeftOut(kind, one, templates))
+                    one.parent.register_module(one.name, _PlaceholderModule(kind, one, templates))
             yield
 
     @staticmethod
-    def _put_back(members: Iterable[tuple[Kind, _Member]]) -> None:
+    def _put_back(members: Iterable[tuple[ModuleKind, _Member]]) -> None:
         for _, one in members:
             one.parent.register_module(one.name, one.module)
             vars(one.module).pop("forward", None)
@@ -201,7 +203,7 @@ class _Member(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
+class _FirstCall:
     """The first call of its kind.
 
     Args:
@@ -215,7 +217,7 @@ class _Followed:
     like: list[Tensor]
 
 
-class _Following:
+class _TracedModule:
     """The forward of the first module of a kind, which stands for all calls of this kind.
 
     Args:
@@ -224,7 +226,7 @@ class _Following:
         templates: Kind of a call -> the first of it.
     """
 
-    def __init__(self, kind: Kind, member: _Member, templates: dict[Key, _Followed]) -> None:
+    def __init__(self, kind: ModuleKind, member: _Member, templates: dict[Key, _FirstCall]) -> None:
         self._kind, self._member, self._templates = kind, member, templates
         self._forward = member.module.forward
 
@@ -240,11 +242,11 @@ class _Following:
             raise UnlikeError(f"{name} does more than return a value")
         out.check()
         like = mark(out.tensors, out.tensors, LEAVE, name)
-        self._templates[key] = _Followed(name, out, like)
+        self._templates[key] = _FirstCall(name, out, like)
         return out.filled(like)
 
 
-class _LeftOut(nn.Module):
+class _PlaceholderModule(nn.Module):
     """Stands where a module is that is like another; it has no parameters that take time.
 
     Args:
@@ -253,7 +255,7 @@ class _LeftOut(nn.Module):
         templates: Kind of a call -> the first of it.
     """
 
-    def __init__(self, kind: Kind, member: _Member, templates: dict[Key, _Followed]) -> None:
+    def __init__(self, kind: ModuleKind, member: _Member, templates: dict[Key, _FirstCall]) -> None:
         super().__init__()
         self.training = member.module.training
         # A trace looks through the tuples that modules have, and a kind is one of thousands.
@@ -264,7 +266,9 @@ class _LeftOut(nn.Module):
         return self._answer(_Packed((args, kwargs)))
 
 
-def _answered(kind: Kind, member: _Member, templates: dict[Key, _Followed], given: _Packed) -> Any:
+def _answered(
+    kind: ModuleKind, member: _Member, templates: dict[Key, _FirstCall], given: _Packed
+) -> Any:
     """Return what `member` would return."""
     template = templates[given.call(kind, member.module)]
     words = f"{member.full} {template.name}"
@@ -300,7 +304,7 @@ class _Packed:
                 self._places[id(item)] = len(self.tensors)
                 self.tensors.append(item)
                 self.is_plain &= not isinstance(item, nn.Parameter)
-            return _Place(self._places[id(item)])
+            return _TensorSite(self._places[id(item)])
         if type(item) in (list, tuple):
             return type(item)(self._packed(part) for part in item)
         if type(item) is dict:
@@ -317,7 +321,7 @@ class _Packed:
         if not self.is_plain or not self.tensors:
             raise UnlikeError("a call takes or returns what can not be compared")
 
-    def call(self, kind: Kind, module: nn.Module) -> Key:
+    def call(self, kind: ModuleKind, module: nn.Module) -> Key:
         """Return what equal calls of `module` with these arguments have in common.
 
         Raises:
@@ -332,7 +336,7 @@ class _Packed:
         """Return the values with other tensors."""
 
         def fill(item: Any) -> Any:
-            if isinstance(item, _Place):
+            if isinstance(item, _TensorSite):
                 return tensors[item.at]
             if type(item) in (list, tuple):
                 return type(item)(fill(part) for part in item)
@@ -342,7 +346,7 @@ class _Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorSite:
     """Where a tensor stood.
 
     Args:

@@ -27,7 +27,7 @@ from msrun.parallel.search.mesh.bounds import JobLayout
 from msrun.parallel.search.mesh.mesh_search import Job, Outcome, Progress, explore, layouts
 from msrun.parallel.search.mesh.stage_search import hubs
 from msrun.parallel.search.plan.cost_breakdown import (
-    Account,
+    CostBreakdown,
     axis_names,
     expanded,
     operators,
@@ -41,7 +41,14 @@ from msrun.parallel.search.plan.plan import VERSION, SavedPlan
 from msrun.parallel.search.plan.plan_io import identity, shared
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import EXACT_AXES_MAX, Found, Mode, Names, indices, search
+from msrun.parallel.search.solve.modes import (
+    EXACT_AXES_MAX,
+    BlockNodes,
+    Found,
+    Mode,
+    indices,
+    search,
+)
 from msrun.parallel.search.solve.problem import Setting
 from msrun.units import quoted
 
@@ -50,7 +57,7 @@ SIZES = (2, 6)
 _GIB = 2**30
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked.
 
     Args:
@@ -79,12 +86,12 @@ class _Traced(NamedTuple):
 
     programs: Batches
     blocks: Blocks
-    names: Names
+    names: BlockNodes
     modules: Modules
 
 
-def ask(
-    question: Question, *, clock: Callable[[], float], tell: Callable[[str], None]
+def search_model(
+    question: SearchRequest, *, clock: Callable[[], float], tell: Callable[[str], None]
 ) -> SavedPlan:
     """Return the best plan.
 
@@ -139,7 +146,7 @@ def ask(
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
     whole = _Traced(
-        Batches(small, large, SIZES), blocks, Names(small, short, blocks), traced[0].modules
+        Batches(small, large, SIZES), blocks, BlockNodes(small, short, blocks), traced[0].modules
     )
     return _saved(question, job, progress, whole)
 
@@ -182,7 +189,7 @@ def _too_little(limit: float, least: float | None, world: int) -> UsageError:
 
 
 def _saved(
-    question: Question,
+    question: SearchRequest,
     job: Job,
     progress: Progress,
     traced: _Traced,
@@ -259,7 +266,7 @@ def _runs_on(
     )
 
 
-def _check_mesh(question: Question) -> None:
+def _check_mesh(question: SearchRequest) -> None:
     """Refuse a mesh that is not of all ranks, or has stages where they cannot be.
 
     Raises:
@@ -279,7 +286,7 @@ def _check_mesh(question: Question) -> None:
         raise UsageError(f"--mode {question.mode}: stages are found by mode exact alone")
 
 
-def _axes(question: Question) -> dict[str, int]:
+def _axes(question: SearchRequest) -> dict[str, int]:
     """Return the axes of a stage; none where the mesh is not named."""
     return {name: size for name, size in question.mesh.items() if name != PIPELINE_AXIS}
 
@@ -288,7 +295,9 @@ def _data_axes(axes: Iterable[str]) -> frozenset[int]:
     return frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS)
 
 
-def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch: int) -> SavedPlan:
+def _on_mesh(
+    question: SearchRequest, model: nn.Module, sample: Sequence[Any], batch: int
+) -> SavedPlan:
     """Return the best plan on the mesh that was named."""
     axes = _axes(question)
     sizes = tuple(axes.values())
@@ -307,7 +316,7 @@ def _on_mesh(question: Question, model: nn.Module, sample: Sequence[Any], batch:
 
 
 def _saved_mesh(
-    question: Question,
+    question: SearchRequest,
     traced: Traced,
     setting: Setting,
     found: Found,
@@ -320,8 +329,8 @@ def _saved_mesh(
         if blocks
         else build(program, setting)
     )
-    account = Account(setting.prices(), axes)
-    account.add(problem, dict(enumerate(indices(problem, found.chosen))))
+    breakdown = CostBreakdown(setting.prices(), axes)
+    breakdown.add(problem, dict(enumerate(indices(problem, found.chosen))))
     rules = rules_of(problem.nodes)
     return SavedPlan(
         version=VERSION,
@@ -335,7 +344,7 @@ def _saved_mesh(
         batch=setting.batch,
         recompute=False,
         seconds=found.seconds,
-        costs=sorted_costs(account.costs),
+        costs=sorted_costs(breakdown.costs),
         memory=found.memory,
         gap=found.gap,
         limit=question.memory or question.topology.memory,

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.parallel.auto.dropout_rng import Draws
+from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
-from msrun.parallel.pipeline.line import Line
-from msrun.parallel.pipeline.microbatch import Division, divide
+from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
 from msrun.parallel.pipeline.model import PipelineModel
 from msrun.parallel.pipeline.tree import check_names
 from msrun.parallel.search.mesh.stages import Part
@@ -91,7 +91,7 @@ class PlannedModel(PipelineModel):
         model: nn.Module,
         cut: Slices,
         microbatches: int,
-        line: Line,
+        line: PipelineRanks,
         *,
         traced: Traced,
         make: Callable[..., Executor],
@@ -106,15 +106,15 @@ class PlannedModel(PipelineModel):
         model.to("meta")
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def dropout_rngs(self) -> tuple[DropoutRng, ...]:
         """What dropout draws in each chunk."""
-        return tuple(run.draws for run in self._runs.values())
+        return tuple(run.dropout_rng for run in self._runs.values())
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Return what the plan makes of `inputs`."""
         return self._runs[chunk](*inputs)
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is divided, and what stages send: it follows from the plan."""
         division = divide(inputs, self._microbatches, is_free=is_free)
         self._any.read(division.padded(inputs, 0), {})

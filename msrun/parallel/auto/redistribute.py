@@ -11,12 +11,12 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from msrun.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from msrun.parallel.search.cost.redistribution import Hop, Kind, route
+from msrun.parallel.search.cost.redistribution import Hop, MoveKind, route
 
 Placed = Sequence[int]
 
 
-class Carrier:
+class Redistributor:
     """Takes tensors from one placement to another on a mesh.
 
     Args:
@@ -28,14 +28,14 @@ class Carrier:
         self._sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         self._rank = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
 
-    def carry(self, x: Tensor, source: Placed, target: Placed) -> Tensor:
+    def redistribute(self, x: Tensor, source: Placed, target: Placed) -> Tensor:
         """Return this rank's part of a tensor at `target`, given the one at `source`."""
         hops = route(source, target, self._sizes)
         while hops:
             hop = hops.pop(0)
-            if hop.kind is Kind.REDUCE:
+            if hop.kind is MoveKind.REDUCE:
                 axes = [hop.axis]
-                while hops and hops[0].kind is Kind.REDUCE:
+                while hops and hops[0].kind is MoveKind.REDUCE:
                     axes.append(hops.pop(0).axis)
                 x = self._reduce(x, axes)
             else:
@@ -55,18 +55,18 @@ class Carrier:
     def _follow(self, x: Tensor, hop: Hop) -> Tensor:
         group, size, dim = self._mesh.get_group(hop.axis), self._sizes[hop.axis], hop.dim
         match hop.kind:
-            case Kind.TAKE:
+            case MoveKind.TAKE:
                 parts = x.unflatten(dim, (hop.room, size, -1))
                 own: Tensor = parts.select(dim + 1, self._rank[hop.axis]).flatten(dim, dim + 1)
                 # A view would keep the whole of it for backward, when nobody else does.
                 return own.clone(memory_format=torch.contiguous_format)
-            case Kind.SCATTER:
+            case MoveKind.SCATTER:
                 parts = x.unflatten(dim, (hop.room, size, -1)).movedim(dim + 1, 0)
                 return reduce_scatter(parts.contiguous(), group)[0].flatten(dim, dim + 1)
-            case Kind.GATHER:
+            case MoveKind.GATHER:
                 parts = all_gather(x.unflatten(dim, (hop.room, -1)).unsqueeze(0), group)
                 return parts.movedim(0, dim + 1).flatten(dim, dim + 2)
-            case Kind.MOVE:
+            case MoveKind.MOVE:
                 return all_to_all(x, group, hop.to, dim)
             case _:
                 return x if self._rank[hop.axis] == 0 else torch.zeros_like(x)
@@ -79,16 +79,16 @@ class Exchanged(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        carrier: Carrier,
+        redistributor: Redistributor,
         ahead: tuple[Placed, Placed],
         back: tuple[Placed, Placed],
     ) -> Tensor:
         """Carry values ahead."""
-        ctx.carrier, ctx.back = carrier, back
-        moved = carrier.carry(x, *ahead)
+        ctx.redistributor, ctx.back = redistributor, back
+        moved = redistributor.redistribute(x, *ahead)
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Carry the gradient back."""
-        return ctx.carrier.carry(gradient.contiguous(), *ctx.back), None, None, None
+        return ctx.redistributor.redistribute(gradient.contiguous(), *ctx.back), None, None, None

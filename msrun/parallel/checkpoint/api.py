@@ -22,12 +22,12 @@ from msrun.errors import UsageError
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
 from msrun.parallel.checkpoint import store
-from msrun.parallel.checkpoint.peers import DEADLINE, Peers
+from msrun.parallel.checkpoint.peers import DEADLINE, HostGroup
 from msrun.parallel.checkpoint.state import (
     Models,
-    Names,
     Optimizers,
     State,
+    TensorNames,
     collect,
     each_model,
     plain,
@@ -94,11 +94,11 @@ class Checkpoints:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._peers = Peers()
+        self._peers = HostGroup()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_strategy = False
-        self._division: plans.Division | None = None
+        self._division: plans.WriteDivision | None = None
         # What `after_step` saves beside model and optimizer.
         self._step = 0
         self._loader: Stateful | None = None
@@ -146,7 +146,7 @@ class Checkpoints:
         target = self._target(path, rest[0].step)
         peers = self._peers
         with peers.together():
-            state = self._collect(Names(self._runtime, models), _each(optimizer), rest[0])
+            state = self._collect(TensorNames(self._runtime, models), _each(optimizer), rest[0])
             manifest = self._manifest(*rest)
         if self._has_own_division:
             self._compare(state)
@@ -208,7 +208,7 @@ class Checkpoints:
         with self._peers.together():
             manifest = store.read_manifest(folder)
             index = store.read_index(folder, manifest)
-            targets = Targets(Names(self._runtime, models), optimizers, index)
+            targets = Targets(TensorNames(self._runtime, models), optimizers, index)
             _check_extra(manifest, loader, extra)
         check_taken(self._peers.any_of(targets.taken), index)
         with self._peers.together():
@@ -339,11 +339,13 @@ class Checkpoints:
     def _moment(self, step: int, loader: Stateful | None) -> Moment:
         state = None if loader is None else plain(loader.state_dict(), "state of the loader")
         random = generators.capture(self._runtime.device)
-        for number, (first, *_) in enumerate(self._runtime.draws):
+        for number, (first, *_) in enumerate(self._runtime.dropout_rngs):
             random[f"{DRAWS}{number}"] = first.state
         return Moment(step=step, loader=state, random=random)
 
-    def _collect(self, names: Names, optimizers: Sequence[Optimizer], moment: Moment) -> State:
+    def _collect(
+        self, names: TensorNames, optimizers: Sequence[Optimizer], moment: Moment
+    ) -> State:
         state = collect(names, optimizers)
         for kind, own in moment.random.items():
             state.tensors[f"{RANDOM}{self._runtime.rank}.{kind}"] = own
@@ -362,7 +364,7 @@ class Checkpoints:
             extra={name: _plain_extra(name, value) for name, value in (extra or {}).items()},
         )
 
-    def _divide(self, state: State) -> plans.Division:
+    def _divide(self, state: State) -> plans.WriteDivision:
         """Return who writes what: as the last time where no rank has anything new."""
         peers, last = self._peers, self._division
         [is_new] = peers.any_of([last is None or last.signature != plans.signature(state)])
@@ -371,7 +373,7 @@ class Checkpoints:
         with peers.together():
             proposal = plans.propose(state)
         proposals = peers.gather(proposal)
-        shares: list[plans.Share] = []
+        shares: list[plans.RankWrites] = []
         layout = plans.StorageLayout()
         with peers.together():
             if self._runtime.rank == 0:
@@ -429,9 +431,9 @@ class Checkpoints:
         here = (runtime.layout, runtime.rank)
         generators.go_on(states, saved, here, runtime.device, runtime.stream)
         common = states(0)
-        for number, model in enumerate(runtime.draws):
-            for draws in model:
-                draws.state = common.get(f"{DRAWS}{number}", draws.state)
+        for number, model in enumerate(runtime.dropout_rngs):
+            for dropout_rng in model:
+                dropout_rng.state = common.get(f"{DRAWS}{number}", dropout_rng.state)
 
     def _target(self, path: str | Path | None, step: int) -> Path:
         """Return the directory to write, the same on every rank."""

@@ -25,7 +25,7 @@ from msrun.parallel.checkpoint import store
 from msrun.parallel.checkpoint.plan import file_name
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, plain
 from msrun.parallel.checkpoint.tensors import (
-    Slot,
+    FileTensor,
     plan_file,
     read_header,
     read_tensor,
@@ -52,7 +52,7 @@ class Content(msgspec.Struct, kw_only=True):
         step: Steps that were done.
     """
 
-    slots: dict[str, Slot] = {}
+    slots: dict[str, FileTensor] = {}
     read: dict[str, Callable[[], Tensor]] = {}
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def _content(folder: Path, index: store.Index) -> Content:
     for name, stored in index.tensors.items():
         if name.startswith((MODEL, OPTIMIZER)) and f"@{DATA_AXIS}" not in name:
             shape = tuple(stored.shape)
-            content.slots[name] = Slot(name=name, dtype=stored.dtype, shape=shape)
+            content.slots[name] = FileTensor(name=name, dtype=stored.dtype, shape=shape)
             content.read[name] = partial(read_tensor, folder, stored)
     return content
 

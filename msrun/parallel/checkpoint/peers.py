@@ -20,7 +20,7 @@ _TEXT_BYTES = 1000
 _T = TypeVar("_T")
 
 
-class Peers:
+class HostGroup:
     """The ranks of a job in a process group of their own, so that a background thread may use it.
 
     Making one is collective, and so is every call.

@@ -32,7 +32,7 @@ from msrun.parallel.checkpoint.tensors import (
     CODES,
     TORCH_DTYPES,
     FilePlan,
-    Slot,
+    FileTensor,
     check_storable,
     digest,
     plan_file,
@@ -53,7 +53,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str]
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
+class RankWrites(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank writes.
 
     Args:
@@ -77,14 +77,14 @@ class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, int] = {}
 
 
-class Division(msgspec.Struct, frozen=True, kw_only=True):
+class WriteDivision(msgspec.Struct, frozen=True, kw_only=True):
     """Who writes what, which holds as long as every rank has the same kinds of tensors.
 
     Args:
         signature: Of this rank's state.
         items: Name in this rank's file -> part.
         file: Plan of the file; None when others write it all.
-        speaks: As of `Share`.
+        speaks: As of `RankWrites`.
         layout: Of the whole checkpoint, on the rank that plans for all; empty elsewhere.
     """
 
@@ -145,7 +145,7 @@ def propose(state: State) -> Proposal:
     return Proposal(plan=plan, names=[*state.aliases, *state.values])
 
 
-def divide(proposals: list[Proposal]) -> tuple[list[Share], StorageLayout]:
+def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
     """Return what each rank writes, and where all of it will lie."""
     plans, metadata = _Planner(State()).create_global_plan([each.plan for each in proposals])
     layout = StorageLayout(
@@ -161,7 +161,7 @@ def divide(proposals: list[Proposal]) -> tuple[list[Share], StorageLayout]:
     shares = []
     known: set[str] = set()
     for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
-        shares.append(Share(plan=plan, speaks=not known.issuperset(proposal.names)))
+        shares.append(RankWrites(plan=plan, speaks=not known.issuperset(proposal.names)))
         known.update(proposal.names)
         items = dict(_slots(plan))
         if not items:
@@ -175,10 +175,10 @@ def divide(proposals: list[Proposal]) -> tuple[list[Share], StorageLayout]:
     return shares, layout
 
 
-def accept(state: State, share: Share, layout: StorageLayout) -> Division:
+def accept(state: State, share: RankWrites, layout: StorageLayout) -> WriteDivision:
     """Return the division of which `share` is this rank's part."""
     items = dict(_slots(share.plan))
-    return Division(
+    return WriteDivision(
         signature=signature(state),
         items={slot.name: item for slot, item in items.items()},
         file=plan_file(items) if items else None,
@@ -188,7 +188,7 @@ def accept(state: State, share: Share, layout: StorageLayout) -> Division:
 
 
 @torch.no_grad()
-def stage(state: State, division: Division, *, is_copied: bool) -> dict[str, Tensor]:
+def stage(state: State, division: WriteDivision, *, is_copied: bool) -> dict[str, Tensor]:
     """Return name in this rank's file -> tensor to write.
 
     Args:
@@ -284,14 +284,14 @@ def _metadata(stored: StoredTensor) -> TensorStorageMetadata:
     )
 
 
-def _slots(plan: SavePlan) -> Iterator[tuple[Slot, WriteItem]]:
+def _slots(plan: SavePlan) -> Iterator[tuple[FileTensor, WriteItem]]:
     """Yield the place of each part that has elements."""
     for item in plan.items:
         data = _data(item)
         if math.prod(data.chunk.sizes):
             name = item.index.fqn + _shown_part(data)
             dtype = CODES[data.properties.dtype]
-            yield Slot(name=name, dtype=dtype, shape=tuple(data.chunk.sizes)), item
+            yield FileTensor(name=name, dtype=dtype, shape=tuple(data.chunk.sizes)), item
 
 
 def _data(item: WriteItem) -> TensorWriteData:

@@ -55,7 +55,7 @@ class State(msgspec.Struct, kw_only=True):
     common: set[str] = set()
 
 
-class Names:
+class TensorNames:
     """Names of everything in the models of this rank.
 
     Args:
@@ -134,7 +134,7 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def collect(names: Names, optimizers: Iterable[Optimizer]) -> State:
+def collect(names: TensorNames, optimizers: Iterable[Optimizer]) -> State:
     """Return what a checkpoint of the models and `optimizers` holds of this rank.
 
     Raises:

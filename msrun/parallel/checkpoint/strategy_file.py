@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
 from msrun.parallel.checkpoint.state import Models, clean, each_model
-from msrun.parallel.config import DATA_AXIS, Dim, Rule
+from msrun.parallel.config import DATA_AXIS, Dim, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes
 from msrun.parallel.local import is_sharded
 from msrun.parallel.notation.dims import dim_of
@@ -111,7 +111,7 @@ def _line(strategy: ParameterStrategy) -> str:
 
 def read_strategy(
     path: str | Path, layout: MeshLayout, shapes: Mapping[str, Sequence[int]]
-) -> list[Rule]:
+) -> list[PlanRule]:
     """Return the operator plan that a strategy file says.
 
     Args:
@@ -142,7 +142,7 @@ def read_strategy(
         if any(dims):
             module, _, param = name.rpartition(".")
             rules.setdefault(module, {})[param] = dims
-    return [Rule(match=glob.escape(module), params=params) for module, params in rules.items()]
+    return [PlanRule(match=glob.escape(module), params=params) for module, params in rules.items()]
 
 
 def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from msrun.errors import UsageError
-from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, Names
+from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, TensorNames
 from msrun.parallel.checkpoint.store import Index, StoredTensor
 from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
 from msrun.parallel.config import DATA_AXIS
@@ -45,7 +45,7 @@ class Targets:
         UsageError: The checkpoint has nothing for something, or not in its shape.
     """
 
-    def __init__(self, names: Names, optimizers: Sequence[Optimizer], index: Index) -> None:
+    def __init__(self, names: TensorNames, optimizers: Sequence[Optimizer], index: Index) -> None:
         self.tensors: dict[str, Target] = {}
         self._names = names
         self._index = index

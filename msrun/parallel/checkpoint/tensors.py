@@ -47,7 +47,7 @@ _HEADER_BYTES_MAX = 100_000_000  # as in the reference implementation
 _ALIGNMENT = 8
 
 
-class Slot(msgspec.Struct, frozen=True, kw_only=True):
+class FileTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor of a data file.
 
     Args:
@@ -76,19 +76,19 @@ class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: Bytes of the file.
     """
 
-    slots: list[Slot]
+    slots: list[FileTensor]
     starts: list[int]
     header: bytes
     nbytes: int
 
 
-def slot(name: str, tensor: Tensor) -> Slot:
+def slot(name: str, tensor: Tensor) -> FileTensor:
     """Return the place that all of `tensor` takes.
 
     Raises:
         UsageError: It cannot be stored.
     """
-    return Slot(name=name, dtype=check_storable(name, tensor), shape=tuple(tensor.shape))
+    return FileTensor(name=name, dtype=check_storable(name, tensor), shape=tuple(tensor.shape))
 
 
 def check_storable(name: str, tensor: Tensor) -> str:
@@ -108,7 +108,7 @@ def check_storable(name: str, tensor: Tensor) -> str:
     return code
 
 
-def plan_file(slots: Iterable[Slot]) -> FilePlan:
+def plan_file(slots: Iterable[FileTensor]) -> FilePlan:
     """Return where `slots` lie in one file; large elements come first, so that all are aligned."""
     ordered = sorted(slots, key=lambda slot: (-ITEM_BYTES[slot.dtype], slot.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -30,7 +30,7 @@ Event = tuple[str, ...]
 _END: Event = ("did nothing more",)
 
 
-class UnitOrder:
+class CollectiveOrder:
     """What this rank gathered and reduced since all ranks compared it.
 
     They do so at the end of each backward pass, or when a step sums its loss anyway.

@@ -11,7 +11,15 @@ from torch import Tensor, UntypedStorage
 
 from msrun.errors import UsageError
 from msrun.parallel import torch_compat
-from msrun.parallel.deferred.log import Entry, Log, Outside, Slot, mapped, slot_of, tensors_of
+from msrun.parallel.deferred.log import (
+    ConstructorLog,
+    Entry,
+    Outside,
+    StorageSlot,
+    mapped,
+    slot_of,
+    tensors_of,
+)
 
 META = torch.device("meta")
 
@@ -95,7 +103,7 @@ class Call:
         given = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.Generator)]
         return given[0] if given else torch.default_generator
 
-    def check(self, types: Sequence[type], log: Log) -> None:
+    def check(self, types: Sequence[type], log: ConstructorLog) -> None:
         """Refuse what can not be put off.
 
         Args:
@@ -183,7 +191,7 @@ class Call:
             )
         return is_view
 
-    def entry(self, log: Log) -> Entry:
+    def entry(self, log: ConstructorLog) -> Entry:
         """Return the call as an entry, before it has run."""
         kwargs = dict(self.kwargs)
         for name, value in (("device", torch.device("cpu")), ("pin_memory", False)):
@@ -191,7 +199,7 @@ class Call:
                 kwargs[name] = value
         reads = {slot for slot in map(slot_of, self._read) if slot is not None}
         is_filling = self.name in _FILLING
-        writes: dict[Slot, bool] = {}
+        writes: dict[StorageSlot, bool] = {}
         for index, tensor in enumerate(self.written):
             view = log.view(tensor)
             is_whole = view.covers_slot() and view.slot not in reads | writes.keys()
@@ -214,7 +222,7 @@ def without_values(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
 
 
-def _noted(log: Log, value: Any) -> Any:
+def _noted(log: ConstructorLog, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if slot_of(value) is not None:

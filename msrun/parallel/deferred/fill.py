@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.init import materialize
-from msrun.parallel.deferred.log import Log, Slot, View, slot_of, tensors_of
+from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View, slot_of, tensors_of
 from msrun.parallel.local import is_sharded, local_part
 
 _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
@@ -36,7 +36,7 @@ class Weights:
         others: Those that are neither parameters nor buffers -> `id`, while modules hold them.
     """
 
-    views: dict[Log, dict[str, View]]
+    views: dict[ConstructorLog, dict[str, View]]
     others: dict[str, int]
 
 
@@ -59,7 +59,7 @@ def find(model: nn.Module) -> Weights | None:
     known = {id(tensor) for tensor in registered.values()}
     others = {name: t for name, t in _other_tensors(model).items() if id(t) not in known}
     weights = Weights(views={}, others={name: id(other) for name, other in others.items()})
-    seen: dict[Slot, list[tuple[str, View]]] = {}
+    seen: dict[StorageSlot, list[tuple[str, View]]] = {}
     for name, tensor in {**registered, **others}.items():
         slot = slot_of(tensor)
         if slot is not None:
@@ -247,7 +247,7 @@ def share_random_state(device: torch.device) -> None:
     torch.set_rng_state(there.cpu())
 
 
-def check_alike(log: Log, device: torch.device) -> None:
+def check_alike(log: ConstructorLog, device: torch.device) -> None:
     """Refuse a log that is not that of the first rank; all ranks call it.
 
     Raises:

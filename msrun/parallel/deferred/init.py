@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage
 from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.functions import Functions
-from msrun.parallel.deferred.log import Log, Slot, View
+from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View
 from msrun.parallel.deferred.record import Recorder
 from msrun.parallel.deferred.replay import replay
 
@@ -31,7 +31,7 @@ class DeferredInit:
     """Context in which tensors have no memory; it can be entered again, to go on."""
 
     def __init__(self) -> None:
-        self.log = Log()
+        self.log = ConstructorLog()
         self._stack = contextlib.ExitStack()
         self._entered_in: Tensor | None = None
 
@@ -64,7 +64,9 @@ class DeferredInit:
         return self.log.random.standing(torch.default_generator) is not None
 
 
-def materialize(log: Log, views: Mapping[str, View], take: Callable[[str, Tensor], None]) -> None:
+def materialize(
+    log: ConstructorLog, views: Mapping[str, View], take: Callable[[str, Tensor], None]
+) -> None:
     """Give `take` each tensor of `views` by its name as soon as its values are final.
 
     Args:
@@ -76,11 +78,11 @@ def materialize(log: Log, views: Mapping[str, View], take: Callable[[str, Tensor
         UsageError: What the block read from outside has changed, or random numbers were drawn
             since.
     """
-    names: dict[Slot, list[str]] = {}
+    names: dict[StorageSlot, list[str]] = {}
     for name, view in views.items():
         names.setdefault(view.slot, []).append(name)
 
-    def take_all(slot: Slot, storage: UntypedStorage) -> None:
+    def take_all(slot: StorageSlot, storage: UntypedStorage) -> None:
         for name in names[slot]:
             take(name, views[name].on(storage))
 

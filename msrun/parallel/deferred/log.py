@@ -1,6 +1,6 @@
 """What a model's constructor did to tensors that have no memory yet, in order.
 
-A tensor is followed by its storage on the device meta, which knows its `Slot`.  So a view, a
+A tensor is followed by its storage on the device meta, which knows its `StorageSlot`.  So a view, a
 `Parameter` and `.data` lead to the values by themselves, and only operators that make or write
 memory are entries of the log.  Storages hold the log, and the log holds no storage: it lives as
 long as some tensor of it does.
@@ -27,7 +27,7 @@ _STATES_AT_ONCE = 16
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class StorageSlot:
     """Memory that a storage on the device meta stands for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Slot:
         writers: Entries that make or write it, ascending.
     """
 
-    log: Log
+    log: ConstructorLog
     number: int
     nbytes: int
     writers: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Slot:
 class View:
     """A tensor of the block: where in a slot it lies."""
 
-    slot: Slot
+    slot: StorageSlot
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -155,8 +155,8 @@ class Entry:
     operator: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    reads: frozenset[Slot] = frozenset()
-    writes: Mapping[Slot, bool] = field(default_factory=dict)
+    reads: frozenset[StorageSlot] = frozenset()
+    writes: Mapping[StorageSlot, bool] = field(default_factory=dict)
     created: list[View | None] = field(default_factory=list)
     is_fill: bool = False
     draw: Draw | None = None
@@ -243,7 +243,7 @@ class RandomStates:
         return self._stands_for[seed]
 
 
-class Log:
+class ConstructorLog:
     """Entries in the order of the constructor.
 
     Attributes:
@@ -260,12 +260,12 @@ class Log:
         self.is_open = False
         self._slots = 0
 
-    def slot(self, tensor: Tensor) -> Slot:
+    def slot(self, tensor: Tensor) -> StorageSlot:
         """Return the slot of `tensor`, on meta, a new one if its storage has none."""
         storage = tensor.untyped_storage()
         slot = slot_of(tensor)
         if slot is None:
-            slot = Slot(self, self._slots, storage.nbytes())
+            slot = StorageSlot(self, self._slots, storage.nbytes())
             self._slots += 1
             vars(storage)[_SLOT] = slot
         slot.nbytes = max(slot.nbytes, storage.nbytes())
@@ -316,12 +316,12 @@ class Log:
         return found.digest()
 
 
-def slot_of(tensor: Tensor) -> Slot | None:
+def slot_of(tensor: Tensor) -> StorageSlot | None:
     """Return the slot of a tensor of some block, None for any other."""
     # It is not asked for its device, which `Functions` may answer.
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
-    slot: Slot | None = vars(tensor.untyped_storage()).get(_SLOT)
+    slot: StorageSlot | None = vars(tensor.untyped_storage()).get(_SLOT)
     return slot
 
 

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from msrun.parallel.deferred.log import Entry, RandomState, Slot
+from msrun.parallel.deferred.log import Entry, RandomState, StorageSlot
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """What to run.
 
     Attributes:
@@ -29,13 +29,13 @@ class Plan:
 
     order: list[int]
     drawn_only: set[int]
-    finished: dict[int | None, list[Slot]]
-    freed: dict[int, list[Slot]]
+    finished: dict[int | None, list[StorageSlot]]
+    freed: dict[int, list[StorageSlot]]
 
 
 def make_plan(
-    entries: Sequence[Entry], wanted: Collection[Slot], states: Collection[RandomState]
-) -> Plan:
+    entries: Sequence[Entry], wanted: Collection[StorageSlot], states: Collection[RandomState]
+) -> ReplayPlan:
     """Return what to run for the final values of `wanted`, and for `states` to be known."""
     needed: set[int] = set()
     forced: set[int] = set()
@@ -48,17 +48,21 @@ def make_plan(
         if not dependent:
             break
         forced |= dependent
-    finished: dict[int | None, list[Slot]] = defaultdict(list)
+    finished: dict[int | None, list[StorageSlot]] = defaultdict(list)
     for slot in sorted(wanted, key=lambda slot: slot.number):
         finished[slot.writers[-1] if slot.writers else None].append(slot)
     order = _order(entries, needed, drawn_only, finished)
     freed = _freed(entries, [number for number in order if number in needed])
-    return Plan(order=order, drawn_only=drawn_only, finished=finished, freed=freed)
+    return ReplayPlan(order=order, drawn_only=drawn_only, finished=finished, freed=freed)
 
 
-def _needed(entries: Sequence[Entry], wanted: Iterable[Slot], forced: Iterable[int]) -> set[int]:
+def _needed(
+    entries: Sequence[Entry], wanted: Iterable[StorageSlot], forced: Iterable[int]
+) -> set[int]:
     """Return the entries that the values of `wanted` come from, and those of `forced`."""
-    slots_of: dict[int, set[Slot]] = {number: set(entries[number].writes) for number in forced}
+    slots_of: dict[int, set[StorageSlot]] = {
+        number: set(entries[number].writes) for number in forced
+    }
     heap = [-number for number in slots_of]
     heapq.heapify(heap)
     reads = [(slot, len(entries)) for slot in wanted]
@@ -78,7 +82,7 @@ def _needed(entries: Sequence[Entry], wanted: Iterable[Slot], forced: Iterable[i
         reads = [(slot, number) for slot in _inputs(entries[number], slots_of[number])]
 
 
-def _inputs(entry: Entry, wanted: Collection[Slot]) -> set[Slot]:
+def _inputs(entry: Entry, wanted: Collection[StorageSlot]) -> set[StorageSlot]:
     """Return the slots whose values `entry` needs for those of `wanted`."""
     kept = {slot for slot, is_lost in entry.writes.items() if slot in wanted and not is_lost}
     return kept | entry.reads
@@ -121,8 +125,8 @@ def _order(
 
 def _dependencies(entries: Sequence[Entry], numbers: Iterable[int]) -> dict[int, set[int]]:
     """Return entry -> entries that must have run before it."""
-    writer: dict[Slot, int] = {}
-    readers: dict[Slot, set[int]] = defaultdict(set)
+    writer: dict[StorageSlot, int] = {}
+    readers: dict[StorageSlot, set[int]] = defaultdict(set)
     found: dict[int, set[int]] = {}
     for number in numbers:
         entry = entries[number]
@@ -138,13 +142,13 @@ def _dependencies(entries: Sequence[Entry], numbers: Iterable[int]) -> dict[int,
     return found
 
 
-def _written(entry: Entry) -> set[Slot]:
+def _written(entry: Entry) -> set[StorageSlot]:
     return {view.slot for view in entry.created if view is not None} | entry.writes.keys()
 
 
-def _freed(entries: Sequence[Entry], order: Iterable[int]) -> dict[int, list[Slot]]:
-    last: dict[Slot, int] = {}
-    found: dict[int, list[Slot]] = defaultdict(list)
+def _freed(entries: Sequence[Entry], order: Iterable[int]) -> dict[int, list[StorageSlot]]:
+    last: dict[StorageSlot, int] = {}
+    found: dict[int, list[StorageSlot]] = defaultdict(list)
     for number in order:
         entry = entries[number]
         for slot in entry.reads | _written(entry):

@@ -12,7 +12,16 @@ from torch import Tensor, UntypedStorage
 from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.call import ALLOCATING, Call, without_values
-from msrun.parallel.deferred.log import Draw, Entry, Log, Outside, Slot, mapped, slot_of, tensors_of
+from msrun.parallel.deferred.log import (
+    ConstructorLog,
+    Draw,
+    Entry,
+    Outside,
+    StorageSlot,
+    mapped,
+    slot_of,
+    tensors_of,
+)
 from msrun.parallel.deferred.replay import replay
 
 # How values from Python, numpy and buffers arrive.
@@ -33,7 +42,7 @@ class Recorder:
         is_busy: Whether what runs is not the constructor, but torch or this for it.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: ConstructorLog) -> None:
         self.log = log
         self.function: Callable[..., Any] | None = None
         self.is_busy = False
@@ -86,7 +95,7 @@ class Recorder:
         view = self.log.view(value)
         found: list[Tensor] = []
 
-        def take(_: Slot, storage: UntypedStorage) -> None:
+        def take(_: StorageSlot, storage: UntypedStorage) -> None:
             found.append(view.on(storage).clone())
 
         with self._paused():

@@ -12,25 +12,28 @@ from torch import Tensor, UntypedStorage
 
 from msrun.errors import UsageError
 from msrun.parallel.deferred.log import (
+    ConstructorLog,
     Draw,
     Entry,
-    Log,
     Outside,
     RandomState,
-    Slot,
+    StorageSlot,
     View,
     mapped,
     tensors_of,
 )
-from msrun.parallel.deferred.plan import Plan, make_plan
+from msrun.parallel.deferred.plan import ReplayPlan, make_plan
 
 _LARGE_BYTES = 2**20
 
-Take = Callable[[Slot, UntypedStorage], None]
+Take = Callable[[StorageSlot, UntypedStorage], None]
 
 
 def replay(
-    log: Log, wanted: Collection[Slot], take: Take, states: Collection[RandomState] = ()
+    log: ConstructorLog,
+    wanted: Collection[StorageSlot],
+    take: Take,
+    states: Collection[RandomState] = (),
 ) -> None:
     """Give `take` the memory of each of `wanted` as soon as its values are final.
 
@@ -66,12 +69,12 @@ def _restored(generators: Iterable[torch.Generator]) -> Iterator[None]:
 
 
 class _Replay:
-    def __init__(self, log: Log, plan: Plan, take: Take) -> None:
+    def __init__(self, log: ConstructorLog, plan: ReplayPlan, take: Take) -> None:
         self._entries = log.entries
         self._keep = log.random.kept
         self._plan = plan
         self._take = take
-        self._memory: dict[Slot, UntypedStorage] = {}
+        self._memory: dict[StorageSlot, UntypedStorage] = {}
 
     def run(self) -> None:
         """Run the plan."""

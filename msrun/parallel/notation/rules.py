@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msrun.errors import UsageError
-from msrun.parallel.config import Dims, LayoutRule, Rule
+from msrun.parallel.config import Dims, LayoutRule, PlanRule
 from msrun.parallel.notation.device_matrix import Layout
 from msrun.parallel.notation.dims import ModuleDims, check_strategy, module_dims
 
 
-def notation_dims(rule: Rule, key: str, kind: str, axes: Mapping[str, int]) -> ModuleDims:
+def notation_dims(rule: PlanRule, key: str, kind: str, axes: Mapping[str, int]) -> ModuleDims:
     """Return what a strategy or a layout says of a module.
 
     Args:
@@ -36,7 +36,7 @@ def notation_dims(rule: Rule, key: str, kind: str, axes: Mapping[str, int]) -> M
         raise UsageError(f"{key}.{error.message}", hint=error.hint) from None
 
 
-def check_notation(rule: Rule, key: str, axes: Mapping[str, int] | None) -> None:
+def check_notation(rule: PlanRule, key: str, axes: Mapping[str, int] | None) -> None:
     """Refuse a strategy or a layout that fits no module.
 
     Args:

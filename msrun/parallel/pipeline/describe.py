@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msrun.parallel.pipeline.plan import Cut
+from msrun.parallel.pipeline.plan import PipelineCut
 from msrun.parallel.pipeline.timeline import Action, bubble, peak_live
 
 _FORMULAS = {
@@ -16,7 +16,7 @@ _FORMULAS = {
 
 
 def describe(
-    plan: Cut,
+    plan: PipelineCut,
     sizes: Sequence[int],
     microbatches: int,
     orders: Sequence[Sequence[Action]],

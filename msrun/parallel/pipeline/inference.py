@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders, depart
-from msrun.parallel.pipeline.line import Line
-from msrun.parallel.pipeline.microbatch import Division, join, map_leaves
+from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
 
 
 def infer(
     model: nn.Module,
-    line: Line,
+    line: PipelineRanks,
     borders: Borders,
-    division: Division,
+    division: MicrobatchSplit,
     inputs: Sequence[Any],
 ) -> Any:
     """Return the output of the whole batch on every rank of the axis.
@@ -56,7 +56,7 @@ def infer(
     return result
 
 
-def _receive(line: Line, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
+def _receive(line: PipelineRanks, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
     values = [border.empty(line.device).detach() for border in borders]
     for value in values:
         dist.recv(value, line.rank(chunk - 1), line.group)
@@ -64,21 +64,21 @@ def _receive(line: Line, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _OutputSlot:
     """Where a tensor stands in an output that is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _share(line: Line, output: Any) -> Any:
+def _share(line: PipelineRanks, output: Any) -> Any:
     """Return the `output` of the last chunk's rank on all ranks."""
     source = line.rank(line.chunks.count - 1)
     tensors: list[Tensor] = []
 
-    def take_out(tensor: Tensor) -> _Place:
+    def take_out(tensor: Tensor) -> _OutputSlot:
         tensors.append(tensor.contiguous())
-        return _Place(tuple(tensor.shape), tensor.dtype)
+        return _OutputSlot(tuple(tensor.shape), tensor.dtype)
 
     frame = [map_leaves(take_out, output)]
     dist.broadcast_object_list(frame, source, line.group, device=line.device)
@@ -87,9 +87,9 @@ def _share(line: Line, output: Any) -> Any:
     if line.holds(line.chunks.count - 1):
         return output
 
-    def fill(place: _Place) -> Tensor:
+    def fill(place: _OutputSlot) -> Tensor:
         tensor = torch.empty(place.shape, dtype=place.dtype, device=line.device)
         dist.broadcast(tensor, source, line.group)
         return tensor
 
-    return map_leaves(fill, frame[0], _Place)
+    return map_leaves(fill, frame[0], _OutputSlot)

@@ -11,7 +11,7 @@ from msrun.parallel.pipeline.chunks import Chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PipelineRanks:
     """The stages of one pipeline, seen from one of them.
 
     Args:

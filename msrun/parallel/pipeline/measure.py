@@ -19,14 +19,14 @@ from msrun.errors import UsageError
 from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
-from msrun.parallel.pipeline.line import Line
-from msrun.parallel.pipeline.microbatch import Division, map_leaves
-from msrun.parallel.pipeline.plan import Plan
+from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, map_leaves
+from msrun.parallel.pipeline.plan import SplitPlan
 from msrun.parallel.pipeline.shapes import kinds, make_border
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredShapes:
     """What was seen.
 
     Args:
@@ -41,7 +41,9 @@ class Measured:
     borders: Borders
     reason: str
 
-    def fit(self, division: Division, inputs: Sequence[Any], *, is_free: bool) -> Division:
+    def fit(
+        self, division: MicrobatchSplit, inputs: Sequence[Any], *, is_free: bool
+    ) -> MicrobatchSplit:
         """Return a division of `inputs` whose micro-batches have the shapes that were seen.
 
         Args:
@@ -65,7 +67,11 @@ class Measured:
 
 
 def measure(
-    model: nn.Module, plan: Plan, line: Line, division: Division, inputs: Sequence[Any]
+    model: nn.Module,
+    plan: SplitPlan,
+    line: PipelineRanks,
+    division: MicrobatchSplit,
+    inputs: Sequence[Any],
 ) -> Borders:
     """Run one micro-batch through all chunks but the last; return what they send.
 
@@ -92,7 +98,7 @@ def measure(
     return tuple(borders)
 
 
-def _seen(plan: Plan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] | UsageError:
+def _seen(plan: SplitPlan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] | UsageError:
     try:
         found = [
             make_border(node, value)
@@ -105,7 +111,7 @@ def _seen(plan: Plan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] |
 
 
 def _pass_on(
-    line: Line, chunk: int, borders: Sequence[Border], values: Sequence[Tensor]
+    line: PipelineRanks, chunk: int, borders: Sequence[Border], values: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return what `chunk` sends, where the next chunk is."""
     if line.holds(chunk) and line.holds(chunk + 1):

@@ -14,7 +14,7 @@ from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class MicrobatchSplit:
     """Samples of a batch, divided into parts as equal as they can be.
 
     All parts have the same shape: one that has fewer samples repeats its last one.  What
@@ -90,7 +90,7 @@ class Division:
         return output if kept == self.width else map_leaves(trim_tensor, output)
 
 
-def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> Division:
+def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> MicrobatchSplit:
     """Return how a batch with these inputs is divided.
 
     Args:
@@ -108,7 +108,7 @@ def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> Division:
     samples = lengths[0]
     if samples == 0:
         raise UsageError("the batch has no sample")
-    return Division(samples, min(parts, samples) if is_free else parts)
+    return MicrobatchSplit(samples, min(parts, samples) if is_free else parts)
 
 
 def join(outputs: Sequence[Any]) -> Any:

@@ -19,10 +19,10 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
-from msrun.parallel.pipeline.line import Line
-from msrun.parallel.pipeline.measure import Measured, measure
-from msrun.parallel.pipeline.microbatch import Division, divide
-from msrun.parallel.pipeline.plan import Cut, Plan, plan_split
+from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.measure import MeasuredShapes, measure
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
+from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
 from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
@@ -57,7 +57,7 @@ def split_model(
     """
     check_names(PipelineModel, model)
     plan = plan_split(model, settings, group.size(), sample)
-    line = Line(chunks=plan.chunks, group=group, device=device)
+    line = PipelineRanks(chunks=plan.chunks, group=group, device=device)
     return SplitModel(model, plan, settings.microbatches, line)
 
 
@@ -80,7 +80,9 @@ class PipelineModel(nn.Module):
     reduces_once = False
     keeps_results = False
 
-    def __init__(self, model: nn.Module, cut: Cut, microbatches: int, line: Line) -> None:
+    def __init__(
+        self, model: nn.Module, cut: PipelineCut, microbatches: int, line: PipelineRanks
+    ) -> None:
         super().__init__()
         graft(self, model, cut, line.stage)
         release(model, cut, line.stage)
@@ -100,7 +102,7 @@ class PipelineModel(nn.Module):
         """Return what a chunk of this stage makes of the model's inputs and what it received."""
         raise NotImplementedError
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is divided, and what its micro-batches make chunks send.
 
         Args:
@@ -220,14 +222,16 @@ class SplitModel(PipelineModel):
     Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, microbatches: int, line: Line) -> None:
+    def __init__(
+        self, model: nn.Module, plan: SplitPlan, microbatches: int, line: PipelineRanks
+    ) -> None:
         shapes = Shapes(plan, model)
         super().__init__(model, plan, microbatches, line)
         own = plan.chunks.of_stage(line.stage)
         self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
         self._plan = plan
         self._shapes = shapes
-        self._measured: Measured | None = None
+        self._measured: MeasuredShapes | None = None
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Return what the modules of a chunk make of `inputs`."""
@@ -239,7 +243,7 @@ class SplitModel(PipelineModel):
         piece = division.padded(inputs, 0)
         return self._shapes.kept(piece, borders, training=self.training)
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[Division, Borders]:
+    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is divided, and what chunks send: as a copy without values does."""
         names = self._plan.traced.inputs
         if len(inputs) != len(names):
@@ -256,5 +260,5 @@ class SplitModel(PipelineModel):
             except NeedsValues as reason:
                 borders = measure(self, self._plan, self._line, division, inputs)
                 kind = kinds(division.padded(inputs, 0))
-                self._measured = Measured(kind, division.width, borders, str(reason))
+                self._measured = MeasuredShapes(kind, division.width, borders, str(reason))
         return self._measured.fit(division, inputs, is_free=is_free), self._measured.borders

@@ -15,13 +15,13 @@ from msrun.parallel.config import Pipeline
 from msrun.parallel.match import matching
 from msrun.parallel.pipeline import auto
 from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
-from msrun.parallel.pipeline.split import Program, assign, cut, place
+from msrun.parallel.pipeline.split import ChunkProgram, assign, cut, place
 from msrun.parallel.pipeline.trace import Trace, input_names, trace
 
 _SHOWN_MAX = 8
 
 
-class Cut(Protocol):
+class PipelineCut(Protocol):
     """What all stages of a pipeline know of each other."""
 
     @property
@@ -54,8 +54,8 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A model cut into chunks; a `Cut`.
+class SplitPlan:
+    """A model cut into chunks; a `PipelineCut`.
 
     Args:
         chunks: The chunks there are.
@@ -67,7 +67,7 @@ class Plan:
 
     chunks: Chunks
     traced: Trace
-    programs: list[Program]
+    programs: list[ChunkProgram]
     holdings: list[dict[str, Parameter]]
     measure: str | None
 
@@ -93,7 +93,7 @@ class Plan:
 
 def plan_split(
     model: nn.Module, settings: Pipeline, stages: int, sample: Sequence[Any] | None = None
-) -> Plan:
+) -> SplitPlan:
     """Return how `model` is cut into `stages` stages.
 
     Args:
@@ -128,7 +128,9 @@ def plan_split(
     holdings = _holdings(model, programs, chunks)
     for name, param, chunk in _unused(model, holdings, named, patterns):
         holdings[chunks.stage(chunk)][name] = param
-    return Plan(chunks=chunks, traced=traced, programs=programs, holdings=holdings, measure=measure)
+    return SplitPlan(
+        chunks=chunks, traced=traced, programs=programs, holdings=holdings, measure=measure
+    )
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:
@@ -172,7 +174,7 @@ def _refuse(missing: Sequence[str]) -> None:
 
 
 def _holdings(
-    model: nn.Module, programs: Sequence[Program], chunks: Chunks
+    model: nn.Module, programs: Sequence[ChunkProgram], chunks: Chunks
 ) -> list[dict[str, Parameter]]:
     """Return the parameters that the programs of each stage use, by name."""
     found: list[dict[str, Parameter]] = [{} for _ in range(chunks.stages)]

@@ -29,10 +29,10 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import UsageError
-from msrun.parallel.local import number
+from msrun.parallel.local import scalar_loss
 from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
-from msrun.parallel.pipeline.line import Line
-from msrun.parallel.pipeline.microbatch import Division
+from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit
 from msrun.parallel.pipeline.timeline import Action, plain_order
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -63,7 +63,7 @@ class Work:
         losses: Shares of the mean loss so far, on the last stage.
     """
 
-    division: Division
+    division: MicrobatchSplit
     inputs: Sequence[Any]
     target: Any
     loss_fn: LossFunction
@@ -77,7 +77,7 @@ class Work:
             UsageError: The loss is not one number.
         """
         target = self.division.real(self.target, part)
-        loss = number(self.loss_fn(self.division.trim(output, part), target))
+        loss = scalar_loss(self.loss_fn(self.division.trim(output, part), target))
         share = self.division.share(part)
         self.losses.append(loss.detach().reshape(()) * share)
         return loss.reshape(()) * (share * self.scale)
@@ -127,7 +127,9 @@ class Schedule:
         microbatches: Parts of a batch.
     """
 
-    def __init__(self, model: nn.Module, line: Line, borders: Borders, microbatches: int) -> None:
+    def __init__(
+        self, model: nn.Module, line: PipelineRanks, borders: Borders, microbatches: int
+    ) -> None:
         self._line = line
         chunks = line.chunks
         own = chunks.of_stage(line.stage)

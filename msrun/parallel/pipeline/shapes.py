@@ -11,7 +11,7 @@ from msrun.errors import UsageError
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.microbatch import map_leaves
-from msrun.parallel.pipeline.plan import Plan
+from msrun.parallel.pipeline.plan import SplitPlan
 from msrun.parallel.pipeline.skeleton import META, Skeleton
 from msrun.parallel.pipeline.trace import shown
 
@@ -28,7 +28,7 @@ class Shapes:
         model: Nothing was done to it yet.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: SplitPlan, model: nn.Module) -> None:
         self._plan = plan
         self._found: dict[Hashable, Borders] = {}
         self._skeleton: Skeleton | None = None

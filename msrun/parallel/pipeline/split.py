@@ -16,7 +16,7 @@ Places = Mapping[fx.Node, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ChunkProgram:
     """What one chunk does.
 
     Args:
@@ -103,7 +103,7 @@ def _order_hint(chunks: Chunks) -> str:
     return "chunks follow each other in the order of execution: give each its `[stage, segment]`"
 
 
-def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[Program]:
+def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
     """Return the program of each chunk.
 
     A value that a later chunk uses is handed on through all chunks in between.
@@ -153,7 +153,7 @@ class _Steps:
 
 def _program(
     graph: fx.Graph, steps: _Steps, received: Sequence[fx.Node], sent: Sequence[fx.Node]
-) -> Program:
+) -> ChunkProgram:
     result = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
@@ -168,7 +168,7 @@ def _program(
     if not steps.is_last:
         result.output(tuple(made[node] for node in sent))
     calls = [node.target for node in result.nodes if node.op == "call_module"]
-    return Program(
+    return ChunkProgram(
         graph=result,
         received=tuple(received),
         sent=tuple(sent),

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 from msrun.parallel.config import ROOT
 from msrun.parallel.local import is_sharded, local_gradient, local_part, set_local_gradient
-from msrun.parallel.pipeline.plan import Cut
+from msrun.parallel.pipeline.plan import PipelineCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Tie:
     names: dict[int, tuple[str, ...]]
 
 
-def find_ties(plan: Cut) -> list[Tie]:
+def find_ties(plan: PipelineCut) -> list[Tie]:
     """Return the trained weights that several stages hold, in one order on all ranks."""
     holders: dict[int, dict[int, list[str]]] = {}
     for stage, holding in enumerate(plan.holdings):

@@ -10,12 +10,12 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel.config import ROOT
-from msrun.parallel.pipeline.plan import Cut
+from msrun.parallel.pipeline.plan import PipelineCut
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def graft(tree: nn.Module, model: nn.Module, plan: Cut, stage: int) -> None:
+def graft(tree: nn.Module, model: nn.Module, plan: PipelineCut, stage: int) -> None:
     """Put into the empty `tree` what `stage` holds of `model`; nothing is copied."""
     for name in sorted(plan.modules(stage), key=lambda name: name.count(".")):
         parent, _, last = name.rpartition(".")
@@ -60,7 +60,7 @@ def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
     return type(fx.GraphModule(tree, graph)).forward
 
 
-def release(model: nn.Module, plan: Cut, stage: int) -> None:
+def release(model: nn.Module, plan: PipelineCut, stage: int) -> None:
     """Free the memory of what other stages hold, whoever still refers to `model`."""
     ours: set[nn.Module | Parameter] = set(plan.holdings[stage].values())
     for name in plan.modules(stage):

@@ -18,7 +18,7 @@ from msrun.parallel.search.mesh.mesh_shapes import data_shapes, divisors
 from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import Mode, Names, search
+from msrun.parallel.search.solve.modes import BlockNodes, Mode, search
 from msrun.parallel.search.solve.problem import Setting
 
 # Of the search for stages, which is long for many ranks: the likely layouts come first.
@@ -28,7 +28,7 @@ _THIRD_AXIS_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenMesh:
     """A mesh, and the best plan on it.
 
     Args:
@@ -79,7 +79,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
 
-def choose(wanted: Wanted, clock: Callable[[], float]) -> Chosen:
+def choose(wanted: Wanted, clock: Callable[[], float]) -> ChosenMesh:
     """Return the fastest mesh and plan.
 
     Args:
@@ -90,13 +90,13 @@ def choose(wanted: Wanted, clock: Callable[[], float]) -> Chosen:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
     found = [*_plain(wanted), *_with_stages(wanted, clock)]
-    fitting = [one for one in found if isinstance(one, Chosen)]
+    fitting = [one for one in found if isinstance(one, ChosenMesh)]
     if not fitting:
         raise OutOfMemoryError(min(one for one in found if isinstance(one, float)))
     return min(fitting, key=lambda one: one.seconds)
 
 
-def _plain(wanted: Wanted) -> Iterator[Chosen | float]:
+def _plain(wanted: Wanted) -> Iterator[ChosenMesh | float]:
     """Yield the best plan of every mesh without stages, or its least bytes where none fits.
 
     A micro-batch never takes less time for a sample than the whole batch at once, so there are
@@ -122,7 +122,7 @@ def _plain(wanted: Wanted) -> Iterator[Chosen | float]:
                 yield error.least
                 continue
             is_enough |= not recompute
-            yield Chosen(
+            yield ChosenMesh(
                 mesh=mesh,
                 microbatches=number,
                 recompute=recompute,
@@ -134,7 +134,7 @@ def _plain(wanted: Wanted) -> Iterator[Chosen | float]:
             break
 
 
-def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[Chosen | float]:
+def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
     """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
     small, large, sizes = wanted.programs.ends
     blocks = find_blocks(small)
@@ -165,11 +165,11 @@ def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[Chosen 
         return
     layout = best.layout
     names = axis_names(layout.sizes, wanted.batch // layout.microbatches)
-    yield Chosen(
+    yield ChosenMesh(
         mesh={PIPELINE_AXIS: layout.stages} | dict(zip(names, layout.sizes, strict=True)),
         microbatches=layout.microbatches,
         recompute=layout.recompute,
-        chosen=expanded(best, Names(small, short, blocks)),
+        chosen=expanded(best, BlockNodes(small, short, blocks)),
         seconds=best.seconds,
         memory=best.memory,
     )

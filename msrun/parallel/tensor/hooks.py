@@ -117,8 +117,8 @@ class _Hooks:
     def __init__(self, name: str, plan: ModulePlan, mesh: DeviceMesh, guard: Guard) -> None:
         self._guard = guard
         self._missing = f"{plan.key}: {name} was called without a tensor"
-        self._input = _Place(plan.inputs, mesh, f"{plan.key}.in of {name}")
-        self._output = _Place(plan.out, mesh, f"{plan.key}.out of {name}")
+        self._input = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
+        self._output = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
         self._has_output = plan.out is not None
         self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
 
@@ -183,12 +183,12 @@ class _Hooks:
 class _Placed:
     """An input where modules want it, as long as nobody changes it."""
 
-    def __init__(self, x: Tensor, place: _Place) -> None:
+    def __init__(self, x: Tensor, place: _WantedPlacement) -> None:
         self.result = place.put(x)
         self._x, self._place, self._source = x, place, x.grad_fn
         self._versions = self._count(x)
 
-    def is_right(self, x: Tensor, place: _Place) -> bool:
+    def is_right(self, x: Tensor, place: _WantedPlacement) -> bool:
         """Return whether the result is what a module gets that wants `x` at `place`."""
         return (
             x is self._x
@@ -203,7 +203,7 @@ class _Placed:
         return torch_compat.write_count(x), torch_compat.write_count(self.result)
 
 
-class _Place:
+class _WantedPlacement:
     """Where the plan wants a tensor.
 
     Args:
@@ -227,7 +227,7 @@ class _Place:
         wanted = self._wanted(x.shape)
         return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
 
-    def is_like(self, other: _Place, x: Tensor) -> bool:
+    def is_like(self, other: _WantedPlacement, x: Tensor) -> bool:
         """Return whether `x` goes to the same place here and there."""
         if self._dims is None or other._dims is None:
             return self._dims is other._dims

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.config import ROOT, WHOLE, Dims, Rule
+from msrun.parallel.config import ROOT, WHOLE, Dims, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.rules import notation_dims
@@ -49,7 +49,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_modules(
-    rules: Sequence[Rule],
+    rules: Sequence[PlanRule],
     layout: MeshLayout,
     modules: Mapping[str, ModuleShape],
     source: str | None = None,
@@ -82,12 +82,14 @@ def plan_modules(
     return found
 
 
-def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleShape) -> ModulePlan:
+def _plan(
+    key: str, rule: PlanRule, layout: MeshLayout, name: str, module: ModuleShape
+) -> ModulePlan:
     if rule.style:
         axis = style_axis(rule, layout)
         return _styled(key, rule.style, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.strategy or rule.layout:
-        return _in_mindspores_words(key, rule, layout, module)
+        return _from_mindspore_notation(key, rule, layout, module)
     for param in rule.params:
         if param not in module.params:
             choices = ", ".join(module.params) or "it has none"
@@ -95,8 +97,8 @@ def _plan(key: str, rule: Rule, layout: MeshLayout, name: str, module: ModuleSha
     return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
 
 
-def _in_mindspores_words(
-    key: str, rule: Rule, layout: MeshLayout, module: ModuleShape
+def _from_mindspore_notation(
+    key: str, rule: PlanRule, layout: MeshLayout, module: ModuleShape
 ) -> ModulePlan:
     axes = {name: layout.axes[name] for name in plan_axes(layout)}
     found = notation_dims(rule, key, module.kind, axes)

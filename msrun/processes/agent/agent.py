@@ -21,22 +21,22 @@ from msrun.cluster.agent.events import (
     Announce,
     Conclude,
     Event,
+    ForwardSignal,
+    GenerationSwept,
     Join,
-    Received,
     SchedulerLost,
-    Send,
+    SchedulerMessage,
+    SendToScheduler,
     Signalled,
-    SignalWorkers,
     StartWorkers,
-    Sweep,
-    Swept,
+    SweepGeneration,
     Tell,
     Tick,
     TreeLost,
     TreeReady,
     WorkerEnded,
 )
-from msrun.cluster.agent.state import AgentState, Phase
+from msrun.cluster.agent.state import AgentPhase, AgentState
 from msrun.cluster.agent.uplink import Uplink, UplinkEvent
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
@@ -50,7 +50,7 @@ from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources, node_name
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
-from msrun.processes.console import Console, Status, open_console
+from msrun.processes.console import Console, NodeStatus, open_console
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
@@ -231,7 +231,7 @@ class Agent:
         for envelope in envelopes:
             until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
-            if self._uplink.live_until != until and self._state.phase is not Phase.JOINING:
+            if self._uplink.live_until != until and self._state.phase is not AgentPhase.JOINING:
                 self._node.let_live(self._state.generation, self._uplink.live_until)
 
     def _greet(self) -> None:
@@ -240,7 +240,7 @@ class Agent:
     def _after_uplink(self, events: list[UplinkEvent], frames: list[Envelope]) -> None:
         self._send(frames)
         for event in events:
-            if isinstance(event, Received) and self._control.is_for(event.body):
+            if isinstance(event, SchedulerMessage) and self._control.is_for(event.body):
                 self._control.serve(event.generation, event.body)
             else:
                 self._handle(event)
@@ -258,7 +258,7 @@ class Agent:
         for report in reports:
             match report:
                 case orders.Swept(generation=generation, stuck=stuck):
-                    self._handle(Swept(generation, tuple(stuck)))
+                    self._handle(GenerationSwept(generation, tuple(stuck)))
                 case orders.ForkserverExited(status=status):
                     how = process.render_status(status)
                     when = "" if self._has_imported else " during its imports"
@@ -308,7 +308,7 @@ class Agent:
             self._when_running = None
 
     def _on_store_end(self, end: orders.Exited) -> None:
-        if end.generation == self._state.generation and self._state.phase is Phase.RUNNING:
+        if end.generation == self._state.generation and self._state.phase is AgentPhase.RUNNING:
             how = end.reason or process.render_status(end.status)
             self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
 
@@ -333,13 +333,13 @@ class Agent:
                     now, generation = self._loop.now(), self._state.generation
                     self._send(self._uplink.join(generation, register, now=now))
                     self._control.rejoined()
-                case Send(generation=generation, body=body):
+                case SendToScheduler(generation=generation, body=body):
                     self._send(self._uplink.send(generation, body, now=self._loop.now()))
                 case StartWorkers():
                     self._start_workers(action)
-                case SignalWorkers(ranks=ranks, signum=signum):
+                case ForwardSignal(ranks=ranks, signum=signum):
                     self._node.signal_workers(ranks, signum)
-                case Sweep(generation=generation):
+                case SweepGeneration(generation=generation):
                     self._node.tree.reaper.send(orders.Sweep(generation=generation))
                 case Announce(restarting=restarting):
                     self._announce(restarting)
@@ -384,14 +384,14 @@ class Agent:
             f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
         )
 
-    def _status(self) -> Status:
+    def _status(self) -> NodeStatus:
         workers = self._job.workers_per_node
         phase = self._state.phase.value
-        if self._state.phase is Phase.JOINING:
+        if self._state.phase is AgentPhase.JOINING:
             phase = "forming"
-        elif self._state.phase is Phase.RUNNING and self._running < workers:
+        elif self._state.phase is AgentPhase.RUNNING and self._running < workers:
             phase = "starting" if not self._some_ended() else "running"
-        return Status(
+        return NodeStatus(
             phase=phase,
             running=self._running,
             workers=workers,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from msrun.cluster.agent.events import SchedulerLost
-from msrun.cluster.scheduler.crash_loop_guard import Lives
+from msrun.cluster.scheduler.crash_loop_guard import CrashLoopGuard
 from msrun.errors import ExitCode
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.console import Console
 from msrun.transport.loop import Loop
 from msrun.transport.probe import Prober
-from msrun.transport.sockets import Line
+from msrun.transport.sockets import ConnectionState
 
 # A connection may end for another reason than its key: a scheduler that is started again,
 # a tunnel whose other end is not there yet.
@@ -46,7 +46,7 @@ class SchedulerWatch:
         self._tell = tell
         self._greet = greet
         self._prober = Prober(loop)
-        self._lives = Lives()
+        self._lives = CrashLoopGuard()
         self._was_up = False
         self._has_warned = False
         self._rejected_at: float | None = None
@@ -97,9 +97,9 @@ class SchedulerWatch:
 
     def _on_line(self) -> None:
         for line in self._node.socket.line():
-            is_again = line is Line.RETRYING
+            is_again = line is ConnectionState.RETRYING
             self._reconnect_at = None if is_again else self._loop.now() + _RECONNECT_SECONDS
-            if line is Line.UP:
+            if line is ConnectionState.UP:
                 if self._was_up:
                     self._greet()
                 self._was_up, self._rejected_at = True, None
@@ -108,7 +108,7 @@ class SchedulerWatch:
                 continue
             elif self._was_up:
                 self._ask_whether_it_lives()
-            elif line is Line.SILENT:
+            elif line is ConnectionState.SILENT:
                 self._warn_of_silence()
             else:
                 self._reject()

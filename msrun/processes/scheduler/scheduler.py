@@ -1,4 +1,4 @@
-"""The scheduler process: wires sockets, log and clock to `Peers` and `SchedulerState`."""
+"""The scheduler process: wires sockets, log and clock to `AgentLinks` and `SchedulerState`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import NoReturn, cast
 import msgspec
 
 from msrun import environ
-from msrun.cluster.liveness.freeze_detector import Pulse
+from msrun.cluster.liveness.freeze_detector import FreezeDetector
 from msrun.cluster.liveness.lease import lease
 from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.admission import Admission, Life
 from msrun.cluster.scheduler.control import Action as ControlAction
-from msrun.cluster.scheduler.control import Control, Reply
+from msrun.cluster.scheduler.control import Control, SendReply
 from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import (
+    AgentMessage,
     Event,
     Lost,
-    Received,
-    Send,
+    SendToAgent,
     Tick,
     Unreachable,
     Woke,
     Write,
 )
-from msrun.cluster.scheduler.peers import Peers
+from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
 from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
@@ -88,7 +88,7 @@ class Scheduler:
         os.write(config.began_fd, b"%d" % term)
         os.close(config.began_fd)
         times = lease(config.formation.lease)
-        self._peers = Peers(
+        self._peers = AgentLinks(
             job_id=config.job_id,
             lease=times,
             term=term,
@@ -107,7 +107,7 @@ class Scheduler:
         if not is_whole:
             log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
         now = self._loop.now()
-        self._pulse = Pulse(lease=times, look_at=now)
+        self._pulse = FreezeDetector(lease=times, look_at=now)
         self._control.recall(records)
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
@@ -202,7 +202,7 @@ class Scheduler:
         answer = msgspec.structs.replace(envelope, seq=1, ack=0, term=1, body=refused)
         self._socket.send(answer)
 
-    def _admit(self, event: Received) -> None:
+    def _admit(self, event: AgentMessage) -> None:
         """Pass `event` on once it is known that other nodes can reach its node."""
         if isinstance(event.body, Register):
             address = (event.body.store_host, event.body.store_port)
@@ -250,7 +250,7 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()
-        if isinstance(event, Received) and self._control.is_for(event):
+        if isinstance(event, AgentMessage) and self._control.is_for(event):
             self._perform(self._control.receive(event, now=now))
             return
         self._perform(self._state.handle(event, now=now))
@@ -273,17 +273,19 @@ class Scheduler:
 
     def _perform(self, actions: Sequence[ControlAction]) -> None:
         self._control.note(actions)
-        if any(isinstance(action, Send) and isinstance(action.body, Start) for action in actions):
+        if any(
+            isinstance(action, SendToAgent) and isinstance(action.body, Start) for action in actions
+        ):
             self._write_table()
         for action in actions:
             match action:
                 case Write(record=record):
                     self._write(record)
                     log.info("phase=%s wrote %s", self._state.phase.value, type(record).__name__)
-                case Send(node_id=node_id, generation=generation, body=body):
+                case SendToAgent(node_id=node_id, generation=generation, body=body):
                     now = self._loop.now()
                     self._send(self._peers.send(node_id, generation, body, now=now))
-                case Reply(route=route, reply=reply):
+                case SendReply(route=route, reply=reply):
                     self._socket.answer(route, _frame(reply))
         if self._config.alone and self._state.is_over and self._leave_by is None:
             wait = _LAST_WORDS_SECONDS if self._has_told_all else _FAREWELL_SECONDS

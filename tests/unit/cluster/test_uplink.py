@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from msrun.cluster.agent.events import Cut, Forgotten, Reached, Received
+from msrun.cluster.agent.events import Forgotten, Reached, SchedulerMessage, SchedulerSilent
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.wire.messages import Drained, Envelope, Register, Stop, Unknown
@@ -67,7 +67,7 @@ def test_the_first_echo_reaches_and_a_silence_cuts(uplink):
     assert uplink.receive(frame(ack=1, stamp=100.0), now=105.0) == ([Reached()], [])
     # It counts from when this node spoke, and not from when the answer came.
     assert uplink.tick(now=106.9)[0] == []
-    assert uplink.tick(now=107.0)[0] == [Cut()]
+    assert uplink.tick(now=107.0)[0] == [SchedulerSilent()]
     assert uplink.tick(now=108.0)[0] == []
     assert uplink.receive(frame(ack=1, stamp=107.0), now=108.5)[0] == [Reached()]
 
@@ -101,7 +101,7 @@ def test_nothing_expires_before_the_first_echo_or_on_one_node(uplink):
 def test_bodies_are_taken_once_in_order_and_acknowledged(uplink):
     events, (answer,) = uplink.receive(frame(seq=1, stamp=100.0, body=STOP), now=103.0)
 
-    assert events == [Reached(), Received(-1, STOP, 3.0)]
+    assert events == [Reached(), SchedulerMessage(-1, STOP, 3.0)]
     assert (answer.ack, answer.stamp, answer.term) == (1, 0.0, 1)
     assert uplink.receive(frame(seq=1, stamp=100.0, body=STOP), now=103.0)[0] == []
     assert uplink.receive(frame(seq=3, stamp=100.0, body=STOP), now=103.0)[0] == []
@@ -110,7 +110,7 @@ def test_bodies_are_taken_once_in_order_and_acknowledged(uplink):
 def test_a_body_without_an_echo_has_no_age(uplink):
     events, _ = uplink.receive(frame(seq=1, body=STOP), now=103.0)
 
-    assert events == [Received(-1, STOP, 0.0)]
+    assert events == [SchedulerMessage(-1, STOP, 0.0)]
 
 
 def test_what_only_an_agent_says_is_counted_and_dropped(uplink):

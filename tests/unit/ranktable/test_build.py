@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from ranktable import (
-    Device,
     Inventory,
     InventoryDevice,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableStatus,
     Version,
     build_table,
     convert_table,
@@ -46,9 +46,11 @@ def test_ranks_follow_the_order_given():
         server_list=(
             Server(
                 server_id="b",
-                device=(Device(device_id=5, rank_id=0), Device(device_id=2, rank_id=1)),
+                device=(TableDevice(device_id=5, rank_id=0), TableDevice(device_id=2, rank_id=1)),
             ),
-            Server(server_id="a", device=(Device(device_id=0, rank_id=2, device_ip="10.0.0.1"),)),
+            Server(
+                server_id="a", device=(TableDevice(device_id=0, rank_id=2, device_ip="10.0.0.1"),)
+            ),
         ),
     )
 
@@ -82,7 +84,8 @@ def test_merge_numbers_ranks_through():
 
 def test_merge_keeps_the_order_of_ranks_inside_a_part():
     server = Server(
-        server_id="b", device=(Device(device_id=0, rank_id=9), Device(device_id=1, rank_id=8))
+        server_id="b",
+        device=(TableDevice(device_id=0, rank_id=9), TableDevice(device_id=1, rank_id=8)),
     )
     part = RankTable(version=Version.V1_0, server_list=(server,))
     merged = merge_tables([build_table([inventory("a", 2)]), part])
@@ -134,7 +137,7 @@ def test_parts_that_do_not_fit_are_all_told():
     second = replace(
         build_table([inventory("b", 1)]),
         version=Version.V1_2,
-        status=Status.INITIALIZING,
+        status=TableStatus.INITIALIZING,
         extra=(("az", '"2"'),),
     )
 
@@ -178,12 +181,14 @@ def test_version_1_0_keeps_nothing_of_super_pods():
 
     converted = convert_table(table, Version.V1_0)
 
-    devices = tuple(Device(device_id=i, rank_id=i) for i in range(2))
+    devices = tuple(TableDevice(device_id=i, rank_id=i) for i in range(2))
     assert converted == RankTable(
         version=Version.V1_0,
         server_list=(
             Server(server_id="a", host_ip="10.0.0.1", device=devices),
-            Server(server_id="b", host_ip="10.0.0.2", device=(Device(device_id=0, rank_id=2),)),
+            Server(
+                server_id="b", host_ip="10.0.0.2", device=(TableDevice(device_id=0, rank_id=2),)
+            ),
         ),
     )
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from ranktable import (
-    Device,
     RankTable,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableStatus,
     Version,
     check_hccl,
     check_table,
@@ -22,7 +22,7 @@ def servers(count=2, devices=2, **fields):
         Server(
             server_id="abcdefgh"[s],
             device=tuple(
-                Device(
+                TableDevice(
                     device_id=i,
                     rank_id=s * devices + i,
                     device_ip=f"10.1.{s}.{i}",
@@ -75,8 +75,8 @@ A, B = servers()
         pods(plain(*servers(3)), x="ab", y="c"),
         pods(plain(*servers(3)), y="c", x="ba"),
         pods(plain(A, with_device(B, 0, super_device_id=0)), x="a", y="b"),
-        plain(status=Status.INITIALIZING),
-        plain(replace(A, device=()), A, status=Status.INITIALIZING),
+        plain(status=TableStatus.INITIALIZING),
+        plain(replace(A, device=()), A, status=TableStatus.INITIALIZING),
     ],
 )
 def test_sound_table_has_no_problems(table):
@@ -128,7 +128,7 @@ def test_value_of_a_server_is_named(changes, problem):
 
 
 def test_values_are_checked_while_the_table_is_being_written():
-    table = plain(replace(A, host_ip="x"), status=Status.INITIALIZING)
+    table = plain(replace(A, host_ip="x"), status=TableStatus.INITIALIZING)
 
     assert found(table) == ['server_list[0].host_ip: "x" is no IP address']
 
@@ -308,7 +308,7 @@ def without_ips(server):
             ],
         ),
         (
-            plain(A, B, status=Status.INITIALIZING),
+            plain(A, B, status=TableStatus.INITIALIZING),
             ['status: "initializing" is not "completed": still being written'],
         ),
         (

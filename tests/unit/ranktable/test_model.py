@@ -2,37 +2,39 @@
 
 import pickle
 
-from ranktable import Device, Problem, RankTable, RankTableError, Server, Version
+from ranktable import RankTable, RankTableError, Server, TableDevice, TableProblem, Version
 
 
 def test_by_rank_orders_devices_of_all_servers():
     first = Server(
         server_id="b",
-        device=(Device(device_id=1, rank_id=3), Device(device_id=0, rank_id=2)),
+        device=(TableDevice(device_id=1, rank_id=3), TableDevice(device_id=0, rank_id=2)),
     )
     second = Server(
         server_id="a",
-        device=(Device(device_id=5, rank_id=0), Device(device_id=4, rank_id=1)),
+        device=(TableDevice(device_id=5, rank_id=0), TableDevice(device_id=4, rank_id=1)),
     )
     table = RankTable(version=Version.V1_0, server_list=(first, second))
 
     assert table.world_size == 4
     assert table.by_rank() == (
-        (second, Device(device_id=5, rank_id=0)),
-        (second, Device(device_id=4, rank_id=1)),
-        (first, Device(device_id=0, rank_id=2)),
-        (first, Device(device_id=1, rank_id=3)),
+        (second, TableDevice(device_id=5, rank_id=0)),
+        (second, TableDevice(device_id=4, rank_id=1)),
+        (first, TableDevice(device_id=0, rank_id=2)),
+        (first, TableDevice(device_id=1, rank_id=3)),
     )
 
 
 def test_error_shows_one_problem_a_line():
-    error = RankTableError((Problem("status", "is missing"), Problem("", "the file is bad")))
+    error = RankTableError(
+        (TableProblem("status", "is missing"), TableProblem("", "the file is bad"))
+    )
 
     assert str(error) == "status: is missing\nthe file is bad"
 
 
 def test_error_cuts_a_long_list_but_holds_it_all():
-    problems = tuple(Problem(f"server_list[{i}].device", "is missing") for i in range(25))
+    problems = tuple(TableProblem(f"server_list[{i}].device", "is missing") for i in range(25))
     error = RankTableError(problems)
 
     assert error.problems == problems
@@ -43,6 +45,6 @@ def test_error_cuts_a_long_list_but_holds_it_all():
 
 
 def test_error_survives_pickling():
-    error = RankTableError((Problem("status", "is missing"),))
+    error = RankTableError((TableProblem("status", "is missing"),))
 
     assert pickle.loads(pickle.dumps(error)).problems == error.problems

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from ranktable import (
-    Device,
-    Problem,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableProblem,
+    TableStatus,
     UnknownVersionError,
     Version,
     parse_table,
@@ -55,8 +55,8 @@ SMALL = RankTable(
         Server(
             server_id="10.0.0.1",
             device=(
-                Device(device_id=0, rank_id=0, device_ip="192.168.1.1"),
-                Device(device_id=1, rank_id=1, device_ip="192.168.1.2"),
+                TableDevice(device_id=0, rank_id=0, device_ip="192.168.1.1"),
+                TableDevice(device_id=1, rank_id=1, device_ip="192.168.1.2"),
             ),
         ),
     ),
@@ -116,7 +116,7 @@ def test_every_field_is_read():
                 hardware_type="800I-A3-64G",
                 host_nic_ip="reserve",
                 device=(
-                    Device(
+                    TableDevice(
                         device_id=3,
                         rank_id=0,
                         device_ip="fe80::1,10.1.1.1",
@@ -171,7 +171,7 @@ def test_empty_addresses_are_unset():
 
 def test_table_still_being_written_may_lack_all_but_its_status():
     assert parse_table('{"status": "initializing"}') == RankTable(
-        version=Version.V1_0, server_list=(), status=Status.INITIALIZING
+        version=Version.V1_0, server_list=(), status=TableStatus.INITIALIZING
     )
 
 
@@ -227,7 +227,7 @@ def test_form_before_version_1_0_is_told_apart():
         parse_table(json.dumps(content))
 
     assert raised.value.problems == (
-        Problem(
+        TableProblem(
             "group_list",
             "is the form older than version 1.0, which is not read; write the table anew",
         ),

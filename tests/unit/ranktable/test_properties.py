@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranktable import (
-    Device,
     RankTable,
     RankTableError,
     Server,
-    Status,
     SuperPod,
+    TableDevice,
+    TableStatus,
     Version,
     check_hccl,
     check_table,
@@ -64,7 +64,7 @@ def devices(draw, first_rank, address):
     ids = draw(st.lists(st.sampled_from([0, 1, 7, 2**32 - 1]), min_size=1, unique=True))
     ranks = draw(st.permutations(range(first_rank, first_rank + len(ids))))
     return tuple(
-        Device(
+        TableDevice(
             **{
                 "device_id": device_id,
                 "rank_id": rank,
@@ -91,7 +91,7 @@ def tables(draw):
         server_list.append(Server(server_id=server_id, device=device, extra=draw(EXTRAS), **fields))
     return RankTable(
         version=draw(st.sampled_from(Version)),
-        status=draw(st.sampled_from(Status)),
+        status=draw(st.sampled_from(TableStatus)),
         server_list=tuple(server_list),
         super_pod_list=draw(st.just(()) | super_pods(server_list)),
         extra=draw(EXTRAS),

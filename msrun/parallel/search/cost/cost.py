@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.cost.redistribution import Kind, impossible, moves
+from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves
 from msrun.parallel.search.cost.topology import Wire
 from msrun.parallel.search.graph.codes import Array, Codes
 
 
-def collective(kind: Kind, wire: Wire) -> tuple[float, float]:
+def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
     """Return seconds, and seconds a byte of the whole tensor, of one collective over `wire`.
 
     Where it was measured, those; for other numbers of ranks as the formula of `estimate` grows.
@@ -34,7 +34,7 @@ def collective(kind: Kind, wire: Wire) -> tuple[float, float]:
     return near.start * growth, near.per_byte * per_byte / there[1]
 
 
-def estimate(kind: Kind, wire: Wire) -> tuple[float, float]:
+def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
     """Return what `collective` does, from bandwidth and latency alone.
 
     n ranks, r = (n - 1) / n, latency a = start + ceil(log2 n) hops:
@@ -50,11 +50,11 @@ def estimate(kind: Kind, wire: Wire) -> tuple[float, float]:
     latency = wire.start + math.ceil(math.log2(n)) * wire.hop
     per_byte = (n - 1) / n / wire.bandwidth
     match kind:
-        case Kind.GATHER | Kind.SCATTER:
+        case MoveKind.GATHER | MoveKind.SCATTER:
             return latency, per_byte
-        case Kind.REDUCE:
+        case MoveKind.REDUCE:
             return 2 * latency, 2 * per_byte
-        case Kind.MOVE:
+        case MoveKind.MOVE:
             return wire.start + (n - 1) * wire.hop / 2, per_byte / n
         case _:
             return 0.0, 0.0

@@ -31,7 +31,7 @@ from msrun.parallel.search.graph.codes import SUM, WHOLE, Array, Codes, Mask
 _KEPT = 256
 
 
-class Kind(IntEnum):
+class MoveKind(IntEnum):
     """What happens on one axis."""
 
     TAKE = 0
@@ -52,7 +52,7 @@ class Move(NamedTuple):
         parts: In how many parts the tensor is on the other axes at that time.
     """
 
-    kind: Kind
+    kind: MoveKind
     axis: int
     where: Mask
     parts: Array
@@ -138,7 +138,7 @@ class _Step(NamedTuple):
         reduced: Those that have left a part of a sum.
     """
 
-    kind: Kind
+    kind: MoveKind
     axis: int
     where: Mask
     cut: Codes
@@ -158,14 +158,14 @@ def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step,
     reduced, small = nothing, np.min_scalar_type((1 << len(live)) - 1)
     late_gather = [pairs.gather[m] & ~pairs.early[m] for m in axes]
     phases = (
-        (Kind.GATHER, axes, pairs.early),
-        (Kind.TAKE, axes, pairs.take),
-        (Kind.SCATTER, axes[::-1], pairs.scatter),
-        (Kind.MOVE, axes, pairs.move),
-        (Kind.REDUCE, axes[::-1], pairs.reduce),
-        (Kind.GATHER, axes, late_gather),
-        (Kind.TAKE, axes, pairs.late),
-        (Kind.TO_SUM, axes, pairs.to_sum),
+        (MoveKind.GATHER, axes, pairs.early),
+        (MoveKind.TAKE, axes, pairs.take),
+        (MoveKind.SCATTER, axes[::-1], pairs.scatter),
+        (MoveKind.MOVE, axes, pairs.move),
+        (MoveKind.REDUCE, axes[::-1], pairs.reduce),
+        (MoveKind.GATHER, axes, late_gather),
+        (MoveKind.TAKE, axes, pairs.late),
+        (MoveKind.TO_SUM, axes, pairs.to_sum),
     )
     found = []
     for kind, order, masks in phases:
@@ -174,14 +174,14 @@ def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step,
             if not live[m] or not where.any():
                 continue
             cut = sum((now[q] for q in axes if q != m), nothing).astype(small)
-            if kind is Kind.REDUCE:
+            if kind is MoveKind.REDUCE:
                 found.append(_Step(kind, m, where, cut, reduced.astype(small)))
                 reduced = np.where(where, reduced + (1 << m), reduced)
             else:
                 found.append(_Step(kind, m, where, cut, nothing[:1, :1].astype(small)))
-            if kind in (Kind.TAKE, Kind.SCATTER):
+            if kind in (MoveKind.TAKE, MoveKind.SCATTER):
                 now[m] = np.where(where, 1 << m, now[m])
-            elif kind is Kind.GATHER:
+            elif kind is MoveKind.GATHER:
                 now[m] = np.where(where, 0, now[m])
     return tuple(found)
 
@@ -209,7 +209,7 @@ class Hop(NamedTuple):
             earlier axes take theirs later, or have gathered theirs before.
     """
 
-    kind: Kind
+    kind: MoveKind
     axis: int
     dim: int
     to: int
@@ -225,19 +225,19 @@ def route(source: Sequence[int], target: Sequence[int], sizes: Sequence[int]) ->
         sizes: Of the axes.
     """
     found = list(moves(np.array([source]), np.array([target]), sizes))
-    taken = [move for move in found if move.kind in (Kind.TAKE, Kind.SCATTER)]
+    taken = [move for move in found if move.kind in (MoveKind.TAKE, MoveKind.SCATTER)]
     gathered: list[tuple[int, int]] = []
     hops = []
     for move in found:
         axis, room = move.axis, 1
-        dim = target[axis] if move.kind in (Kind.TAKE, Kind.SCATTER) else source[axis]
-        if move.kind in (Kind.TAKE, Kind.SCATTER):
+        dim = target[axis] if move.kind in (MoveKind.TAKE, MoveKind.SCATTER) else source[axis]
+        if move.kind in (MoveKind.TAKE, MoveKind.SCATTER):
             taken.remove(move)
             later = [m.axis for m in taken if m.axis < axis and target[m.axis] == dim]
             room = math.prod(sizes[m] for m in later)
-        elif move.kind is Kind.GATHER:
+        elif move.kind is MoveKind.GATHER:
             room = math.prod(sizes[m] for m, left in gathered if m < axis and left == dim)
             gathered.append((axis, dim))
-        to = target[axis] if move.kind is Kind.MOVE else WHOLE
+        to = target[axis] if move.kind is MoveKind.MOVE else WHOLE
         hops.append(Hop(move.kind, axis, dim, to, room))
     return hops

@@ -16,7 +16,7 @@ GIB = 2**30
 CollectiveKind = Literal["gather", "scatter", "reduce", "move"]
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One level of the network.
 
     Args:
@@ -83,8 +83,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     flops: float
     memory_bandwidth: float
     memory: int
-    inside: Link
-    across: Link
+    inside: NetworkLevel
+    across: NetworkLevel
     per_node: int = 8
     efficiency: float = 0.6
     launch: float = 4e-6
@@ -166,8 +166,8 @@ def _preset(name: str, numbers: tuple[float, ...], *, per_node: int = 8) -> Topo
         memory_bandwidth=memory_bandwidth,
         memory=int(memory * GIB),
         per_node=per_node,
-        inside=Link(bandwidth=inside, latency=1e-6),
-        across=Link(bandwidth=across, latency=4e-6),
+        inside=NetworkLevel(bandwidth=inside, latency=1e-6),
+        across=NetworkLevel(bandwidth=across, latency=4e-6),
     )
 
 
@@ -183,8 +183,8 @@ PRESETS: Mapping[str, Topology] = {
         flops=5e10,
         memory_bandwidth=1e10,
         memory=16 * GIB,
-        inside=Link(bandwidth=1e9, latency=5e-5),
-        across=Link(bandwidth=1e9, latency=2e-4),
+        inside=NetworkLevel(bandwidth=1e9, latency=5e-5),
+        across=NetworkLevel(bandwidth=1e9, latency=2e-4),
         efficiency=1.0,
         launch=1e-5,
         collective=1e-4,

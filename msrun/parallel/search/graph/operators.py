@@ -10,7 +10,7 @@ from typing import Any
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import (
     Labels,
-    Rule,
+    ShardingRule,
     Site,
     broadcast,
     divided,
@@ -18,10 +18,10 @@ from msrun.parallel.search.graph.rules import (
     unknown,
 )
 
-Maker = Callable[[Site], Rule]
+Maker = Callable[[Site], ShardingRule]
 
 
-def rule_of(site: Site) -> Rule:
+def rule_of(site: Site) -> ShardingRule:
     """Return how the operator at `site` can be divided."""
     if not site.ins or not site.outs:
         return unknown(site)
@@ -29,10 +29,10 @@ def rule_of(site: Site) -> Rule:
     return maker(site) if maker else unknown(site)
 
 
-def rules_of_steps(program: Program) -> dict[str, Rule]:
+def rules_of_steps(program: Program) -> dict[str, ShardingRule]:
     """Return step -> its rule; equal steps have one."""
-    found: dict[object, Rule] = {}
-    rules: dict[str, Rule] = {}
+    found: dict[object, ShardingRule] = {}
+    rules: dict[str, ShardingRule] = {}
     for step in program.steps:
         site = Site(step, program)
         key = site.signature()
@@ -40,13 +40,13 @@ def rules_of_steps(program: Program) -> dict[str, Rule]:
     return rules
 
 
-def _elementwise(site: Site) -> Rule:
+def _elementwise(site: Site) -> ShardingRule:
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
     return divided(site, ins, [letters(len(shape))] * len(site.outs), keeps=_all(site))
 
 
-def _linear_elementwise(site: Site) -> Rule:
+def _linear_elementwise(site: Site) -> ShardingRule:
     """Sums pass through: all inputs together for `add`, the first alone for `mul` and `to`.
 
     Not through what rounds, and not through one input to which a number is added.
@@ -65,7 +65,7 @@ def _all(site: Site) -> tuple[int, ...]:
     return tuple(range(len(site.ins)))
 
 
-def _linear(site: Site) -> Rule:
+def _linear(site: Site) -> ShardingRule:
     """`linear(x, w, b)`: x (batch..., k), w (n, k), b (n)."""
     x, weight = site.ins[:2]
     batch = letters(len(x.shape) - 1, "b")
@@ -76,12 +76,12 @@ def _linear(site: Site) -> Rule:
 
 def _contraction(
     site: Site, ins: list[Labels], out: Labels, *, added: tuple[int, ...] = (), **options: Any
-) -> Rule:
+) -> ShardingRule:
     keeps = tuple(index for index in _all(site) if index not in added)
     return divided(site, ins, [out], added=added, backward=2.0, keeps=keeps, **options)
 
 
-def _matmul(site: Site) -> Rule:
+def _matmul(site: Site) -> ShardingRule:
     """Products of matrices, in batches that may be broadcast; `addmm` has what is added first."""
     added = len(site.ins) - 2
     a, b = site.ins[added:]
@@ -105,7 +105,7 @@ def _batched(shape: tuple[int, ...], out: tuple[int, ...]) -> list[str | None]:
     return [f"b{label[1:]}" if label else None for label in broadcast(shape, out)]
 
 
-def _attention(site: Site) -> Rule:
+def _attention(site: Site) -> ShardingRule:
     """By sample and head; queries also by position where none looks at positions of its own."""
     query, key = site.ins[:2]
     is_causal = bool(site.attr("is_causal"))
@@ -121,7 +121,7 @@ def _attention(site: Site) -> Rule:
     return divided(site, ins, [out], flops=flops, backward=2.5, keeps=(0, 1, 2), keeps_out=True)
 
 
-def _normalization(site: Site) -> Rule:
+def _normalization(site: Site) -> ShardingRule:
     """`layer_norm` and `rms_norm`: every dim but the last ones, which are normalized."""
     shape = site.ins[0].shape
     last = len(site.attr("normalized_shape", [0]))
@@ -130,14 +130,14 @@ def _normalization(site: Site) -> Rule:
     return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
 
 
-def _group_norm(site: Site) -> Rule:
+def _group_norm(site: Site) -> ShardingRule:
     x = site.ins[0]
     labels = ["b", *[None] * (len(x.shape) - 1)]
     weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
     return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
 
 
-def _batch_norm(site: Site) -> Rule:
+def _batch_norm(site: Site) -> ShardingRule:
     """By sample and by channel; statistics of the whole batch are summed, two for each channel."""
     x = site.ins[0]
     labels = ["b", "c", *[None] * (len(x.shape) - 2)]
@@ -147,7 +147,7 @@ def _batch_norm(site: Site) -> Rule:
     return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
 
 
-def _gated(site: Site) -> Rule:
+def _gated(site: Site) -> ShardingRule:
     """`prelu`, whose weights are of channels: of the second dim."""
     shape = site.ins[0].shape
     labels = letters(len(shape))
@@ -156,7 +156,7 @@ def _gated(site: Site) -> Rule:
     return divided(site, [labels, weights], [labels], keeps=_all(site))
 
 
-def _along(site: Site) -> Rule:
+def _along(site: Site) -> ShardingRule:
     """Every dim but those that the operator runs along."""
     along = site.dims("dims") if "dims" in site.step.attrs else {site.dim()}
     shape = site.ins[0].shape
@@ -166,7 +166,7 @@ def _along(site: Site) -> Rule:
     return divided(site, [labels, *others], outs, keeps_out=True)
 
 
-def _reduction(site: Site) -> Rule:
+def _reduction(site: Site) -> ShardingRule:
     """The dims that stay; `sum` and `mean` by all, as a sum of parts is the sum."""
     if len(site.ins) > 1:  # `max` and `min` of two tensors
         return _elementwise(site)
@@ -184,7 +184,7 @@ def _reduction(site: Site) -> Rule:
     return divided(site, [ins], [out] * len(site.outs), linear=linear, keeps=keeps)
 
 
-def _embedding(site: Site) -> Rule:
+def _embedding(site: Site) -> ShardingRule:
     """By token, by width, and by row: ranks look up the rows they have, which are then added."""
     tokens = letters(len(site.ins[1].shape), "b")
     nbytes = 2.0 * site.out.nbytes
@@ -194,7 +194,7 @@ def _embedding(site: Site) -> Rule:
     return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, keeps=(1,))
 
 
-def _cross_entropy(site: Site) -> Rule:
+def _cross_entropy(site: Site) -> ShardingRule:
     """By sample; the mean of parts is taken of their sums."""
     logits, target = site.ins[:2]
     is_by_class = target.shape != logits.shape
@@ -209,13 +209,13 @@ def _cross_entropy(site: Site) -> Rule:
     return divided(site, [labels, *others], [out], whole=whole, keeps=(0,))
 
 
-def _elementwise_loss(site: Site) -> Rule:
+def _elementwise_loss(site: Site) -> ShardingRule:
     labels = letters(len(site.ins[0].shape))
     ins: list[Labels] = [broadcast(value.shape, site.ins[0].shape) for value in site.ins]
     return divided(site, ins, [labels if site.out.shape else []], keeps=(0, 1))
 
 
-def _convolution(site: Site, *, transposed: bool = False) -> Rule:
+def _convolution(site: Site, *, transposed: bool = False) -> ShardingRule:
     """By sample and by channels, or by groups of them; positions would need their neighbours."""
     x, weight = site.ins[:2]
     rest = [None] * (len(weight.shape) - 2)
@@ -235,14 +235,14 @@ def _convolution(site: Site, *, transposed: bool = False) -> Rule:
     return _contraction(site, ins, out, flops=flops, added=(2,), limits=limits)
 
 
-def _spatial(site: Site, *, last: int) -> Rule:
+def _spatial(site: Site, *, last: int) -> ShardingRule:
     """Every dim but the `last` ones, which are positions: pooling, resizing."""
     shape = site.ins[0].shape
     labels = [*letters(len(shape) - last), *[None] * last]
     return divided(site, [labels], [labels] * len(site.outs), keeps=(0,))
 
 
-def _padding(site: Site) -> Rule:
+def _padding(site: Site) -> ShardingRule:
     """Every dim to which nothing is added; what is added and taken may leave the size as it is."""
     pads = list(site.attr("pad"))
     ndim = len(site.ins[0].shape)
@@ -251,7 +251,7 @@ def _padding(site: Site) -> Rule:
     return divided(site, [labels], [labels])
 
 
-def _joined(site: Site) -> Rule:
+def _joined(site: Site) -> ShardingRule:
     """`cat` and `stack`: every dim but the one they are joined along."""
     ndim = len(site.out.shape)
     along = int(site.attr("dim", 0)) % ndim
@@ -264,7 +264,7 @@ def _joined(site: Site) -> Rule:
     return divided(site, ins, [out], linear=[list(_all(site))])
 
 
-def _parted(site: Site) -> Rule:
+def _parted(site: Site) -> ShardingRule:
     """`split`, `chunk`, `unbind`, `slice` and `select`: every dim but the one they part."""
     ndim = len(site.ins[0].shape)
     along = int(site.attr("dim", 0)) % ndim
@@ -274,14 +274,14 @@ def _parted(site: Site) -> Rule:
     return divided(site, [ins], [out] * len(site.outs), linear=[[0]], nbytes=0.0)
 
 
-def _expanded(site: Site) -> Rule:
+def _expanded(site: Site) -> ShardingRule:
     """`expand`, and `expand_as`, which takes the shape of a part from a part."""
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
     return divided(site, ins, [letters(len(shape))], linear=[[0]], nbytes=0.0)
 
 
-def _repeated(site: Site) -> Rule:
+def _repeated(site: Site) -> ShardingRule:
     """`repeat`: dims that are not repeated."""
     shape, made = site.ins[0].shape, site.out.shape
     offset = len(made) - len(shape)
@@ -290,7 +290,7 @@ def _repeated(site: Site) -> Rule:
     return divided(site, [ins], [out], linear=[[0]])
 
 
-def _interleaved(site: Site) -> Rule:
+def _interleaved(site: Site) -> ShardingRule:
     """`repeat_interleave` by one number: parts stay together."""
     if site.attr("dim") is None or len(site.ins) != 1:
         return unknown(site)
@@ -298,7 +298,7 @@ def _interleaved(site: Site) -> Rule:
     return divided(site, [labels], [labels], linear=[[0]])
 
 
-def _selected(site: Site) -> Rule:
+def _selected(site: Site) -> ShardingRule:
     """`index_select`: every dim but the one that is looked up, and that by index."""
     along = site.dim()
     ndim = len(site.ins[0].shape)
@@ -307,7 +307,7 @@ def _selected(site: Site) -> Rule:
     return divided(site, [x, ["i"] * len(site.ins[1].shape)], [out], keeps=(1,))
 
 
-def _gathered(site: Site) -> Rule:
+def _gathered(site: Site) -> ShardingRule:
     """`gather`: every dim that index and input share, but the one that is looked up."""
     along = site.dim()
     pairs = zip(site.ins[0].shape, site.ins[1].shape, strict=True)
@@ -315,7 +315,7 @@ def _gathered(site: Site) -> Rule:
     return divided(site, [labels, labels], [labels], keeps=(1,))
 
 
-def _triangle(site: Site) -> Rule:
+def _triangle(site: Site) -> ShardingRule:
     labels = [*letters(len(site.ins[0].shape) - 2), None, None]
     return divided(site, [labels], [labels], linear=[[0]])
 

@@ -40,7 +40,7 @@ class Choice(msgspec.Struct, frozen=True):
     summed: int = 0
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
+class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
     """How an operator can be divided, and what it costs whole.
 
     Args:
@@ -125,7 +125,7 @@ def divided(
     limits: Mapping[str, int] = MappingProxyType({}),
     summed: Mapping[str, int] = MappingProxyType({}),
     **costs: Any,
-) -> Rule:
+) -> ShardingRule:
     """Return the rule of an operator whose tensors have these labels.
 
     Args:
@@ -137,7 +137,7 @@ def divided(
         whole: Labels that may not be divided.
         limits: Label -> what its parts must divide besides the sizes of its dims.
         summed: Label -> bytes that the ranks which divide it sum on the way.
-        costs: As of `Rule`.
+        costs: As of `ShardingRule`.
     """
     tensors = [*zip(site.ins, ins, strict=True), *zip(site.outs, outs, strict=True)]
     sizes: dict[str, int] = dict(limits)
@@ -162,14 +162,14 @@ def divided(
         name = "P" if not index else f"P{index}"
         choices.append(Choice(name, 0, through, (PR,) * len(outs), divides=False))
     costs.setdefault("nbytes", float(sum(value.nbytes for value, _ in tensors)))
-    return Rule(choices=tuple(choices), **costs)
+    return ShardingRule(choices=tuple(choices), **costs)
 
 
 def _whole_choice(site: Site) -> Choice:
     return Choice("R", 0, (RR,) * len(site.ins), (RR,) * len(site.outs), divides=False)
 
 
-def hub(value: Value) -> Rule:
+def hub(value: Value) -> ShardingRule:
     """Return the rule of a tensor that several operators read: it moves once for all of them."""
     dims = [dim for dim, size in enumerate(value.shape[:SHARDS]) if size > 1]
     choices = [
@@ -177,14 +177,14 @@ def hub(value: Value) -> Rule:
         Choice("RP", 0, (RP,), (RP,), divides=False),
         *(Choice(f"d{dim}", value.shape[dim], (dim,), (dim,), divides=False) for dim in dims),
     ]
-    return Rule(choices=tuple(choices))
+    return ShardingRule(choices=tuple(choices))
 
 
-def unknown(site: Site) -> Rule:
+def unknown(site: Site) -> ShardingRule:
     """Return the rule of an operator that we know nothing of."""
     nbytes = float(sum(value.nbytes for value in (*site.ins, *site.outs)))
     keeps = tuple(range(len(site.ins)))
-    return Rule(choices=(_whole_choice(site),), nbytes=nbytes, keeps=keeps, known=False)
+    return ShardingRule(choices=(_whole_choice(site),), nbytes=nbytes, keeps=keeps, known=False)
 
 
 def broadcast(shape: Sequence[int], out: Sequence[int]) -> list[str | None]:

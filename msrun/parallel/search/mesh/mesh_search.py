@@ -22,9 +22,9 @@ from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.mesh.bounds import Bounds, JobLayout
 from msrun.parallel.search.mesh.mesh_shapes import data_shapes, divisors, shapes
 from msrun.parallel.search.solve.build import build
-from msrun.parallel.search.solve.chain import Chain, Plan, Tables, flat, shortest, through
+from msrun.parallel.search.solve.chain import Chain, ChainPlan, Tables, flat, shortest, through
 from msrun.parallel.search.solve.eliminate import CELLS_MAX
-from msrun.parallel.search.solve.problem import Node, Setting, parts, work
+from msrun.parallel.search.solve.problem import OperatorNode, Setting, parts, work
 
 _ACCUMULATE_MAX = 64
 _PRICES_MAX = 14
@@ -85,7 +85,7 @@ class Stage:
     seconds: float
     memory: float
     chain: Chain
-    plan: Plan
+    plan: ChainPlan
     entry: int
 
 
@@ -331,7 +331,7 @@ class _Search:
         return _Stages(self._job, layout, self._prices)
 
 
-def _pure(node: Node, setting: Setting) -> float:
+def _pure(node: OperatorNode, setting: Setting) -> float:
     """Return the seconds of computation of a node on one rank, without starting anything."""
     topology = msgspec.structs.replace(setting.topology, launch=0.0)
     alone = msgspec.structs.replace(setting, topology=topology)
@@ -428,7 +428,7 @@ class _Stages:
         )
 
     def _stage(
-        self, name: str, value: float, plan: Plan, weight: float, *, entry: int = 0
+        self, name: str, value: float, plan: ChainPlan, weight: float, *, entry: int = 0
     ) -> Stage:
         chain = self._chains[name]
         memory = plan.memory(chain, entry)
@@ -469,7 +469,7 @@ class _Stages:
             raise ValueError("a stage has blocks")
         return np.diagonal(value) + self._sent
 
-    def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, Plan]:
+    def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, ChainPlan]:
         """Return the best plan of one stage between borders that lie as `cut` says."""
         size = len(tables.middle.value)
         border: Array = np.where(np.arange(size) == cut, 0.0, np.inf)
@@ -481,11 +481,13 @@ class _Stages:
         if name == "first":
             value, path = shortest(head, tables.middle.value, border, count)
             full = tables.plan(path, ties)
-            return value + float(self._sent[cut]), Plan(head=full.head, blocks=full.blocks, tail={})
+            return value + float(self._sent[cut]), ChainPlan(
+                head=full.head, blocks=full.blocks, tail={}
+            )
         after = border if name == "middle" else tail
         value, path = shortest(border, tables.middle.value, after, count + 1)
         full = tables.plan(path, ties)
         if name == "middle":
-            return value + float(self._sent[cut]), Plan(head={}, blocks=full.blocks, tail={})
+            return value + float(self._sent[cut]), ChainPlan(head={}, blocks=full.blocks, tail={})
         tied = dict(zip(chain.tied, ties, strict=True))
-        return value, Plan(head=tied, blocks=full.blocks, tail=full.tail)
+        return value, ChainPlan(head=tied, blocks=full.blocks, tail=full.tail)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from msrun.parallel.search.graph.program import Program
-from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.mesh.stages import Pace, divide, evenly, largest
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Found, Mode, indices, search
 from msrun.parallel.search.solve.problem import Setting
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.uses import Uses
 
 # A little less than what should fit is asked for, and a little more than what is known to.
 _LESS, _MORE = 0.97, 1.001
@@ -36,7 +36,7 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True):
 def search_stages(
     program: Program,
     setting: Setting,
-    rules: Mapping[str, Rule],
+    rules: Mapping[str, ShardingRule],
     *,
     pace: Sequence[Pace],
     mode: Mode = "exact",
@@ -60,7 +60,7 @@ def search_stages(
         UsageError: A wish cannot be met, or there are too few places to cut at.
         OutOfMemoryError: No plan fits.
     """
-    readings = Readings(program, setting, rules)
+    uses = Uses(program, setting, rules)
 
     def attempt(whole: float | None) -> Staged:
         found = search(program, setting, mode=mode, pins=pins, limit=whole)
@@ -70,8 +70,8 @@ def search_stages(
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = evenly(program, readings, seconds, setting, len(pace))
-        parts = divide(program, readings, starts)
+        starts = evenly(program, uses, seconds, setting, len(pace))
+        parts = divide(program, uses, starts)
         return Staged(found=found, starts=starts, memory=largest(problem, chosen, parts, pace))
 
     made = attempt(None)

@@ -14,8 +14,8 @@ from msrun.errors import UsageError
 from msrun.parallel.search.graph.codes import Array
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
-from msrun.parallel.search.solve.problem import Node, Problem, Setting
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.problem import OperatorNode, Problem, Setting
+from msrun.parallel.search.solve.uses import Uses
 
 # Places to cut that are looked at, those where least is handed on.
 _PLACES_MAX = 512
@@ -54,41 +54,41 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     live: int
 
 
-def divide(program: Program, readings: Readings, starts: Sequence[int]) -> list[Part]:
+def divide(program: Program, uses: Uses, starts: Sequence[int]) -> list[Part]:
     """Return the parts of `program` that begin at the steps numbered `starts`, the first at 0.
 
     A value that a later part reads is handed on through all parts in between.  Parameters that
     nobody reads are the first part's.
     """
-    uses = [_Uses(program, readings) for _ in starts]
+    parts = [_PartUses(program, uses) for _ in starts]
     stage_of: dict[str, int] = {}
     for at, step in enumerate(program.steps):
         stage = bisect_right(starts, at) - 1
         stage_of |= dict.fromkeys(step.outputs, stage)
-        uses[stage].add(step)
-    uses[-1].read(program.outputs)
-    read = set[str]().union(*(one.params for one in uses))
-    uses[0].params |= set(program.params) - read
+        parts[stage].add(step)
+    parts[-1].read(program.outputs)
+    read = set[str]().union(*(one.params for one in parts))
+    parts[0].params |= set(program.params) - read
     borders = [
         tuple(
             name
             for name, made in stage_of.items()
-            if made <= at and any(name in later.made for later in uses[at + 1 :])
+            if made <= at and any(name in later.made for later in parts[at + 1 :])
         )
         for at in range(len(starts) - 1)
     ]
     ends: list[tuple[str, ...] | None] = [*borders, None]
     return [
         one.part(received, sent)
-        for one, received, sent in zip(uses, [(), *borders], ends, strict=True)
+        for one, received, sent in zip(parts, [(), *borders], ends, strict=True)
     ]
 
 
-class _Uses:
+class _PartUses:
     """What the steps of one part read."""
 
-    def __init__(self, program: Program, readings: Readings) -> None:
-        self._program, self._readings = program, readings
+    def __init__(self, program: Program, uses: Uses) -> None:
+        self._program, self._uses = program, uses
         self._makers = {name: step for step in program.steps for name in step.outputs}
         self._own: list[Step] = []
         self._constants: set[str] = set()
@@ -98,7 +98,7 @@ class _Uses:
 
     def add(self, step: Step) -> None:
         """Add a step, unless it is run where it is needed, or with who reads it."""
-        if runs(step, self._readings):
+        if runs(step, self._uses):
             self._own.append(step)
             self.read(step.inputs.values())
 
@@ -108,8 +108,8 @@ class _Uses:
         while pending:
             name = pending.pop()
             maker = self._makers.get(name)
-            if name not in self._readings.constants:
-                root, _ = self._readings.behind(name)
+            if name not in self._uses.constants:
+                root, _ = self._uses.behind(name)
                 (self.params if root in self._program.params else self.made).add(root)
             elif maker is None:
                 self.given.add(name)
@@ -129,10 +129,10 @@ class _Uses:
         )
 
 
-def runs(step: Step, readings: Readings) -> bool:
+def runs(step: Step, uses: Uses) -> bool:
     """Return whether a step has one place where it is run: it is no constant, and no view."""
-    is_constant = readings.constants.issuperset(step.outputs)
-    return not is_constant and step.outputs[0] not in readings.views
+    is_constant = uses.constants.issuperset(step.outputs)
+    return not is_constant and step.outputs[0] not in uses.views
 
 
 # Where to cut.
@@ -160,7 +160,7 @@ def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
 
 def evenly(
     program: Program,
-    readings: Readings,
+    uses: Uses,
     seconds: Mapping[str, float],
     setting: Setting,
     stages: int,
@@ -179,10 +179,10 @@ def evenly(
     Raises:
         UsageError: There are too few steps to cut between.
     """
-    crossing = _crossing(program, readings)
+    crossing = _crossing(program, uses)
     steps = program.steps
     done = np.cumsum([0.0, *(seconds.get(step.name, 0.0) for step in steps)])
-    count = np.cumsum([0, *(runs(step, readings) for step in steps)])
+    count = np.cumsum([0, *(runs(step, uses) for step in steps)])
     inner = [at for at in range(1, len(steps)) if crossing[at]]
     inner = sorted(sorted(inner, key=lambda at: crossing[at])[:_PLACES_MAX])
     places = np.array([0, *inner, len(steps)])
@@ -223,17 +223,17 @@ def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
     return found[::-1]
 
 
-def _crossing(program: Program, readings: Readings) -> list[int]:
+def _crossing(program: Program, uses: Uses) -> list[int]:
     """Return for each step the bytes that a stage which begins with it is given."""
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
     last: dict[str, int] = {}
     for at, step in enumerate(program.steps):
-        if runs(step, readings):
-            last |= {readings.behind(name)[0]: at for name in step.inputs.values()}
-    last |= {readings.behind(name)[0]: len(program.steps) for name in program.outputs}
+        if runs(step, uses):
+            last |= {uses.behind(name)[0]: at for name in step.inputs.values()}
+    last |= {uses.behind(name)[0]: len(program.steps) for name in program.outputs}
     change = [0] * (len(program.steps) + 2)
     for name, until in last.items():
-        if name in made and name not in readings.constants:
+        if name in made and name not in uses.constants:
             change[made[name] + 1] += program.values[name].nbytes
             change[until + 1] -= program.values[name].nbytes
     return list(accumulate(change))
@@ -293,5 +293,5 @@ def _names(part: Part) -> Iterator[str]:
         yield from step.outputs
 
 
-def _name(node: Node) -> str:
+def _name(node: OperatorNode) -> str:
     return node.name.removeprefix("hub:")

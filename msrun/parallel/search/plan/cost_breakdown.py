@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.search.cost.cost import Prices
-from msrun.parallel.search.cost.redistribution import Kind
+from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.codes import text
 from msrun.parallel.search.graph.program import Program
-from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.mesh.mesh_search import Outcome, Stage
 from msrun.parallel.search.plan.plan import Operator
-from msrun.parallel.search.solve.chain import Plan
+from msrun.parallel.search.solve.chain import ChainPlan
 from msrun.parallel.search.solve.edges import Item, itemize
-from msrun.parallel.search.solve.modes import Names
-from msrun.parallel.search.solve.problem import Exchange, Node, Problem
+from msrun.parallel.search.solve.modes import BlockNodes
+from msrun.parallel.search.solve.problem import Exchange, OperatorNode, Problem
 
 _WORDS = {
-    Kind.GATHER: "all-gather",
-    Kind.SCATTER: "reduce-scatter",
-    Kind.MOVE: "all-to-all",
-    Kind.REDUCE: "all-reduce",
+    MoveKind.GATHER: "all-gather",
+    MoveKind.SCATTER: "reduce-scatter",
+    MoveKind.MOVE: "all-to-all",
+    MoveKind.REDUCE: "all-reduce",
 }
 _AXES = ("xp", "mp", "tp")
 
@@ -38,7 +38,7 @@ def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
     return (DATA_AXIS, *_AXES[len(_AXES) + 1 - len(sizes) :])
 
 
-class Account:
+class CostBreakdown:
     """Adds up what a plan costs, by what it is for.
 
     Args:
@@ -101,13 +101,13 @@ class Account:
 def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[str, float]:
     """Return what the slowest stage of `outcome` spends its time on."""
     stage = max(outcome.stages, key=lambda one: one.seconds)
-    account = Account(prices, names)
+    breakdown = CostBreakdown(prices, names)
     for chosen, own in stage.plan.pieces(stage.chain, stage.entry):
-        account.add(stage.chain.problem, chosen, own)
+        breakdown.add(stage.chain.problem, chosen, own)
     if stage.name not in ("all", "last"):
-        sent = stage.seconds - sum(account.costs.values())
-        account.costs["sending between stages"] = max(0.0, sent)
-    return sorted_costs(account.costs)
+        sent = stage.seconds - sum(breakdown.costs.values())
+        breakdown.costs["sending between stages"] = max(0.0, sent)
+    return sorted_costs(breakdown.costs)
 
 
 def sorted_costs(costs: Mapping[str, float]) -> dict[str, float]:
@@ -131,15 +131,15 @@ def joined(stages: Sequence[Stage], count: int) -> tuple[dict[int, int], list[di
     return {**last.head, **last.tail, **first.head}, [*first.blocks, *middle, *last.blocks]
 
 
-def expanded(outcome: Outcome, names: Names) -> dict[str, tuple[int, ...]]:
+def expanded(outcome: Outcome, names: BlockNodes) -> dict[str, tuple[int, ...]]:
     """Return what every node of the whole program chooses."""
     ends, inside = joined(outcome.stages, outcome.layout.stages)
-    plan = Plan(head=ends, blocks=inside, tail={})
+    plan = ChainPlan(head=ends, blocks=inside, tail={})
     return names.expand(outcome.stages[0].chain.problem, plan)
 
 
 def operators(
-    program: Program, rules: Mapping[str, Rule], chosen: Mapping[str, tuple[int, ...]]
+    program: Program, rules: Mapping[str, ShardingRule], chosen: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Operator]:
     """Return how every operator of `program` runs."""
     found = {}
@@ -159,7 +159,7 @@ def operators(
 
 
 def parameters(
-    program: Program, rules: Mapping[str, Rule], chosen: Mapping[str, tuple[int, ...]]
+    program: Program, rules: Mapping[str, ShardingRule], chosen: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
     """Return how every parameter of `program` is stored."""
     return {
@@ -169,6 +169,6 @@ def parameters(
     }
 
 
-def rules_of(nodes: Iterable[Node]) -> dict[str, Rule]:
+def rules_of(nodes: Iterable[OperatorNode]) -> dict[str, ShardingRule]:
     """Return node -> its rule."""
     return {node.name: node.rule for node in nodes}

@@ -13,17 +13,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from msrun.parallel.config import DATA_AXIS, Dims, Optimizer
-from msrun.parallel.config import Rule as PlanRule
+from msrun.parallel.config import DATA_AXIS, Dims, Optimizer, PlanRule
 from msrun.parallel.notation.dims import dim_of
 from msrun.parallel.search.graph.codes import PR, RR, RZ, SUM, WHOLE, forward
 from msrun.parallel.search.graph.program import Program, Step
-from msrun.parallel.search.graph.rules import Choice, Rule, Site
+from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.views import renaming
 from msrun.parallel.search.mesh.stages import runs
 from msrun.parallel.search.solve.edges import behind
 from msrun.parallel.search.solve.problem import Setting
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.uses import Uses
 
 EXECUTOR = "executor"
 
@@ -99,7 +98,7 @@ class Planned(msgspec.Struct, frozen=True):
     program: Program
     setting: Setting
     axes: Sequence[str]
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, ShardingRule]
     chosen: Mapping[str, tuple[int, ...]]
 
     def choices(self, node: str) -> list[Choice]:
@@ -156,7 +155,7 @@ class _Matched:
     def __init__(self, planned: Planned, modules: Modules) -> None:
         self._planned, self._modules = planned, modules
         self._program, sizes = planned.program, planned.setting.sizes
-        self._readings = Readings(self._program, planned.setting, planned.rules)
+        self._uses = Uses(self._program, planned.setting, planned.rules)
         axes = [axis for axis, size in enumerate(sizes) if size > 1]
         self._data = [axis for axis in axes if planned.axes[axis] == DATA_AXIS]
         self._others = [axis for axis in axes if axis not in self._data]
@@ -213,7 +212,7 @@ class _Matched:
         for step in self._program.steps:
             packet = _packet(step)
             _demand(packet != "dropout" and not step.attrs.get("sparse"))
-            if runs(step, self._readings):
+            if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
                 for port, name in enumerate(step.outputs):
                     self._made[name] = _placed([c.outs[port] for c in choices])
@@ -232,7 +231,7 @@ class _Matched:
             if made[axis] != SUM:
                 continue
             given = [
-                self._readings.behind(value)[0]
+                self._uses.behind(value)[0]
                 for value, code in zip(step.inputs.values(), choices[axis].ins, strict=True)
                 if code == PR
             ]
@@ -254,29 +253,29 @@ class _Matched:
 
     def _reads(self) -> Iterator[_Read]:
         for step in self._program.steps:
-            if runs(step, self._readings):
+            if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
                 for port, (slot, name) in enumerate(step.inputs.items()):
                     yield _Read(step, slot, name, tuple(c.ins[port] for c in choices))
-            elif self._readings.constants.issuperset(step.outputs):
+            elif self._uses.constants.issuperset(step.outputs):
                 self._check_constant(step)
         for number, name in enumerate(self._program.outputs):
-            if name not in self._readings.constants:
+            if name not in self._uses.constants:
                 choices = self._planned.choices(f"out:{number}")
                 yield _Read(None, str(number), name, tuple(c.ins[0] for c in choices))
 
     def _check_constant(self, step: Step) -> None:
         """Demand that what is made of each rank's samples is of these alone."""
-        layouts = self._readings.layouts
+        layouts = self._uses.layouts
         for axis in self._data:
             is_cut = [layouts[name][0][axis] != RR for name in step.inputs.values()]
             _demand(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
 
     def _check(self, read: _Read) -> int | None:
         """Demand that nothing moves for `read`; return the number of an output that is a mean."""
-        root, view = self._readings.behind(read.name)
-        if root in self._readings.constants:
-            _demand(_placed(self._readings.layouts[read.name][0].tolist()) == _placed(read.wanted))
+        root, view = self._uses.behind(read.name)
+        if root in self._uses.constants:
+            _demand(_placed(self._uses.layouts[read.name][0].tolist()) == _placed(read.wanted))
             return None
         at_root, seen = behind(self._planned.setting.sizes, np.array([read.wanted]), view)
         _demand(seen is None)
@@ -338,14 +337,14 @@ class _Matched:
         """Return the dim by which the data axis cuts each value that it cuts."""
         found: dict[str, int] = {}
         for axis in self._data:
-            for name, layout in self._readings.layouts.items():
+            for name, layout in self._uses.layouts.items():
                 if layout[0][axis] != RR:
                     found[name] = int(layout[0][axis])
             for name, made in self._made.items():
                 if made[axis] >= 0 and name not in self._program.params:
                     found[name] = made[axis]
             for step in self._program.steps:
-                if step.outputs[0] in self._readings.views:
+                if step.outputs[0] in self._uses.views:
                     view = renaming(Site(step, self._program))
                     (source,) = step.inputs.values()
                     for dim, (of, _) in (view.dims if view else {}).items():

@@ -11,9 +11,9 @@ import msgspec
 from msrun.errors import UsageError
 from msrun.parallel.search.graph.codes import text
 from msrun.parallel.search.graph.program import Program
-from msrun.parallel.search.graph.rules import Rule
+from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.plan.plan import SavedPlan
-from msrun.parallel.search.solve.problem import Node, Problem
+from msrun.parallel.search.solve.problem import OperatorNode, Problem
 
 Row = tuple[int, ...]
 _HUB = "hub:"
@@ -29,7 +29,7 @@ def identity(program: Program) -> str:
     return f"{len(params)} parameters and {len(steps)} steps ({digest})"
 
 
-def shared(rules: Mapping[str, Rule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
+def shared(rules: Mapping[str, ShardingRule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
     """Return how tensors lie that several operators read: the names of the hubs' choices."""
     return {
         name.removeprefix(_HUB): [rules[name].choices[at].name for at in row]
@@ -90,7 +90,7 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
     return {node.name: _row(plan, where, node, program) for node in problem.nodes}
 
 
-def _row(plan: SavedPlan, where: str, node: Node, program: Program) -> Row:
+def _row(plan: SavedPlan, where: str, node: OperatorNode, program: Program) -> Row:
     name = program.params.get(node.name, node.name.removeprefix(_HUB))
     rows = [tuple(row) for row in node.rows.tolist()]
     if node.kind == "out":

@@ -10,17 +10,17 @@ import numpy as np
 
 from msrun.errors import UsageError
 from msrun.parallel.search.cost.cost import Prices, collective
-from msrun.parallel.search.cost.redistribution import Kind
+from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.program import Program, Step, Value
-from msrun.parallel.search.graph.rules import Choice, Rule, Site, hub
+from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, hub
 from msrun.parallel.search.graph.views import Renaming
 from msrun.parallel.search.solve.edges import copied_bytes, exchange_seconds
 from msrun.parallel.search.solve.problem import (
     Edge,
     Exchange,
-    Node,
+    OperatorNode,
     Problem,
     Setting,
     combinations,
@@ -28,8 +28,8 @@ from msrun.parallel.search.solve.problem import (
     stored_parts,
     work,
 )
-from msrun.parallel.search.solve.saved_activations import NOTHING, Kept, Share
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.solve.saved_activations import NOTHING, Retention, SavedActivations
+from msrun.parallel.search.solve.uses import Uses
 
 Key = Any
 # Of each strategy: seconds, bytes, and bytes kept of one micro-batch.
@@ -121,17 +121,17 @@ class _Builder:
         for pin in pins:
             self._pins.setdefault(pin.node, []).append(pin)
         self._prices = prices
-        self._shared: dict[Key, Rule] = {}
+        self._shared: dict[Key, ShardingRule] = {}
         self._sites = {step.name: Site(step, program) for step in program.steps}
         self._signatures = {name: site.signature() for name, site in self._sites.items()}
         self._rules = {step.name: self._rule(step.name) for step in program.steps}
-        self._readings = Readings(program, setting, self._rules)
+        self._uses = Uses(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
         self._again = self._block_of if setting.recompute else {}
-        self._kept = Kept(
+        self._kept = SavedActivations(
             program,
             self._rules,
-            self._readings,
+            self._uses,
             trained=self._trained,
             cuts=cuts,
             recomputed=self._again,
@@ -144,12 +144,12 @@ class _Builder:
 
     def build(self) -> Problem:
         for name in self._program.params:
-            if self._readings.uses.get(name):
+            if self._uses.uses.get(name):
                 self._add_param(name)
         unknown: dict[str, None] = {}
         for step in self._program.steps:
-            is_constant = self._readings.constants.issuperset(step.outputs)
-            if is_constant or step.outputs[0] in self._readings.views:
+            is_constant = self._uses.constants.issuperset(step.outputs)
+            if is_constant or step.outputs[0] in self._uses.views:
                 continue
             if not self._rules[step.name].known:
                 unknown.setdefault(step.target)
@@ -158,7 +158,7 @@ class _Builder:
         self._problem.unknown = tuple(unknown)
         return self._problem
 
-    def _rule(self, name: str) -> Rule:
+    def _rule(self, name: str) -> ShardingRule:
         key = self._signatures[name]
         if key not in self._shared:
             self._shared[key] = rule_of(self._sites[name])
@@ -166,7 +166,7 @@ class _Builder:
 
     # Nodes.
 
-    def _add(self, name: str, kind: str, rule: Rule, key: Key, weigh: _Weigh) -> int:
+    def _add(self, name: str, kind: str, rule: ShardingRule, key: Key, weigh: _Weigh) -> int:
         """Add a node whose seconds and bytes `weigh` finds, unless an equal node has had them."""
         nothing = (0,) * len(self._setting.sizes)
         picked = self._focus.others.get(name, nothing) if self._focus else None
@@ -175,7 +175,7 @@ class _Builder:
             rows = self._rows(name, rule.choices, picked)
             self._tables[full] = (rows, weigh(rows))
         rows, (seconds, memory, held) = self._tables[full]
-        node = Node(
+        node = OperatorNode(
             name=name, kind=kind, rule=rule, rows=rows, seconds=seconds, memory=memory, held=held
         )
         self._problem.nodes.append(node)
@@ -213,7 +213,9 @@ class _Builder:
         self._makers[name] = (self._add(name, "param", rule, key, weigh), 0)
         self._add_hub(name)
 
-    def _weigh_param(self, value: Value, rule: Rule, rows: Codes, *, is_trained: bool) -> Weights:
+    def _weigh_param(
+        self, value: Value, rule: ShardingRule, rows: Codes, *, is_trained: bool
+    ) -> Weights:
         """Return seconds and bytes of a parameter: its update, and what it and its state take.
 
         Where the state is cut flat, the ranks gather what each of them updated.
@@ -242,7 +244,7 @@ class _Builder:
         rule = self._rules[step.name]
         again = step.name in self._again
         kept = self._kept.of_step(step)
-        layouts = self._readings.layouts
+        layouts = self._uses.layouts
         fixed = tuple(
             (port, layouts[name].tobytes())
             for port, name in enumerate(step.inputs.values())
@@ -263,18 +265,18 @@ class _Builder:
         key = ("op", self._signatures[step.name], again, kept, fixed)
         at = self._add(step.name, "op", rule, key, weigh)
         for port, name in enumerate(step.inputs.values()):
-            root, view = self._readings.behind(name)
-            if root not in self._readings.constants:
+            root, view = self._uses.behind(name)
+            if root not in self._uses.constants:
                 self._connect(root, at, port, view, self._kept.of_copy(root, step, port))
         for port, name in enumerate(step.outputs):
             self._makers[name] = (at, port)
             self._add_hub(name)
 
-    def _fetch(self, step: Step, rule: Rule, rows: Codes) -> Array:
+    def _fetch(self, step: Step, rule: ShardingRule, rows: Codes) -> Array:
         """Return the seconds to bring constants to where each strategy wants them."""
         seconds = np.zeros(len(rows))
         for port, name in enumerate(step.inputs.values()):
-            layout = self._readings.layouts.get(name)
+            layout = self._uses.layouts.get(name)
             if layout is not None:
                 wanted = forward(np.array([choice.ins[port] for choice in rule.choices])[rows])
                 nbytes = self._program.values[name].nbytes
@@ -282,13 +284,13 @@ class _Builder:
                 seconds += moved * self._setting.rounds
         return seconds
 
-    def _sum_inside(self, rule: Rule, rows: Codes) -> Array:
+    def _sum_inside(self, rule: ShardingRule, rows: Codes) -> Array:
         """Return the seconds of sums that the operator itself takes over its ranks."""
         seconds = np.zeros(len(rows))
         nbytes = np.array([choice.summed for choice in rule.choices])
         for axis, wire in enumerate(self._prices.wires):
             if nbytes.any() and wire.size > 1:
-                start, rate = collective(Kind.REDUCE, wire)
+                start, rate = collective(MoveKind.REDUCE, wire)
                 here = nbytes[rows[:, axis]]
                 seconds += np.where(here > 0, start + rate * here, 0.0)
         return seconds * self._setting.rounds * (1 + self._setting.training)
@@ -318,14 +320,14 @@ class _Builder:
         """Have the outputs lie as whoever called the model expects them."""
         sizes = self._setting.sizes
         for number, value in enumerate(self._program.outputs):
-            root, view = self._readings.behind(value)
-            if root in self._readings.constants:
+            root, view = self._uses.behind(value)
+            if root in self._uses.constants:
                 continue
             tensor = self._program.values[value]
             rule = _output_rule(tensor)
             rows = combinations(self._output_choices(tensor), rule.choices, sizes)
             zeros = np.zeros(len(rows))
-            node = Node(
+            node = OperatorNode(
                 name=f"out:{number}",
                 kind="out",
                 rule=rule,
@@ -351,7 +353,7 @@ class _Builder:
     # Edges.
 
     def _connect(
-        self, value: str, at: int, port: int, view: Renaming | None, copy: Share = NOTHING
+        self, value: str, at: int, port: int, view: Renaming | None, copy: Retention = NOTHING
     ) -> None:
         """Add the edge on which node `at` gets `value`, and keeps its own copy of it."""
         source, made = self._makers[value]
@@ -374,7 +376,9 @@ class _Builder:
         seconds, memory = self._matrices[key]
         self._problem.edges.append(Edge(source, at, seconds, moved, memory, copy.is_of_each))
 
-    def _traffic(self, value: str, source: Node, target: Node) -> tuple[float, float]:
+    def _traffic(
+        self, value: str, source: OperatorNode, target: OperatorNode
+    ) -> tuple[float, float]:
         """Return how often a step moves `value` forward, and its gradient back.
 
         Stored parameters are gathered for each micro-batch, and kept until its backward pass; their
@@ -408,7 +412,7 @@ def _nothing(rows: Codes) -> Weights:
     return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
 
 
-def _param_rule(value: Value, *, is_trained: bool) -> Rule:
+def _param_rule(value: Value, *, is_trained: bool) -> ShardingRule:
     """Return how a parameter can be stored: whole, cut by a dim, or whole with its state cut."""
     choices = [Choice("R", 0, (), (RR,), divides=False)]
     if is_trained and value.shape:
@@ -416,11 +420,11 @@ def _param_rule(value: Value, *, is_trained: bool) -> Rule:
     for dim, size in enumerate(value.shape[:SHARDS]):
         if size > 1:
             choices.append(Choice(f"d{dim}", size, (), (dim,), divides=False))
-    return Rule(choices=tuple(choices))
+    return ShardingRule(choices=tuple(choices))
 
 
-def _output_rule(value: Value) -> Rule:
+def _output_rule(value: Value) -> ShardingRule:
     choices = [Choice("R", 0, (RR,), (), divides=False)]
     if value.shape:
         choices.append(Choice("b", value.shape[0], (0,), (), divides=False))
-    return Rule(choices=tuple(choices))
+    return ShardingRule(choices=tuple(choices))

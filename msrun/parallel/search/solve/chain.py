@@ -139,7 +139,7 @@ class Tables:
         """What is left over the first cut and what is tied."""
         return self.make_head()
 
-    def solve(self, count: int) -> tuple[float, Plan]:
+    def solve(self, count: int) -> tuple[float, ChainPlan]:
         """Return the least cost of `count` blocks, and the strategies."""
         value, tie, path = self._shortest(count)
         ties = np.unravel_index(tie, self.head.value.shape[1:]) if self.chain.tied else ()
@@ -159,7 +159,7 @@ class Tables:
         value, tie, path = min(found, key=lambda one: one[0])
         return value + self.chain.problem.fixed, tie, path
 
-    def plan(self, path: list[int], ties: list[int]) -> Plan:
+    def plan(self, path: list[int], ties: list[int]) -> ChainPlan:
         """Return all strategies that follow from those of the cuts, and of what is tied."""
         first, second = self.chain.hubs
         tied = dict(zip(self.chain.tied, ties, strict=True))
@@ -174,11 +174,13 @@ class Tables:
             steps.append(blocks[pair])
         tail = self.tail.complete({second: path[-1], **tied})
         del tail[second]
-        return Plan(head=head, blocks=steps, tail={k: v for k, v in tail.items() if k not in tied})
+        return ChainPlan(
+            head=head, blocks=steps, tail={k: v for k, v in tail.items() if k not in tied}
+        )
 
 
 @dataclass(slots=True)
-class Plan:
+class ChainPlan:
     """Strategies of a chain.
 
     Args:

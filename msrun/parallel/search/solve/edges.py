@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from msrun.parallel.search.cost.cost import Prices, collective
-from msrun.parallel.search.cost.redistribution import Kind, moves
+from msrun.parallel.search.cost.redistribution import MoveKind, moves
 from msrun.parallel.search.graph.codes import (
     RR,
     RZ,
@@ -36,7 +36,7 @@ class Item(NamedTuple):
         seconds: It takes in one step of training.
     """
 
-    kind: Kind
+    kind: MoveKind
     axis: int
     is_back: bool
     seconds: float

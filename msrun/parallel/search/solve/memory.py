@@ -43,7 +43,7 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[T]):
+class PricedPlan(Generic[T]):
     """The cheapest plan at one price of memory.
 
     Args:
@@ -67,13 +67,13 @@ class Bounded(Generic[T]):
         bound: Seconds that no plan that fits can undercut.
     """
 
-    fits: Answer[T]
-    exceeds: Answer[T] | None
+    fits: PricedPlan[T]
+    exceeds: PricedPlan[T] | None
     bound: float
 
 
 def bounded(
-    solve: Callable[[float], Answer[T]], limit: float, *, tolerance: float = 1e-6
+    solve: Callable[[float], PricedPlan[T]], limit: float, *, tolerance: float = 1e-6
 ) -> Bounded[T]:
     """Return the plans on both sides of a memory limit.
 

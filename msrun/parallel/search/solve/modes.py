@@ -11,10 +11,10 @@ import numpy as np
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
 from msrun.parallel.search.solve.build import Focus, Pin, build
-from msrun.parallel.search.solve.chain import Chain, Plan
+from msrun.parallel.search.solve.chain import Chain, ChainPlan
 from msrun.parallel.search.solve.descent import descend
 from msrun.parallel.search.solve.eliminate import CELLS_MAX, TooWideError, solve
-from msrun.parallel.search.solve.memory import Answer, bounded, refine
+from msrun.parallel.search.solve.memory import PricedPlan, bounded, refine
 from msrun.parallel.search.solve.problem import Edge, Problem, Setting
 
 Mode = Literal["exact", "recursive", "propagation"]
@@ -110,17 +110,17 @@ def _exact(
     problem = build(short, setting, cuts=two.cuts, block_of=two.block_of(short), pins=pins)
     chain = Chain(problem, two.block_of(short), two.cuts, CELLS_MAX)
 
-    def answer(weight: float) -> Answer[Plan]:
+    def answer(weight: float) -> PricedPlan[ChainPlan]:
         value, plan = chain.tables(weight).solve(blocks.count)
         memory = plan.memory(chain)
-        return Answer(value - weight * memory, memory, plan)
+        return PricedPlan(value - weight * memory, memory, plan)
 
     if limit is None:
         only = answer(0.0)
         found = bounded(answer, only.memory)
     else:
         found = bounded(answer, limit)
-    names = Names(program, short, blocks)
+    names = BlockNodes(program, short, blocks)
     if found.exceeds is None or limit is None:
         best = found.fits
         chosen = names.expand(problem, best.plan)
@@ -140,9 +140,9 @@ def _exact(
 
 
 def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None) -> Found:
-    def answer(weight: float) -> Answer[list[int]]:
+    def answer(weight: float) -> PricedPlan[list[int]]:
         _, plan = solve(problem, weight)
-        return Answer(problem.seconds(plan), problem.memory(plan), plan)
+        return PricedPlan(problem.seconds(plan), problem.memory(plan), plan)
 
     if limit is None:
         plan = solve(problem)[1]
@@ -196,15 +196,17 @@ def _by_axes(
     else:
         short, two = shortened(program, blocks)
         inside = two.block_of(short)
-        whole = Names(program, short, blocks)
+        whole = BlockNodes(program, short, blocks)
 
         def make(focus: Focus) -> Problem:
             problem = build(short, setting, cuts=two.cuts, block_of=inside, pins=pins, focus=focus)
             return alike(Chain(problem, inside, two.cuts, CELLS_MAX), blocks.count)
 
-    def answer(weight: float) -> Answer[dict[str, tuple[int, ...]]]:
+    def answer(weight: float) -> PricedPlan[dict[str, tuple[int, ...]]]:
         end = descend(make, axes, weight)
-        return Answer(end.problem.seconds(end.chosen), end.problem.memory(end.chosen), end.picked)
+        return PricedPlan(
+            end.problem.seconds(end.chosen), end.problem.memory(end.chosen), end.picked
+        )
 
     found = answer(0.0) if limit is None else bounded(answer, limit, tolerance=1e-3).fits
     chosen = whole.repeat(found.plan) if whole else found.plan
@@ -245,7 +247,7 @@ def alike(chain: Chain, count: int) -> Problem:
 # From two blocks to all.
 
 
-class Names:
+class BlockNodes:
     """Which node of the second block is which of every other.
 
     Args:
@@ -275,7 +277,7 @@ class Names:
                         found[f"hub:{name}"] = f"hub:{theirs}"
             self._maps.append(found)
 
-    def expand(self, problem: Problem, plan: Plan) -> dict[str, tuple[int, ...]]:
+    def expand(self, problem: Problem, plan: ChainPlan) -> dict[str, tuple[int, ...]]:
         """Return the choices of every node of the whole program."""
 
         def choices(chosen: Mapping[int, int]) -> dict[str, tuple[int, ...]]:

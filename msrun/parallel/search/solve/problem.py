@@ -17,7 +17,7 @@ import numpy as np
 from msrun.parallel.search.cost.cost import Prices
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.codes import RZ, Array, Codes, is_cut
-from msrun.parallel.search.graph.rules import Choice, Rule
+from msrun.parallel.search.graph.rules import Choice, ShardingRule
 from msrun.parallel.search.graph.views import Renaming
 
 
@@ -73,7 +73,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
+class OperatorNode:
     """What chooses one strategy.
 
     Args:
@@ -88,7 +88,7 @@ class Node:
 
     name: str
     kind: str
-    rule: Rule
+    rule: ShardingRule
     rows: Codes
     seconds: Array
     memory: Array
@@ -137,7 +137,7 @@ class Problem:
         unknown: Operators without a rule, which run whole on every rank.
     """
 
-    nodes: list[Node]
+    nodes: list[OperatorNode]
     edges: list[Edge]
     fixed: float = 0.0
     unknown: tuple[str, ...] = ()
@@ -250,7 +250,7 @@ def stored_parts(shape: Sequence[int], codes: Codes, sizes: Sequence[int]) -> Co
     return found
 
 
-def work(rule: Rule, rows: Codes, setting: Setting, *, again: bool) -> Array:
+def work(rule: ShardingRule, rows: Codes, setting: Setting, *, again: bool) -> Array:
     """Return the seconds of computation of each strategy, for one step of training.
 
     The roofline: the larger of operations over the device's rate and bytes over its memory's
@@ -272,5 +272,5 @@ def work(rule: Rule, rows: Codes, setting: Setting, *, again: bool) -> Array:
     return seconds
 
 
-def _traffic(rule: Rule, topology: Topology) -> float:
+def _traffic(rule: ShardingRule, topology: Topology) -> float:
     return rule.nbytes / topology.memory_bandwidth

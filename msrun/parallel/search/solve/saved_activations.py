@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from msrun.parallel.search.graph.program import Program, Step
-from msrun.parallel.search.graph.rules import Rule
-from msrun.parallel.search.solve.uses import Readings
+from msrun.parallel.search.graph.rules import ShardingRule
+from msrun.parallel.search.solve.uses import Uses
 
 
-class Share(NamedTuple):
+class Retention(NamedTuple):
     """Whether a tensor is kept, and whether of each micro-batch that is on its way."""
 
     is_kept: bool
@@ -29,7 +29,7 @@ class Held(NamedTuple):
         end: `ins` or `outs`.
         port: Number of the input or output.
         nbytes: Of the whole tensor.
-        is_of_each: As of `Share`.
+        is_of_each: As of `Retention`.
     """
 
     end: str
@@ -38,10 +38,10 @@ class Held(NamedTuple):
     is_of_each: bool
 
 
-NOTHING = Share(is_kept=False, is_of_each=False)
+NOTHING = Retention(is_kept=False, is_of_each=False)
 
 
-class Kept:
+class SavedActivations:
     """Knows what is kept of a program.
 
     Args:
@@ -56,27 +56,27 @@ class Kept:
     def __init__(
         self,
         program: Program,
-        rules: Mapping[str, Rule],
-        readings: Readings,
+        rules: Mapping[str, ShardingRule],
+        uses: Uses,
         *,
         trained: Collection[str],
         cuts: Collection[str],
         recomputed: Mapping[str, int],
     ) -> None:
-        self._program, self._rules, self._readings = program, rules, readings
+        self._program, self._rules, self._uses = program, rules, uses
         self._trained, self._cuts, self._recomputed = trained, cuts, recomputed
         self._made_by = {name: step.name for step in program.steps for name in step.outputs}
 
     def has_hub(self, value: str) -> bool:
         """Return whether `value` moves once for all who read it."""
-        return value in self._cuts or len(self._readings.uses.get(value, ())) > 1
+        return value in self._cuts or len(self._uses.uses.get(value, ())) > 1
 
     def of_step(self, step: Step) -> tuple[Held, ...]:
         """Return what `step` keeps, but for copies of what is held elsewhere."""
         rule = self._rules[step.name]
         found = [("outs", port, name) for port, name in enumerate(step.outputs) if rule.keeps_out]
         for port, name in enumerate(step.inputs.values()):
-            value = self._readings.behind(name)[0]
+            value = self._uses.behind(name)[0]
             if port in rule.keeps and not self._is_held(value):
                 found.append(("ins", port, value))
         shares = [self._inside(value, step.name) for _, _, value in found]
@@ -86,14 +86,14 @@ class Kept:
             if share.is_kept
         )
 
-    def of_hub(self, value: str) -> Share:
+    def of_hub(self, value: str) -> Retention:
         """Return whether the hub of a value keeps it, and not only who reads it there."""
         maker = self._made_by.get(value)
         if maker is None or self._rules[maker].keeps_out or not self._is_kept_at_hub(value):
             return NOTHING
         return self._inside(value, maker)
 
-    def of_copy(self, value: str, step: Step | None, port: int) -> Share:
+    def of_copy(self, value: str, step: Step | None, port: int) -> Retention:
         """Return whether what `step` gets is kept, where it is no longer what was held before.
 
         Args:
@@ -112,11 +112,11 @@ class Kept:
         if reader is None or value not in self._trained:
             return NOTHING
         if reader in self._recomputed:
-            return Share(self._recomputed[reader] == 0, is_of_each=False)
-        return Share(is_kept=True, is_of_each=value in self._made_by)
+            return Retention(self._recomputed[reader] == 0, is_of_each=False)
+        return Retention(is_kept=True, is_of_each=value in self._made_by)
 
     def _keepers(self, value: str) -> list[Step]:
-        uses = self._readings.uses.get(value, ())
+        uses = self._uses.uses.get(value, ())
         return [u.step for u in uses if u.step and u.port in self._rules[u.step.name].keeps]
 
     def _is_held(self, value: str) -> bool:
@@ -128,7 +128,7 @@ class Kept:
         is_between = value in self._cuts and self._made_by.get(value) in self._recomputed
         return self.has_hub(value) and (is_between or len(self._keepers(value)) > 1)
 
-    def _inside(self, value: str, step: str) -> Share:
+    def _inside(self, value: str, step: str) -> Retention:
         """Return how a tensor is kept for the backward pass of `step`.
 
         A block that is recomputed has what is inside it for one micro-batch, and for one block at
@@ -137,5 +137,5 @@ class Kept:
         if value not in self._trained:
             return NOTHING
         if step in self._recomputed and value not in self._cuts:
-            return Share(self._recomputed[step] == 0, is_of_each=False)
-        return Share(is_kept=True, is_of_each=True)
+            return Retention(self._recomputed[step] == 0, is_of_each=False)
+        return Retention(is_kept=True, is_of_each=True)

@@ -9,12 +9,12 @@ import numpy as np
 
 from msrun.parallel.search.graph.codes import PR, RR, Codes
 from msrun.parallel.search.graph.program import Program, Step
-from msrun.parallel.search.graph.rules import Rule, Site
+from msrun.parallel.search.graph.rules import ShardingRule, Site
 from msrun.parallel.search.graph.views import Renaming, renaming
 from msrun.parallel.search.solve.problem import Setting
 
 
-class Reading(msgspec.Struct, frozen=True):
+class Use(msgspec.Struct, frozen=True):
     """One use of a tensor.
 
     Args:
@@ -26,7 +26,7 @@ class Reading(msgspec.Struct, frozen=True):
     port: int
 
 
-class Readings:
+class Uses:
     """What a program's steps read.
 
     Args:
@@ -41,14 +41,16 @@ class Readings:
         uses: Tensor -> who reads it or a view of it; constants have none.
     """
 
-    def __init__(self, program: Program, setting: Setting, rules: Mapping[str, Rule]) -> None:
+    def __init__(
+        self, program: Program, setting: Setting, rules: Mapping[str, ShardingRule]
+    ) -> None:
         self._program, self._setting, self._rules = program, setting, rules
         self.constants = program.constants()
         self.layouts: dict[str, Codes] = {
             name: self._batch(name) for name in program.values if name in self.constants
         }
         self.views: dict[str, tuple[str, Renaming]] = {}
-        self.uses: dict[str, list[Reading]] = {}
+        self.uses: dict[str, list[Use]] = {}
         for step in program.steps:
             self._add(step)
         for name in program.outputs:
@@ -73,7 +75,7 @@ class Readings:
     def _read(self, name: str, step: Step | None, port: int) -> None:
         root, _ = self.behind(name)
         if root not in self.constants:
-            self.uses.setdefault(root, []).append(Reading(step, port))
+            self.uses.setdefault(root, []).append(Use(step, port))
 
     def _batch(self, name: str) -> Codes:
         """Return the layout of an input: cut by sample over the axes that divide the batch."""

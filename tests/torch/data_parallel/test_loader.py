@@ -1,0 +1,178 @@
+"""`rt.loader`: every sample once an epoch, by mesh coordinate, resumable anywhere."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import assert_equal_curves, build, run_warm
+from torch.nn import functional
+from torch.utils.data import IterableDataset, TensorDataset
+
+import msrun
+from msrun.errors import UsageError
+from msrun.parallel.data import EpochSplit
+
+pytestmark = pytest.mark.torch
+
+sizes = st.integers(1, 9)
+
+
+@given(st.integers(1, 200), sizes, sizes, st.booleans())
+def test_parts_are_every_sample_once_in_order(samples, batch_size, ranks, drop_last):
+    cut = EpochSplit(samples=samples, batch_size=batch_size, ranks=ranks, drop_last=drop_last)
+    read = [
+        position
+        for batch in range(cut.batches)
+        for rank in range(ranks)
+        for position in cut.part(batch, rank)
+    ]
+    kept = samples - samples % (batch_size * ranks) if drop_last else samples
+
+    assert read == list(range(kept))
+    for batch in range(cut.batches):
+        lengths = [len(cut.part(batch, rank)) for rank in range(ranks)]
+        assert max(lengths) - min(lengths) <= 1
+        assert sum(lengths) == cut.size(batch)
+
+
+def numbers(count=22):
+    return TensorDataset(torch.arange(count))
+
+
+def read(config, options, epochs):
+    loader = msrun.init(config).loader(numbers(), 4, **options)
+    return [[batch.tolist() for (batch,) in loader] for _ in range(epochs)], len(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "num_workers": 2}])
+def test_ranks_share_each_global_batch(options):
+    alone, _ = run_warm(read, 1, {}, options, 2)[0]
+    found = run_warm(read, 2, {}, options, 2)
+
+    for epoch in range(2):
+        for batch, (first, second) in enumerate(
+            zip(found[0][0][epoch], found[1][0][epoch], strict=True)
+        ):
+            both = [n for part in alone[epoch][2 * batch : 2 * batch + 2] for n in part]
+            assert first + second == both
+    assert found[0][1] == 3
+    assert (alone[0] != alone[1]) == bool(options)
+
+
+def test_tensor_parallel_ranks_read_the_same():
+    config = {"mesh": {"dp": 2, "tp": 2}, "mode": "manual"}
+    found = run_warm(read, 4, config, {"shuffle": True, "seed": 3}, 1)
+
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+
+
+def stopped(resumed_ranks_batch):
+    """Read two epochs, taking the state after each batch."""
+    loader = msrun.init().loader(numbers(), resumed_ranks_batch, shuffle=True)
+    batches, states = [], []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for (batch,) in loader:
+            batches.append(batch.tolist())
+            states.append(loader.state_dict())
+    return batches, states
+
+
+def go_on(state, batch_size):
+    loader = msrun.init().loader(numbers(), batch_size, shuffle=True, seed=9)
+    loader.load_state_dict(state)
+    batches = []
+    for epoch in range(state["epoch"], 2):
+        loader.set_epoch(epoch)
+        batches += [batch.tolist() for (batch,) in loader]
+    return batches
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_goes_on_after_any_batch_on_any_number_of_ranks(world_size):
+    (first, states), (second, _) = run_warm(stopped, 2, 4)
+    whole = [sorted(a + b) for a, b in zip(first, second, strict=True)]
+
+    for index in (0, 1, 3, 4):
+        found = run_warm(go_on, world_size, states[index], 8 // world_size)
+        parts = [sorted(n for part in parts for n in part) for parts in zip(*found, strict=True)]
+        assert parts == whole[index + 1 :]
+
+
+def refused(options):
+    with pytest.raises(UsageError) as caught:
+        msrun.init().loader(**options)
+    return caught.value.message
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"dataset": numbers(9), "batch_size": 4},
+            "rt.loader: the last batch has 1 of 9 samples, fewer than the 2 data-parallel ranks",
+        ),
+        (
+            {"dataset": numbers(5), "batch_size": 4, "drop_last": True},
+            "rt.loader: 5 samples are no batch of 4 for each of 2 ranks",
+        ),
+        ({"dataset": numbers(), "batch_size": 0}, "rt.loader: batch_size 0 must be at least 1"),
+        (
+            {"dataset": Endless(), "batch_size": 1},
+            "rt.loader: Endless has no length to divide",
+        ),
+        (
+            {"dataset": numbers(), "batch_size": 1, "sampler": [0]},
+            "rt.loader: sampler is what rt.loader makes (use a DataLoader for it)",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(options, sentence):
+    assert all(found.startswith(sentence) for found in run_warm(refused, 2, options))
+
+
+def other_batch(state):
+    loader = msrun.init().loader(numbers(), 3)
+    with pytest.raises(UsageError) as caught:
+        loader.load_state_dict(state)
+    return caught.value.message
+
+
+def test_a_place_within_a_batch_is_refused():
+    assert run_warm(other_batch, 2, {"epoch": 0, "samples": 8, "seed": 0})[0] == (
+        "the loader stopped after 8 samples, which is no multiple of the global batch of 6"
+    )
+
+
+def learned(config):
+    """Train two epochs over 22 samples in global batches of 8, so the last has 6."""
+    runtime = msrun.init(config)
+    generator = torch.Generator().manual_seed(4)
+    data = TensorDataset(
+        torch.randn(22, 16, generator=generator), torch.randint(0, 10, (22,), generator=generator)
+    )
+    network = runtime.shard(build("mlp"))
+    update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    loader = runtime.loader(data, 8 // runtime.layout.size("dp"), shuffle=True)
+    return [
+        runtime.step(network, update, functional.cross_entropy, x, y).item()
+        for _ in range(2)
+        for x, y in loader
+    ]
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"accumulate": 2}, {"optimizer": {"zero": 1}, "accumulate": 2}]
+)
+def test_an_uneven_last_batch_counts_each_sample_once(config):
+    alone = run_warm(learned, 1, {})[0]
+    # Its 6 samples are 2, 2, 1 and 1 on four ranks, and 3 and 3 on two.
+    for world_size in (2, 4) if config == {} else (2,):
+        assert_equal_curves(run_warm(learned, world_size, config), alone)

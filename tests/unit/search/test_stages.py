@@ -1,0 +1,182 @@
+"""Where a program is cut into stages, and what each is handed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import programs
+import pytest
+from programs import TINY, Draft
+
+from msrun.errors import UsageError
+from msrun.parallel.pipeline.chunks import Chunks
+from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.graph.rules import Site
+from msrun.parallel.search.mesh.schedules import paces, rounds
+from msrun.parallel.search.mesh.stage_search import search_stages
+from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, evenly, largest
+from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.memory import OutOfMemoryError
+from msrun.parallel.search.solve.modes import indices
+from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.uses import Uses
+
+SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
+
+
+def read(program):
+    """Return the rules and the readings of `program`."""
+    rules = {step.name: rule_of(Site(step, program)) for step in program.steps}
+    return rules, Uses(program, SETTING, rules)
+
+
+def skip(depth=6):
+    """Return linear layers, the first of which is read by the last addition too, and a tie."""
+    draft = Draft()
+    x = draft.input(4, 8)
+    weight = draft.param(8, 8)
+    first = y = draft.op("linear", (4, 8), input=x, weight=weight)
+    for _ in range(depth):
+        y = draft.gelu(draft.linear(y, 8, bias=False))
+    y = draft.op("linear", (4, 8), input=draft.add(y, first), weight=weight)
+    return draft.done(draft.op("mse_loss", (), self=y, target=draft.input(4, 8)))
+
+
+def test_what_skips_stages_is_handed_through_and_tied_weights_are_in_both():
+    program = skip()
+    parts = divide(program, read(program)[1], [0, 5, 9])
+    names = [step.name for step in program.steps]
+    first = names[0]
+    assert [part.received for part in parts] == [(), (first, names[4]), (first, names[8])]
+    assert [part.sent for part in parts] == [(first, names[4]), (first, names[8]), None]
+    assert [step.name for part in parts for step in part.steps] == names
+    assert [len(part.params) for part in parts] == [3, 2, 3]
+    assert parts[0].params & parts[2].params == {"w0"}
+    assert [sorted(part.given) for part in parts] == [["x0"], [], ["x1"]]
+
+
+def test_what_no_parameter_has_a_part_in_is_run_by_all_who_read_it():
+    draft = Draft()
+    mask = draft.gelu(draft.input(4, 8))
+    unread = draft.param(8)
+    y = draft.linear(draft.input(4, 8), 8)
+    for _ in range(2):
+        y = draft.add(draft.linear(y, 8), mask)
+    program = draft.done(y)
+    parts = divide(program, read(program)[1], [0, 4])
+    assert [part.steps[0].name for part in parts] == [mask, mask]
+    assert [sorted(part.given) for part in parts] == [["x0", "x1"], ["x0"]]
+    assert parts[0].sent == parts[1].received == (program.steps[3].outputs[0],)
+    assert unread in parts[0].params
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be_and_little_is_handed_on():
+    program = skip(depth=12)
+    _, uses = read(program)
+    seconds = {step.name: float(step.target.startswith("aten.linear")) for step in program.steps}
+    starts = evenly(program, uses, seconds, SETTING, 3)
+    work = [seconds[step.name] for step in program.steps]
+    assert max(sum(work[a:b]) for a, b in pairwise([*starts, len(work)])) == 5
+    # Between two layers, where the first one's value and one more are handed on.
+    parts = divide(program, uses, starts)
+    assert [len(part.received) for part in parts] == [0, 2, 2]
+    with pytest.raises(UsageError) as caught:
+        evenly(program, uses, seconds, SETTING, 99)
+    assert caught.value.message == (
+        "parallel.mesh.pp: 99 stages, and the model has fewer places to cut at"
+    )
+
+
+def test_equal_blocks_are_divided_equally_or_not_at_all():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    blocks = find_blocks(program)
+    starts = between_blocks(blocks, 2, "key")
+    assert starts == [0, blocks.first + 2 * blocks.period]
+    parts = divide(program, read(program)[1], starts)
+    assert parts[0].sent == (blocks.cuts[1],)
+    for found, count in ((blocks, 4), (None, 0)):
+        with pytest.raises(UsageError) as caught:
+            between_blocks(found, 3, "key")
+        assert caught.value.message == (
+            f"key: 3 stages do not divide the {count} equal blocks of the model"
+        )
+
+
+PACE = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
+
+
+def test_a_stage_of_several_parts_takes_what_they_do_together():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    rules, _ = read(program)
+    two = search_stages(program, SETTING, rules, pace=PACE)
+    one = search_stages(program, SETTING, rules, pace=[Pace(stage=0, live=1)] * 2)
+    assert one.memory == pytest.approx(one.found.memory)
+    assert two.memory < one.memory
+
+
+@pytest.mark.parametrize(
+    ("schedule", "segments", "taken", "live"),
+    [
+        ("gpipe", 1, 10.0, [8, 8, 8]),
+        ("1f1b", 1, 10.0, [3, 2, 1]),
+        ("interleaved", 2, 9.0, [6, 6, 6, 3, 3, 3]),
+        ("looped_bfs", 2, 9.0, [8] * 6),
+        ("interleaved_zb", 2, 8 + 1 / 3, [6, 6, 6, 3, 3, 3]),
+        ("zbv", 2, 8 + 1 / 3, [6, 5, 4, 3, 2, 1]),
+        ("dualpipev", 2, 8 + 1 / 3, [6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_what_a_schedule_waits_and_keeps(schedule, segments, taken, live):
+    chunks = Chunks(schedule=schedule, stages=3, segments=segments)
+    assert rounds(chunks, 8) == pytest.approx(taken)
+    assert [pace.live for pace in paces(chunks, 8)] == live
+    assert max(pace.live for pace in paces(chunks, 2)) == 2
+    stages = [0, 1, 2, 2, 1, 0] if schedule in ("zbv", "dualpipev") else [0, 1, 2] * segments
+    assert [pace.stage for pace in paces(chunks, 8)] == stages
+
+
+def test_the_largest_stage_fits_or_its_bytes_are_told():
+    program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
+    rules, _ = read(program)
+
+    def found(limit):
+        return search_stages(program, SETTING, rules, pace=PACE, limit=limit)
+
+    free = found(None)
+    assert len(free.starts) == 2
+    assert free.memory < free.found.memory
+    less = found(free.memory * 0.9)
+    assert less.memory <= free.memory * 0.9
+    assert less.found.seconds >= free.found.seconds
+    with pytest.raises(OutOfMemoryError) as caught:
+        found(1.0)
+    assert found(caught.value.least).memory <= caught.value.least
+
+
+def test_copies_lie_where_they_are_read_as_often_as_micro_batches_are_alive_there():
+    draft = Draft()
+    h = draft.linear(draft.input(4, 8), 8, bias=False)
+    y = draft.linear(h, 8, bias=False)
+    program = draft.done(draft.op("mm", (4, 64), self=h, mat2=draft.param(8, 64)), y)
+    problem = build(program, SETTING)
+    rows = {"w0": "R", "w1": "Z", "w2": "d0", h: "b0", f"hub:{h}": "d0", y: "k", "mm_2": "R"}
+    chosen = indices(
+        problem,
+        {
+            node.name: ([c.name for c in node.rule.choices].index(rows.get(node.name, "b")),)
+            for node in problem.nodes
+        },
+    )
+    parts = divide(program, read(program)[1], [0, 2])
+
+    def found(*live):
+        pace = [Pace(stage=at, live=number) for at, number in enumerate(live)]
+        return largest(problem, chosen, parts, pace)
+
+    # The half of `w2` that is stored, all of it where it is read, and all of `h`.
+    assert found(3, 2) == 5120 + 2048 + 2 * 128
+    # `w0`, half of `w1` twice, and half of `h` as it lies and as it is read.
+    assert found(300, 2) == 1280 + 640 + 128 + 300 * (64 + 64)
+    together = largest(problem, chosen, parts, [Pace(stage=0, live=3)] * 2)
+    assert together == problem.in_flight(3).memory(chosen)
