@@ -8,7 +8,7 @@ does not depend on how many ranks share it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import torch
@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+from msrun.parallel.rank_context import RankContext
 
 
 class LoaderState(TypedDict):
@@ -96,7 +94,7 @@ class MeshLoader(DataLoader[Any]):
     says another.
 
     Args:
-        runtime: Whose mesh divides the samples.
+        context: Rank whose data-parallel axis shards the samples.
         dataset: Has a length.
         batch_size: Samples of one batch of one data-parallel rank, at least 1.
         shuffle: Another order each epoch, the same on every rank.
@@ -107,7 +105,7 @@ class MeshLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        runtime: Runtime,
+        context: RankContext,
         dataset: Dataset[Any],
         batch_size: int,
         *,
@@ -117,7 +115,7 @@ class MeshLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         _check(dataset, batch_size, options)
-        ranks = runtime.layout.size(DATA_AXIS)
+        ranks = context.layout.size(DATA_AXIS)
         self.cut = EpochSplit(
             samples=len(dataset),  # type: ignore[arg-type]  # checked
             batch_size=batch_size,
@@ -125,8 +123,8 @@ class MeshLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         _check_last(self.cut)
-        self._runtime = runtime
-        self._rank = runtime.coordinate.get(DATA_AXIS, 0)
+        self._weight = context.batch
+        self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
@@ -146,11 +144,11 @@ class MeshLoader(DataLoader[Any]):
         self._next = self._first
         try:
             for batch in super().__iter__():
-                self._runtime.batch_weight = self._weight(self._next)
+                self._weight.value = self._share(self._next)
                 self._next += 1
                 yield batch
         finally:
-            self._runtime.batch_weight = 1.0
+            self._weight.value = 1.0
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:
@@ -181,7 +179,7 @@ class MeshLoader(DataLoader[Any]):
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
 
-    def _weight(self, batch: int) -> float:
+    def _share(self, batch: int) -> float:
         """Return how much this rank's mean counts in the mean over all ranks."""
         size = len(self.cut.part(batch, self._rank))
         return size * self.cut.ranks / self.cut.size(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -15,7 +15,9 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 
 if TYPE_CHECKING:
+    from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.pipeline.model import PipelineModel
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -89,7 +91,8 @@ class Reduction(msgspec.Struct, frozen=True):
     completed: Context = contextlib.nullcontext
 
 
-def _all_of(contexts: Iterable[Context]) -> contextlib.ExitStack:
+def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
+    """Enter `contexts` in order; the result leaves them all, the last one first."""
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -109,6 +112,10 @@ class ShardedModel:
         contents: Its parameters; None where they may change.
         excluded: Names of parameters that each data-parallel rank has for itself.
         order: Compares what ranks gather; None where nothing is gathered.
+        dropout_rngs: Random generators of a model that a plan of mode auto runs.
+
+    Attributes:
+        is_described: Whether its pipeline was printed, which the first step does.
     """
 
     def __init__(
@@ -123,18 +130,36 @@ class ShardedModel:
         excluded: Collection[str] = (),
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
+        dropout_rngs: Sequence[DropoutRng] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
+        self.dropout_rngs = dropout_rngs
+        self.is_described = False
         self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
+
+    def model(self) -> nn.Module:
+        """Return the model.
+
+        Raises:
+            ReferenceError: Nothing else holds it any more.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of rt.shard is gone")
+        return model
+
+    def pipeline(self) -> PipelineModel:
+        """Return the model, which is a stage of a pipeline."""
+        return cast("PipelineModel", self.model())
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's parameters, each once."""
@@ -149,11 +174,11 @@ class ShardedModel:
 
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
-        return _all_of(reduction.paused for reduction in self._reductions)
+        return entered(reduction.paused for reduction in self._reductions)
 
     def completed(self) -> contextlib.ExitStack:
         """Have gradients summed after the one backward pass inside the context that is returned."""
-        return _all_of(reduction.completed for reduction in self._reductions)
+        return entered(reduction.completed for reduction in self._reductions)
 
     def reduce(self) -> None:
         """Reduce the gradients that backward passes left while paused."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch.optim import Optimizer
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -59,16 +56,17 @@ class TensorNames:
     """Names of everything in the models of this rank.
 
     Args:
-        runtime: Whose layout says what differs from rank to rank.
+        excluded: Patterns of parameters that each data-parallel rank has for itself.
+        data_rank: This rank's index on the data-parallel axis.
         models: One, or the pipeline stages of this rank; or several by name.
 
     Raises:
         UsageError: Two of them have a name in common.
     """
 
-    def __init__(self, runtime: Runtime, models: Models) -> None:
-        self._excluded = runtime.config.reduce.exclude
-        self._index = runtime.coordinate.get(DATA_AXIS, 0)
+    def __init__(self, excluded: Sequence[str], data_rank: int, models: Models) -> None:
+        self._excluded = excluded
+        self._index = data_rank
         self.tensors: dict[str, Tensor] = {}
         self.extra: dict[str, nn.Module] = {}
         self.aliases: dict[str, str] = {}

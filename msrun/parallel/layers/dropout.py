@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,7 @@ from msrun.errors import UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+from msrun.parallel.rank_context import RankContext
 
 _DRAWING_NAMES = """
     alpha_dropout bernoulli bernoulli_ cauchy_ dropout1d dropout2d dropout3d exponential_
@@ -40,14 +38,14 @@ class ExactDropout(TorchFunctionMode):
     """While it is active, dropout draws for the whole batch.
 
     Args:
-        runtime: Whose data-parallel axis divides the batch.
+        context: Rank whose data-parallel axis shards the batch.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, context: RankContext) -> None:
         super().__init__()
-        self._runtime = runtime
-        self._index = runtime.coordinate[DATA_AXIS]
-        self._count = runtime.layout.size(DATA_AXIS)
+        self._batch = context.batch
+        self._index = context.coordinate[DATA_AXIS]
+        self._count = context.layout.size(DATA_AXIS)
         self._samples = 0
         self._is_drawing = False
 
@@ -60,7 +58,7 @@ class ExactDropout(TorchFunctionMode):
     ) -> Any:
         if not model.training:
             return forward(*args, **kwargs)
-        if self._runtime.batch_weight != 1.0:
+        if self._batch.value != 1.0:
             raise UsageError(
                 f"{ROOT}.dropout: exact needs batches of one size on all ranks",
                 hint="take rt.loader(..., drop_last=True)",
