@@ -7,8 +7,8 @@ does not depend on how many ranks share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Protocol, TypedDict, cast
 
 import msgspec
 import torch
@@ -17,6 +17,39 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.rank_context import RankContext
+
+
+class SizedDataset(Protocol):
+    """A dataset of known length whose samples are taken by number."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return one sample."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of `Runtime.loader`.
+
+    `shuffle`, `seed` and `drop_last` are those of `MeshLoader`; `torch.utils.data.DataLoader`
+    takes the others.
+    """
+
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
 
 
 class LoaderState(TypedDict):
@@ -106,7 +139,7 @@ class MeshLoader(DataLoader[Any]):
     def __init__(
         self,
         context: RankContext,
-        dataset: Dataset[Any],
+        dataset: SizedDataset,
         batch_size: int,
         *,
         shuffle: bool = False,
@@ -117,7 +150,7 @@ class MeshLoader(DataLoader[Any]):
         _check(dataset, batch_size, options)
         ranks = context.layout.size(DATA_AXIS)
         self.cut = EpochSplit(
-            samples=len(dataset),  # type: ignore[arg-type]  # checked
+            samples=len(dataset),
             batch_size=batch_size,
             ranks=ranks,
             drop_last=drop_last,
@@ -132,7 +165,7 @@ class MeshLoader(DataLoader[Any]):
         self._next = 0
         # The base class draws a number each pass: not from the stream that dropout uses.
         options.setdefault("generator", torch.Generator().manual_seed(seed * ranks + self._rank))
-        super().__init__(dataset, batch_sampler=_Batches(self), **options)
+        super().__init__(cast("Dataset[Any]", dataset), batch_sampler=_Batches(self), **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`; the one that is under way goes on."""
@@ -192,7 +225,7 @@ class MeshLoader(DataLoader[Any]):
         return order
 
 
-def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         hint = "let it yield every rt.world_size-th sample itself, in a DataLoader of its own"
         raise UsageError(f"rt.loader: {type(dataset).__name__} has no length to divide", hint=hint)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,16 +33,15 @@ from msrun.worker.beat import beat
 
 # What only later calls need they import themselves: a rank that nobody forked waits for each.
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
-    from msrun.parallel.data import MeshLoader
+    from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.deferred.init import DeferredInit
     from msrun.parallel.sharded_model import ShardedModel
     from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class Runtime:
@@ -147,10 +146,17 @@ class Runtime:
         """
         return self.context.group(axis)
 
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 alone."""
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: IO[str] | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on rank 0 alone, as the built-in `print` does."""
         if self.is_main:
-            print(*values, **{"flush": True, **options})  # noqa: T201 - what it is for
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def barrier(self) -> None:
         """Wait until every rank of the job is here."""
@@ -178,7 +184,7 @@ class Runtime:
         with block:
             yield
 
-    def shard(self, model: nn.Module, sample: Sequence[Any] | None = None) -> nn.Module:
+    def shard(self, model: nn.Module, sample: Sequence[object] | None = None) -> nn.Module:
         """Make `model` parallel as configured and return what is to be trained.
 
         All ranks call it with the same model; parameters and buffers become those of the
@@ -205,7 +211,7 @@ class Runtime:
             self._dropout_rngs.append(state.dropout_rngs)
         return result
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Return `optimizer`, made of the parameters of a sharded model.
 
         A group of parameters of several kinds, whole and divided, becomes one of each kind, so
@@ -224,7 +230,9 @@ class Runtime:
         split_groups(optimizer)
         return optimizer
 
-    def loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> MeshLoader:
+    def loader(
+        self, dataset: SizedDataset, batch_size: int, **options: Unpack[LoaderOptions]
+    ) -> MeshLoader:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
@@ -244,7 +252,7 @@ class Runtime:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFunction,
-        *batch: Any,
+        *batch: object,
         max_norm: float | None = None,
     ) -> Tensor:
         """Train on one local batch: forward, backward, reduction, optimizer step.
@@ -298,7 +306,7 @@ class Runtime:
         step: int,
         path: str | Path | None = None,
         loader: MeshLoader | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> None:
         """Write a checkpoint, which any number of ranks in any layout can load.
 
@@ -322,7 +330,7 @@ class Runtime:
         *,
         path: str | Path | None = None,
         loader: MeshLoader | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> int:
         """Load a checkpoint, or the newest of a directory, and return the steps it had done.
 
@@ -345,7 +353,7 @@ class Runtime:
         optimizer: torch.optim.Optimizer,
         loader: MeshLoader | None = None,
         *,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> int:
         """Go on from the newest checkpoint of the configured directory, if there is one.
 

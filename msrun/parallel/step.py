@@ -18,6 +18,7 @@ from msrun.parallel.local import scalar_loss
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
 
+# Output of the model and target of the batch, whatever types they have, to the mean loss.
 LossFunction = Callable[[Any, Any], Tensor]
 
 

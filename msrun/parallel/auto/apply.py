@@ -149,7 +149,6 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
             return _run_natively(
                 config, context, model, traced, lowering=lowering, microbatches=answer.microbatches
             )
-    context.print(f"{_MODE} runs on {EXECUTOR}")
     make = partial(
         Executor,
         traced=traced,
@@ -160,20 +159,14 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
         seed=_seed(context),
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )
+    context.print(f"{_MODE} runs on {EXECUTOR}")
     if chunks.count == 1:
         model.forward = run = make(model)
         return Applied(model, context, (run.dropout_rng,), microbatches=answer.microbatches)
-    uses = Uses(traced.program, setting, traced.rules)
-    parts = divide(traced.program, uses, answer.starts)
+    parts = divide(traced.program, Uses(traced.program, setting, traced.rules), answer.starts)
     line = PipelineRanks(chunks=chunks, group=context.group(PIPELINE_AXIS), device=context.device)
-    stage = PlannedModel(
-        model,
-        slices(model, traced, parts, chunks),
-        answer.microbatches,
-        line,
-        traced=traced,
-        make=make,
-    )
+    pieces = slices(model, traced, parts, chunks)
+    stage = PlannedModel(model, pieces, answer.microbatches, line, traced=traced, make=make)
     return Applied(stage, context, stage.dropout_rngs, is_pipeline=True)
 
 

@@ -7,11 +7,11 @@ Model, optimizer, random generators, loader and step.  Tensors are resharded on 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from msrun.parallel.checkpoint.state import (
 from msrun.parallel.checkpoint.strategy_file import describe, merge, write_strategy
 from msrun.parallel.checkpoint.targets import Targets, check_taken
 from msrun.parallel.checkpoint.tensors import FilePlan, read_tensor, write_file
+from msrun.parallel.checkpoint.user_state import Extra, Stateful, check_extra, plain_extra
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
@@ -46,22 +47,9 @@ DRAWS = "draws"
 # Ranks of a job that ends well come to its end together, but for a last evaluation on one.
 AT_EXIT = timedelta(minutes=5)
 
-Extra = Mapping[str, Any] | None
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader, a scheduler, or whatever else can say where it stands."""
-
-    def state_dict(self) -> Any:
-        """Return plain JSON values."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take them back."""
-
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes on between two steps, as it was right after the first.
+    """State that changes between two steps, as it was right after the first.
 
     Args:
         step: Steps that were done.
@@ -223,7 +211,7 @@ class Checkpoints:
             manifest = store.read_manifest(folder)
             index = store.read_index(folder, manifest)
             targets = Targets(self._names(models), optimizers, index)
-            _check_extra(manifest, loader, extra)
+            check_extra(manifest, loader, extra)
         check_taken(self._peers.any_of(targets.taken), index)
         with self._peers.together():
             if loader is not None:
@@ -379,7 +367,7 @@ class Checkpoints:
             torch=str(torch.__version__),
             files={},
             loader=moment.loader,
-            extra={name: _plain_extra(name, value) for name, value in (extra or {}).items()},
+            extra={name: plain_extra(name, value) for name, value in (extra or {}).items()},
         )
 
     def _divide(self, state: State) -> plans.WriteDivision:
@@ -495,17 +483,3 @@ def _each(optimizer: Optimizers) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def _plain_extra(name: str, value: Any) -> Any:
-    if isinstance(value, Stateful):
-        value = value.state_dict()
-    return plain(value, f"extra[{name!r}]")
-
-
-def _check_extra(manifest: store.Manifest, loader: Stateful | None, extra: Extra) -> None:
-    if loader is not None and manifest.loader is None:
-        raise UsageError("the checkpoint has no state of a loader")
-    for name, value in (extra or {}).items():
-        if isinstance(value, Stateful) and name not in manifest.extra:
-            raise UsageError(f"the checkpoint has no extra {name!r}")
