@@ -22,15 +22,27 @@ if TYPE_CHECKING:
 
     import torch
 
-    from msrun.errors import ExitCode, MsrunError, UsageError
+    from msrun.errors import (
+        CheckpointError,
+        ConfigError,
+        ExitCode,
+        ModelError,
+        MsrunError,
+        RanksDisagreeError,
+        UsageError,
+    )
     from msrun.parallel import collectives
     from msrun.parallel.config import ParallelConfig
     from msrun.parallel.runtime import Runtime
     from msrun.worker.beat import beat
 
 __all__ = [
+    "CheckpointError",
+    "ConfigError",
     "ExitCode",
+    "ModelError",
     "MsrunError",
+    "RanksDisagreeError",
     "Runtime",
     "UsageError",
     "__version__",
@@ -42,8 +54,12 @@ __all__ = [
 
 # Public name -> module that has it; each costs an import that not every program needs.
 _LOADED_ON_USE = {
+    "CheckpointError": "msrun.errors",
+    "ConfigError": "msrun.errors",
     "ExitCode": "msrun.errors",
+    "ModelError": "msrun.errors",
     "MsrunError": "msrun.errors",
+    "RanksDisagreeError": "msrun.errors",
     "Runtime": "msrun.parallel.runtime",
     "UsageError": "msrun.errors",
     "beat": "msrun.worker.beat",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 
@@ -46,7 +46,7 @@ class Rank:
         """Make the mesh of `config` and return this rank on it; all ranks call it together.
 
         Raises:
-            UsageError: The mesh does not fit the number of ranks.
+            ConfigError: The mesh does not fit the number of ranks.
         """
         layout = resolve(config, self.world_size)
         mesh = _device_mesh(self.device, layout.axes)
@@ -107,10 +107,10 @@ class RankContext(Rank):
         """Return the process group of this rank along `axis`.
 
         Raises:
-            UsageError: The mesh has no such axis.
+            ConfigError: The mesh has no such axis.
         """
         if axis not in self.layout.axes:
-            raise UsageError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
+            raise ConfigError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
         return self.mesh.get_group(axis)
 
 
@@ -118,7 +118,7 @@ def placed(rank: Rank, config: ParallelConfig) -> RankContext:
     """Return `rank` with its mesh.
 
     Raises:
-        UsageError: `mesh: auto` has `Runtime.shard` find the mesh, which was not called.
+        ConfigError: `mesh: auto` has `Runtime.shard` find the mesh, which was not called.
     """
     if not isinstance(rank, RankContext):
         resolve(config, rank.world_size)  # refuses in the words of the configuration

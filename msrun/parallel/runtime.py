@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from msrun import environ
 from msrun.environ import RankIdentity
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
@@ -459,7 +459,7 @@ def init(
     global _current  # noqa: PLW0603 - as in `_forget`
     if _current is not None:
         if config is not None and read_config(config) != _current.config:
-            raise UsageError("msrun.init was called before with another configuration")
+            raise ConfigError("msrun.init was called before with another configuration")
         return _current
     env = environ.current()
     identity = read_identity(env)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
@@ -94,7 +94,7 @@ def shard_model(
         sample: As of `Runtime.shard`.
 
     Raises:
-        UsageError: The configuration does not fit the model; then nothing was changed.
+        ModelError: The configuration does not fit the model; then nothing was changed.
     """
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
@@ -105,7 +105,7 @@ def shard_model(
         from msrun.parallel.deferred import fill
 
         if resolved.excluded:
-            raise UsageError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
+            raise ModelError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
         weights = fill.find(model)
         fill.move(model, context.device)
     else:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -45,7 +45,7 @@ class ParameterSnapshot:
         """See whether they are still there, and none of the others is trained.
 
         Raises:
-            UsageError: One would be left to each rank by itself.
+            ModelError: One would be left to each rank by itself.
         """
         model = self._model()
         if model is None:
@@ -54,13 +54,13 @@ class ParameterSnapshot:
         for name in {**parts, **found}:
             if name not in found or name not in parts or found[name] is not parts[name]:
                 what = "replaced" if name in parts else "added"
-                raise UsageError(
+                raise ModelError(
                     f"{name} was {what} after rt.shard, so ranks do not train it together",
                     hint="change the model before rt.shard",
                 )
         for name in self._frozen:
             if model.get_parameter(name).requires_grad:
-                raise UsageError(
+                raise ModelError(
                     f"{name} was frozen in rt.shard, so ranks do not train it together",
                     hint="freeze what is to be trained later after rt.shard",
                 )
@@ -189,7 +189,7 @@ class ShardedModel:
         """Refuse a model that has changed since `shard`, or an optimizer of another one.
 
         Raises:
-            UsageError: A step would train something else, or nothing.
+            ModelError: A step would train something else, or nothing.
         """
         if self._snapshot:
             self._snapshot.check()
@@ -199,7 +199,7 @@ class ShardedModel:
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if self._own.isdisjoint(held):
             name = type(self._model()).__name__
-            raise UsageError(f"{type(optimizer).__name__} holds no parameter of {name}")
+            raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers.add(optimizer)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,4 +209,4 @@ class ShardedModel:
         for group in optimizer.param_groups:
             if any(id(param) in replaced for param in group["params"]):
                 message = f"{type(optimizer).__name__} holds parameters from before rt.shard"
-                raise UsageError(message, hint="make the optimizer after rt.shard(model)")
+                raise ModelError(message, hint="make the optimizer after rt.shard(model)")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.local import scalar_loss
@@ -34,7 +34,7 @@ def run_step(
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
     if len(batch) < 2:  # noqa: PLR2004 - an input and a target
-        raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
+        raise ModelError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
     if max_norm is not None:
         check_clip(config, context)
     sharded.check(optimizer)
@@ -70,7 +70,7 @@ def clip(
     """Clip the gradients of a model by their global norm, and return the norm before.
 
     Raises:
-        UsageError: `mode: manual`: the script shards gradients in a way that is not known here.
+        ModelError: `mode: manual`: the script shards gradients in a way that is not known here.
     """
     check_clip(config, context)
     apart: dict[Parameter, dist.ProcessGroup] = {}
@@ -90,7 +90,7 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
     """Refuse a norm over parameters whose sharding only the script knows."""
     axes = {name: n for name, n in context.layout.axes.items() if n > 1 and name != DATA_AXIS}
     if config.mode == "manual" and axes:
-        raise UsageError(
+        raise ModelError(
             f"{ROOT}.mode: manual does not say which gradients are divided over {next(iter(axes))}"
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
@@ -104,7 +104,7 @@ def _train(
     model = sharded.model()
     samples = batch_size(batch)
     if samples == 0:
-        raise UsageError("the batch has no sample")
+        raise ModelError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=context.device)
     # Others may have gradients where this rank has none; what gathers parameters needs them all.
@@ -121,7 +121,7 @@ def _train(
                     (loss * (share * context.batch.value)).backward()
         total = total + loss.detach() * share
     if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
-        raise UsageError("the loss of no rank depends on a parameter that is trained")
+        raise ModelError("the loss of no rank depends on a parameter that is trained")
     return total
 
 
@@ -144,24 +144,24 @@ def batch_size(batch: Any) -> int:
     """Return the number of samples in `batch`: the first dim of its first tensor.
 
     Raises:
-        UsageError: There is no tensor in it.
+        ModelError: There is no tensor in it.
     """
     for value in _tensors(batch):
         return len(value)
-    raise UsageError("the batch holds no tensor with a first dim of samples")
+    raise ModelError("the batch holds no tensor with a first dim of samples")
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Return `batch` in `parts` pieces along its first dim, as equal as they can be.
 
     Raises:
-        UsageError: There are fewer samples than pieces.
+        ModelError: There are fewer samples than pieces.
     """
     if parts == 1:
         return [batch]
     samples = batch_size(batch)
     if samples < parts:
-        raise UsageError(
+        raise ModelError(
             f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
         )
     return [_piece(batch, samples, parts, index) for index in range(parts)]

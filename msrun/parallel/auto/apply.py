@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
@@ -57,6 +57,7 @@ _MODES: dict[str, Mode] = {
     "sharding_propagation": "propagation",
 }
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
 _GIB = 2**30
 _PLAN = f"{ROOT}.plan"
 _MODE = f"{ROOT}.mode: auto"
@@ -76,6 +77,7 @@ class PlanBroadcast(msgspec.Struct, frozen=True):
         plan: One that was saved.
         error: Why there is no plan; empty if there is one.
         hint: What to do about it; may be empty.
+        kind: Name of the error's class.
     """
 
     mesh: dict[str, int] = {}
@@ -86,6 +88,7 @@ class PlanBroadcast(msgspec.Struct, frozen=True):
     plan: SavedPlan | None = None
     error: str = ""
     hint: str = ""
+    kind: str = ""
 
 
 class Applied(NamedTuple):
@@ -123,7 +126,7 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
         sample: As of `Runtime.shard`.
 
     Raises:
-        UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
+        ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
     was_training = model.training
@@ -174,7 +177,7 @@ def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any
     """Return `sample`, which `model` is to be traced with.
 
     Raises:
-        UsageError: There is none, or the model has no values.
+        ConfigError: There is none, or the model has no values.
     """
     if sample is None:
         raise UsageError(
@@ -182,7 +185,7 @@ def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any
             hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
         )
     if any(param.is_meta for param in model.parameters()):
-        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
+        raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
     return sample
 
 
@@ -257,10 +260,10 @@ def _read(config: ParallelConfig, rank: Rank, path: str, batch: int) -> PlanBroa
         mesh = rank.layout.axes if isinstance(rank, RankContext) else plan.axes()
         check_fit(plan, path, world=rank.world_size, mesh=mesh, batch=batch)
     except UsageError as error:
-        raise UsageError(f"{_PLAN}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"{_PLAN}: {error.message}", hint=error.hint) from None
     if _microbatches(config) not in (1, plan.microbatches):
         key = "pipeline.microbatches" if config.pipeline else "accumulate"
-        raise UsageError(
+        raise ConfigError(
             f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
             f"and {ROOT}.{key} is {_microbatches(config)}"
         )
@@ -307,7 +310,7 @@ def _setting(
     axes, ranks = _axes(context), context.layout.size(DATA_AXIS)
     if batch % (ranks * microbatches):
         key = "pipeline.microbatches" if config.pipeline else "accumulate"
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.{key}: {microbatches} does not divide the {batch / ranks:g} samples of a "
             "local batch, and mode auto needs equal micro-batches"
         )
@@ -351,7 +354,7 @@ def _topology(config: ParallelConfig, rank: Rank) -> Topology:
     try:
         return find_topology(config.topology or _PRESETS.get(rank.device.type, "a100"))
     except UsageError as error:
-        raise UsageError(f"{ROOT}.{error.message}") from None
+        raise ConfigError(f"{ROOT}.{error.message}") from None
 
 
 def _search(
@@ -382,7 +385,7 @@ def _told_memory() -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         needed = f"{error.least / _GIB:.3g} GiB"
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank"
         ) from None
 
@@ -391,12 +394,13 @@ def _agreed(decide: Callable[[], PlanBroadcast], rank: Rank) -> PlanBroadcast:
     """Return the decision of the first rank on every rank.
 
     Raises:
-        UsageError: The first rank could not decide; then every rank raises it.
+        UsageError: The first rank could not decide; then every rank raises what it did.
     """
     content = msgspec.json.encode(_tried(decide)) if rank.rank == 0 else b""
     answer = msgspec.json.decode(rank.broadcast(content), type=PlanBroadcast)
     if answer.error:
-        raise UsageError(answer.error, hint=answer.hint or None)
+        kind = _ERRORS.get(answer.kind, UsageError)
+        raise kind(answer.error, hint=answer.hint or None)
     return answer
 
 
@@ -404,7 +408,8 @@ def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
     try:
         return decide()
     except UsageError as error:
-        return PlanBroadcast(error=error.message, hint=error.hint or "")
+        kind = type(error).__name__
+        return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
 
 
 def _seed(rank: Rank) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
@@ -130,7 +130,7 @@ class Checkpoints:
             extra: Name -> plain JSON value, or an object with `state_dict` of such values.
 
         Raises:
-            UsageError: It could not be written, here or on another rank, or the one before.
+            CheckpointError: It could not be written, here or on another rank, or the one before.
         """
         self.finish()
         with self._peers.together():
@@ -197,7 +197,7 @@ class Checkpoints:
             extra: Objects with `load_state_dict`; other values are in what is returned.
 
         Raises:
-            UsageError: There is none, it is broken, or does not fit; unless the files became
+            CheckpointError: There is none, it is broken, or does not fit; unless the files became
                 unreadable in the middle, nothing was changed.
         """
         self.finish()
@@ -241,7 +241,7 @@ class Checkpoints:
             The step to go on from: how many were done.
 
         Raises:
-            UsageError: As of `load`; or no directory is configured.
+            CheckpointError: As of `load`; or no directory is configured.
         """
         self.finish()
         self._loader, self._extra, self._step = loader, extra, 0
@@ -283,7 +283,7 @@ class Checkpoints:
         """Wait until all is there that was to be saved; due before a job ends well.
 
         Raises:
-            UsageError: It could not be written.
+            CheckpointError: It could not be written.
         """
         self.before_step()
         self._join()
@@ -292,7 +292,7 @@ class Checkpoints:
         """Do what `finish` does, unless some rank does not come: it may have ended early.
 
         Raises:
-            UsageError: The last checkpoint could not be written.
+            CheckpointError: The last checkpoint could not be written.
         """
         self.before_step(within)
         self._join()
@@ -308,7 +308,7 @@ class Checkpoints:
             stages: Pipeline stage of each model; None counts round the pipeline.
 
         Raises:
-            UsageError: It cannot be written.
+            CheckpointError: It cannot be written.
         """
         layout = self._context.layout
         first = self._context.coordinate.get(PIPELINE_AXIS, 0)
@@ -452,7 +452,7 @@ class Checkpoints:
             return Path(path)
         if self._settings is None:
             hint = f"set {ROOT}.checkpoint.dir, or name a directory"
-            raise UsageError(f"{who} knows no directory", hint=hint)
+            raise CheckpointError(f"{who} knows no directory", hint=hint)
         return Path(self._settings.dir)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.checkpoint.state import plain
 from msrun.parallel.checkpoint.store import Manifest
 
@@ -27,7 +27,7 @@ def plain_extra(name: str, value: Any) -> Any:
     """Return `value` of `extra` as plain JSON values.
 
     Raises:
-        UsageError: It has values that JSON cannot hold.
+        CheckpointError: It has values that JSON cannot hold.
     """
     if isinstance(value, Stateful):
         value = value.state_dict()
@@ -38,10 +38,10 @@ def check_extra(manifest: Manifest, loader: Stateful | None, extra: Extra) -> No
     """Refuse a checkpoint that lacks state of `loader` or `extra`.
 
     Raises:
-        UsageError: It has none.
+        CheckpointError: It has none.
     """
     if loader is not None and manifest.loader is None:
-        raise UsageError("the checkpoint has no state of a loader")
+        raise CheckpointError("the checkpoint has no state of a loader")
     for name, value in (extra or {}).items():
         if isinstance(value, Stateful) and name not in manifest.extra:
-            raise UsageError(f"the checkpoint has no extra {name!r}")
+            raise CheckpointError(f"the checkpoint has no extra {name!r}")

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import local_part
@@ -40,7 +40,7 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     module that is `planned`: its output may be a view, on which torch would lose its hooks.
 
     Raises:
-        UsageError: A pattern matches none, or a planned module.
+        ModelError: A pattern matches none, or a planned module.
     """
     modules = dict(model.named_modules())
     if config.optimizer.modules:
@@ -49,7 +49,7 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
         chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
     for name in sorted(chosen & set(planned)) if config.optimizer.modules else ():
         message = f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan"
-        raise UsageError(message, hint="name the module around it")
+        raise ModelError(message, hint="name the module around it")
     return [
         name
         for name in modules

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
@@ -59,7 +59,7 @@ class ExactDropout(TorchFunctionMode):
         if not model.training:
             return forward(*args, **kwargs)
         if self._batch.value != 1.0:
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.dropout: exact needs batches of one size on all ranks",
                 hint="take rt.loader(..., drop_last=True)",
             )
@@ -88,7 +88,7 @@ class ExactDropout(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if not self._is_drawing and (name in _DRAWING or _drops(name, args, kwargs)):
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}",
                 hint="take dropout: local",
             )
@@ -104,11 +104,11 @@ class ExactDropout(TorchFunctionMode):
         """Return ones for that `share` of the elements of `x`, and zeros.
 
         Raises:
-            UsageError: It does not begin with the samples of the batch.
+            ModelError: It does not begin with the samples of the batch.
         """
         rows = len(x) if x.dim() else 0
         if not self._samples or rows % self._samples or not rows:
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.dropout: exact: a dropout sees a tensor of shape {tuple(x.shape)}, "
                 f"which does not begin with the {self._samples} samples of the batch",
                 hint="take dropout: local",

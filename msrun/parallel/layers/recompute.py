@@ -27,7 +27,7 @@ def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
     """Return the outermost of `modules` that are to be recomputed.
 
     Raises:
-        UsageError: A pattern matches none.
+        ModelError: A pattern matches none.
     """
     chosen = sorted(matching(settings.modules, modules, "recompute.modules"))
     return [
