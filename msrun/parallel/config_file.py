@@ -32,12 +32,14 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
-_ELSEWHERE = {
-    "cost": "automatic strategy search",
-    "copies": "multiple-copy parallel",
-    "place": "heterogeneous placement",
-    "ps": "the parameter server",
-    "alltoall": "a switch of redistribution",
+# Keys that MindSpore's configuration has, or that a reader of its manual would try.
+_REFUSED = {
+    "alltoall": "the search picks all-to-all itself where it is cheaper",
+    "copies": "multiple-copy parallel is not part of this version",
+    "cost": "costs come from the topology (choose topology: a preset, or a file of msrun calibrate)",
+    "data": "arguments of rt.loader(dataset, batch_size) divide batches",
+    "place": "heterogeneous placement is not part of this version",
+    "ps": "the parameter server is not part of this version",
 }
 
 
@@ -75,20 +77,17 @@ def parse_config(tree: object) -> ParallelConfig:
     tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{ROOT}: {_shown(tree)} is no mapping")
-    if "data" in tree:
-        raise ConfigError(
-            f"{ROOT}.data: arguments of rt.loader(dataset, batch_size) divide batches"
-        )
-    for key, feature in _ELSEWHERE.items():
+    for key, sentence in _REFUSED.items():
         if key in tree:
-            raise ConfigError(f"{ROOT}.{key}: {feature} is not part of this version")
+            raise ConfigError(f"{ROOT}.{key}: {sentence}")
     try:
         config = msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(_sentence(str(error), tree)) from None
     except UnicodeEncodeError as error:
-        message = f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
-        raise ConfigError(message) from None
+        raise ConfigError(
+            f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
+        ) from None
     if isinstance(config.plan, list):
         for index, rule in enumerate(config.plan):
             check_notation(rule, f"{ROOT}.plan[{index}]", None)

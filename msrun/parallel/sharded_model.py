@@ -208,5 +208,7 @@ class ShardedModel:
         replaced -= {id(param) for param in self.parameters()}
         for group in optimizer.param_groups:
             if any(id(param) in replaced for param in group["params"]):
-                message = f"{type(optimizer).__name__} holds parameters from before rt.shard"
-                raise ModelError(message, hint="make the optimizer after rt.shard(model)")
+                raise ModelError(
+                    f"{type(optimizer).__name__} holds parameters from before rt.shard",
+                    hint="make the optimizer after rt.shard(model)",
+                )

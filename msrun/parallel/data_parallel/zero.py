@@ -48,8 +48,10 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     else:
         chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
     for name in sorted(chosen & set(planned)) if config.optimizer.modules else ():
-        message = f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan"
-        raise ModelError(message, hint="name the module around it")
+        raise ModelError(
+            f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan",
+            hint="name the module around it",
+        )
     return [
         name
         for name in modules
