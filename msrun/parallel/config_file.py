@@ -36,7 +36,7 @@ from msrun.units import quoted
 _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
     "copies": "multiple-copy parallel is not part of this version",
-    "cost": "costs come from the topology (choose topology: a preset, or a file of msrun calibrate)",
+    "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
     "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
     "ps": "the parameter server is not part of this version",
