@@ -24,14 +24,12 @@ class Experts(nn.Module):
 
 
 def caught(call):
-    """Return the kind that `call` raised, when it is one error of one sentence."""
-    try:
+    """Return the kind of error that `call` raises."""
+    with pytest.raises(msrun.MsrunError) as error:
         call()
-    except msrun.UsageError as error:
-        assert isinstance(error, msrun.MsrunError)
-        assert error.exit_code == msrun.ExitCode.USAGE
-        return type(error).__name__
-    return None
+    assert isinstance(error.value, msrun.UsageError)
+    assert error.value.exit_code == msrun.ExitCode.USAGE
+    return error.type.__name__
 
 
 def every_kind(folder):
