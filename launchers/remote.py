@@ -94,8 +94,10 @@ def _prepare(words: Sequence[str], order: NodeInstructions) -> tuple[int, NodeIn
         raise UsageError(f"directory {shown(order.cwd)}: {error.strerror}") from None
     table = order.env.get(environ.RANK_TABLE_FILE)
     if table and not os.access(table, os.R_OK):
-        msg = f"rank table {shown(table)} cannot be read here"
-        raise UsageError(msg, hint="it must be at the same path on every node")
+        raise UsageError(
+            f"rank table {shown(table)} cannot be read here",
+            hint="it must be at the same path on every node",
+        )
     return node_rank, order
 
 
@@ -178,8 +180,10 @@ def check_versions(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
     """
     for name, version in wanted.items():
         if found[name] != version:
-            msg = f"{name} is {shown(found[name])} here and {shown(version)} at the launcher"
-            raise UsageError(msg, hint=f"this node runs {sys.executable}")
+            raise UsageError(
+                f"{name} is {shown(found[name])} here and {shown(version)} at the launcher",
+                hint=f"this node runs {sys.executable}",
+            )
 
 
 def _read_line(most: int) -> str:

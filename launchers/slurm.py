@@ -125,8 +125,10 @@ class SlurmLauncher:
             UsageError: Hosts are given, or the order is too long for a variable.
         """
         if fleet.hosts:
-            msg = "--launcher slurm takes the nodes that Slurm gives"
-            raise UsageError(msg, hint="leave --hostfile out, or give --nodelist to sbatch")
+            raise UsageError(
+                "--launcher slurm takes the nodes that Slurm gives",
+                hint="leave --hostfile out, or give --nodelist to sbatch",
+            )
         order = render_order(replace(make_order(fleet), hides_code=True))
         if len(order) > VARIABLE_BYTES_MAX:
             raise UsageError(
@@ -217,8 +219,10 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
 def _checked(key: str, value: str) -> str:
     """Refuse what would end the line, or be more than one word of it."""
     if not value.isprintable() or any(mark in value for mark in " \"'\\#"):
-        msg = f"{key} {shown(value)} cannot stand in a batch script"
-        raise UsageError(msg, hint="it may have no spaces, quotes, backslashes or #")
+        raise UsageError(
+            f"{key} {shown(value)} cannot stand in a batch script",
+            hint="it may have no spaces, quotes, backslashes or #",
+        )
     return value
 
 
@@ -233,8 +237,7 @@ def _sbatch(plan: FleetPlan) -> str:
             check=False,
         )
     except FileNotFoundError:
-        msg = "--launcher slurm needs sbatch, which is not on PATH"
-        raise UsageError(msg) from None
+        raise UsageError("--launcher slurm needs sbatch, which is not on PATH") from None
     except subprocess.TimeoutExpired:
         raise MsrunError(f"sbatch gave no answer within {_SECONDS:g}s") from None
     if done.returncode:

@@ -1,5 +1,7 @@
 """Names of environment variables: the only file that reads, builds or writes an environment."""
 
+# tidy: long file, the one file that knows the names of environment variables, by decision
+
 from __future__ import annotations
 
 import os
@@ -333,8 +335,10 @@ def rank_identity(env: Mapping[str, str]) -> RankIdentity:
         if env.get(rank) and _whole(env, rank) > 0:
             raise UsageError(f"environment {rank}={env[rank]} is set and {world_size} is not")
     if role := env.get("MS_ROLE"):
-        msg = f"environment MS_ROLE={shown(role)}, and this process has not joined its cluster"
-        raise UsageError(msg, hint="call msrun.join(), or msrun.init(), which does it first")
+        raise UsageError(
+            f"environment MS_ROLE={shown(role)}, and this process has not joined its cluster",
+            hint="call msrun.join(), or msrun.init(), which does it first",
+        )
     return RankIdentity(source="plain python")
 
 

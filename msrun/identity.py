@@ -247,9 +247,10 @@ def _of_open_mpi(env: Mapping[str, str]) -> tuple[str, str]:
     host = next(filter(None, match.groups())) if match else ""
     has_others = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]
     if host and has_others and not is_there and env["OMPI_COMM_WORLD_RANK"] == "0":
-        message = f"Open MPI placed rank 0 on another node than mpirun's, {shown(host)}"
-        hint = "set MASTER_ADDR and MASTER_PORT, or let mpirun's node be the first of the hosts"
-        raise UsageError(message, hint=hint)
+        raise UsageError(
+            f"Open MPI placed rank 0 on another node than mpirun's, {shown(host)}",
+            hint="set MASTER_ADDR and MASTER_PORT, or let mpirun's node be the first of the hosts",
+        )
     return host, name
 
 

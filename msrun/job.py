@@ -192,31 +192,26 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse what no later stage could carry out."""
         if not JOB_ID_PATTERN.fullmatch(self.job_id):
-            msg = f"--job-id {self.job_id!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
-            raise UsageError(msg)
+            raise UsageError(
+                f"--job-id {self.job_id!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
+            )
         if self.workers_per_node < 1:
-            msg = f"--workers-per-node {self.workers_per_node} must be at least 1"
-            raise UsageError(msg)
+            raise UsageError(f"--workers-per-node {self.workers_per_node} must be at least 1")
         if not 1 <= self.nnodes_min <= self.nnodes_max:
-            msg = (
+            raise UsageError(
                 f"--nnodes {self.nnodes_min}:{self.nnodes_max} must be MIN:MAX with 1 <= MIN <= MAX"
             )
-            raise UsageError(msg)
         if self.world_size is not None and self.world_size < self.workers_per_node:
-            msg = (
+            raise UsageError(
                 f"--worker-num {self.world_size} is fewer than --workers-per-node "
                 f"{self.workers_per_node}"
             )
-            raise UsageError(msg)
         if not 0 <= self.master_port <= PORT_MAX:
-            msg = f"--master-port {self.master_port} is outside 0 to {PORT_MAX}"
-            raise UsageError(msg)
+            raise UsageError(f"--master-port {self.master_port} is outside 0 to {PORT_MAX}")
         if self.restarts.max_restarts < 0:
-            msg = f"--max-restarts {self.restarts.max_restarts} must be at least 0"
-            raise UsageError(msg)
+            raise UsageError(f"--max-restarts {self.restarts.max_restarts} must be at least 0")
         if not self.join_timeout > 0:
-            msg = f"--join-timeout {self.join_timeout:g}s must be above zero"
-            raise UsageError(msg)
+            raise UsageError(f"--join-timeout {self.join_timeout:g}s must be above zero")
         least = (
             ("last-call", self.last_call, 0),
             ("lease", self.lease, 1),
@@ -224,8 +219,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name, value, limit in least:
             if not value >= limit:
-                msg = f"--{name} {value:g}s must be at least {limit:g}s"
-                raise UsageError(msg)
+                raise UsageError(f"--{name} {value:g}s must be at least {limit:g}s")
 
     def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
         """Tell whether the console, which may be a terminal, shows the log of a worker."""

@@ -128,8 +128,7 @@ def load(name: str) -> Launcher:
     for entry_point in _entry_points():
         if entry_point.name == name:
             return _load_foreign(entry_point)
-    msg = f"--launcher {name!r} is not installed (choose {', '.join(names())})"
-    raise UsageError(msg)
+    raise UsageError(f"--launcher {name!r} is not installed (choose {', '.join(names())})")
 
 
 def _attribute(dotted: str) -> Any:
@@ -143,9 +142,10 @@ def _load_foreign(entry_point: EntryPoint) -> Launcher:
     try:
         return cast("Launcher", entry_point.load()())
     except Exception as error:
-        msg = f"--launcher {entry_point.name} ({entry_point.value}) cannot be loaded"
-        hint = f"{type(error).__name__}: {error}"
-        raise UsageError(msg, hint=hint) from error
+        raise UsageError(
+            f"--launcher {entry_point.name} ({entry_point.value}) cannot be loaded",
+            hint=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def _entry_points() -> EntryPoints:
@@ -159,5 +159,7 @@ def _check_ours(package: str, found: str | None) -> None:
     expected = Path(__file__).parent.parent / package
     actual = Path(found or "").parent
     if actual != expected:
-        msg = f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}'
-        raise UsageError(msg, hint=f"remove {actual.parent} from PYTHONPATH")
+        raise UsageError(
+            f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}',
+            hint=f"remove {actual.parent} from PYTHONPATH",
+        )

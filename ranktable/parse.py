@@ -304,15 +304,23 @@ def _read_version(fields: _Fields, *, is_needed: bool) -> Version:
     if fields.has("version"):
         text = fields.optional_text("version")
         if text is not None and text not in _VERSIONS:
-            message = f'{quote(text)} is not read (choose "1.0" or "1.2")'
-            raise UnknownVersionError((TableProblem(fields.path("version"), message),))
+            raise _unknown_version(
+                fields, "version", f'{quote(text)} is not read (choose "1.0" or "1.2")'
+            )
         return _VERSIONS.get(text or "", Version.V1_0)
     if fields.has("group_list"):
-        message = "is the form older than version 1.0, which is not read; write the table anew"
-        raise UnknownVersionError((TableProblem(fields.path("group_list"), message),))
+        raise _unknown_version(
+            fields,
+            "group_list",
+            "is the form older than version 1.0, which is not read; write the table anew",
+        )
     if is_needed:
         fields.problem("version", 'is missing (choose "1.0" or "1.2")')
     return Version.V1_0
+
+
+def _unknown_version(fields: _Fields, key: str, message: str) -> UnknownVersionError:
+    return UnknownVersionError((TableProblem(fields.path(key), message),))
 
 
 def _read_server(fields: _Fields) -> Server:

@@ -95,8 +95,10 @@ def take_place(words: Sequence[str], system: System) -> int:
     job = prepared.draft.job
     if not membership.is_worker:
         if not job.serves:
-            msg = f"environment {Hand.HOST}={membership.host} is no address of this machine"
-            raise UsageError(msg, hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there")
+            raise UsageError(
+                f"environment {Hand.HOST}={membership.host} is no address of this machine",
+                hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there",
+            )
         from msrun.processes.scheduler_host import (
             serve,  # Only one process of the cluster needs it.
         )
@@ -113,15 +115,19 @@ def _read(env: Mapping[str, str]) -> _Membership:
     role = env.get(Hand.ROLE, "")
     if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
         asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
-        msg = f"environment {asking}={shown(env[asking])}: this version has no parameter servers"
-        raise UsageError(msg, hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}")
+        raise UsageError(
+            f"environment {asking}={shown(env[asking])}: this version has no parameter servers",
+            hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}",
+        )
     if role not in (_SCHEDULER, _WORKER):
-        msg = f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
+        )
     for needed in (Hand.HOST, Hand.PORT, Hand.WORKERS):
         if not env.get(needed):
-            msg = f"environment {Hand.ROLE}={role} is set and {needed} is not"
-            raise UsageError(msg, hint=_ALIKE)
+            raise UsageError(
+                f"environment {Hand.ROLE}={role} is set and {needed} is not", hint=_ALIKE
+            )
     workers = _number(env, Hand.WORKERS, 1, _WORKERS_MAX)
     is_worker = role == _WORKER
     rank, name = _node_id(env, workers) if is_worker else (None, "")
@@ -138,8 +144,9 @@ def _read(env: Mapping[str, str]) -> _Membership:
 def _number(env: Mapping[str, str], name: Hand, least: int, most: int) -> int:
     text = env[name]
     if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
-        msg = f"environment {name}={shown(text)} is no whole number from {least} to {most}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"environment {name}={shown(text)} is no whole number from {least} to {most}"
+        )
     return int(text)
 
 
@@ -148,12 +155,16 @@ def _node_id(env: Mapping[str, str], workers: int) -> tuple[int | None, str]:
     text = env.get(Hand.NODE_ID, "")
     if not _NUMBER.fullmatch(text):
         if text and not _NAME.fullmatch(text):
-            msg = f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters"
-            raise UsageError(f"{msg}, digits, '_', '.' or '-'")
+            raise UsageError(
+                f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters, "
+                "digits, '_', '.' or '-'"
+            )
         return None, text
     if int(text) >= workers:
-        msg = f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers}"
-        raise UsageError(f"{msg} (choose {span(workers)})")
+        raise UsageError(
+            f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers} "
+            f"(choose {span(workers)})"
+        )
     return int(text), ""
 
 
@@ -163,8 +174,10 @@ def _device(env: Mapping[str, str], devices: int) -> int | None:
     if not devices or not text:
         return None
     if not _NUMBER.fullmatch(text) or int(text) >= devices:
-        msg = f"environment {Hand.DEVICE}={shown(text)} is no device of this machine"
-        raise UsageError(f"{msg} (choose {span(devices)})")
+        raise UsageError(
+            f"environment {Hand.DEVICE}={shown(text)} is no device of this machine "
+            f"(choose {span(devices)})"
+        )
     return int(text)
 
 
@@ -200,8 +213,10 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
     request = read_request(line, TABLE, system)
     stays = request.settings.get(options.JOIN)
     if stays and not stays.value:
-        msg = f"{stays.cite()}: a process that is started by hand stays until the job is over"
-        raise UsageError(msg, hint="end its command with & instead")
+        raise UsageError(
+            f"{stays.cite()}: a process that is started by hand stays until the job is over",
+            hint="end its command with & instead",
+        )
     return prepare(request, system)
 
 

@@ -64,21 +64,26 @@ def find_server(
         return found[0]
     if not found:
         names = shown(", ".join(server.server_id for server in servers))
-        msg = f"the rank table has no server with an address of this node (it has {names})"
-        raise UsageError(msg, hint="give --node-rank, or write the table anew")
+        raise UsageError(
+            f"the rank table has no server with an address of this node (it has {names})",
+            hint="give --node-rank, or write the table anew",
+        )
     first, second = (servers[rank].server_id for rank in found[:2])
-    msg = f"this node is both server {shown(first)} and server {shown(second)} of the rank table"
-    raise UsageError(msg, hint="give --node-rank")
+    raise UsageError(
+        f"this node is both server {shown(first)} and server {shown(second)} of the rank table",
+        hint="give --node-rank",
+    )
 
 
 def _check_told(servers: Sequence[Server], found: Sequence[int], told: int) -> None:
     if told >= len(servers):
-        msg = f"the rank table has no server {told} (choose 0 to {len(servers) - 1})"
-        raise UsageError(msg)
+        raise UsageError(f"the rank table has no server {told} (choose 0 to {len(servers) - 1})")
     if found and told not in found:
         named, here = (shown(servers[rank].server_id) for rank in (told, found[0]))
-        msg = f"server {told} of the rank table is {named}, and this node is server {found[0]}"
-        raise UsageError(f"{msg}, {here}")
+        raise UsageError(
+            f"server {told} of the rank table is {named}, and this node is server {found[0]}, "
+            f"{here}"
+        )
 
 
 def check_devices(server: Server, present: tuple[int, ...]) -> None:
@@ -95,8 +100,9 @@ def check_devices(server: Server, present: tuple[int, ...]) -> None:
     if present and missing:
         has = ", ".join(map(str, present))
         name = shown(server.server_id)
-        msg = f"the rank table gives server {name} device {missing[0]}, and this node has {has}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"the rank table gives server {name} device {missing[0]}, and this node has {has}"
+        )
 
 
 def _by_rank(server: Server) -> list[TableDevice]:

@@ -43,10 +43,9 @@ def _cpus(numa: Given[BindRequest] | None, machine: Machine) -> Given[Binding] |
     by_device = {}
     for device, nodes in numa.value.cpu_nodes.items():
         if missing := sorted(set(nodes) - set(machine.cpus.numa)):
-            msg = (
+            raise UsageError(
                 f"{numa.cite()} names NUMA node {render_number_list(missing)}, which is not "
                 f"available (choose from {render_number_list(machine.cpus.numa)})"
             )
-            raise UsageError(msg)
         by_device[device] = tuple(sorted(cpu for n in nodes for cpu in machine.cpus.numa[n]))
     return Given(Binding(mode=BindMode.GIVEN, by_device=by_device), numa.source, numa.text)

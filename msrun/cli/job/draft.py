@@ -354,8 +354,7 @@ def _log_dir(settings: Settings, job_id: str) -> Given[str]:
     if problem:
         where = "" if nearest == path else f": {shown(str(nearest))}"
         cite = named.cite() if named.text else f"--log-dir {default}"
-        msg = f"{cite}{where} {problem}"
-        raise UsageError(msg)
+        raise UsageError(f"{cite}{where} {problem}")
     return Given(str(path), named.source, named.text)
 
 

@@ -112,8 +112,10 @@ def _share(total: Given[int] | None, nnodes: Given[tuple[int, int]]) -> Given[in
         return None
     each, rest = divmod(total.value, most)
     if rest or not each:
-        msg = f"{total.cite()} cannot be shared equally by {nnodes.cite()}"
-        raise UsageError(msg, hint="give --workers-per-node on each node")
+        raise UsageError(
+            f"{total.cite()} cannot be shared equally by {nnodes.cite()}",
+            hint="give --workers-per-node on each node",
+        )
     return Given(each, total.source, total.text)
 
 
@@ -123,26 +125,28 @@ def _check_total(
     """Refuse a total that this node and one worker on each other node exceed."""
     fewest = nnodes.value[0]
     if total and total.value < workers.value + fewest - 1:
-        msg = (
+        raise UsageError(
             f"{total.cite()} is too few for {_nodes_text(fewest)}, of which this one starts "
             f"{workers.value}"
         )
-        raise UsageError(msg)
 
 
 def _check_capacity(workers: Given[int], machine: Machine) -> None:
     most, limit = capacity(machine)
     if workers.value > most:
         cite = workers.cite() if workers.text else f"--workers-per-node {workers.value}"
-        msg = f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
+        )
 
 
 def _check_node_rank(settings: Settings, size: Size) -> None:
     given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
     if given and given.value >= most:
-        msg = f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})"
-        raise UsageError(msg, hint="a job of several nodes needs --nnodes" if most == 1 else None)
+        raise UsageError(
+            f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})",
+            hint="a job of several nodes needs --nnodes" if most == 1 else None,
+        )
 
 
 def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
@@ -157,8 +161,10 @@ def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
             "add --nnodes and --master-addr for one job of them all, or start one, such as by "
             "`srun --ntasks 1` or `mpirun -n 1`"
         )
-    msg = f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}"
-    raise UsageError(msg, hint=hint)
+    raise UsageError(
+        f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}",
+        hint=hint,
+    )
 
 
 def _nodes_text(number: int) -> str:
@@ -197,11 +203,10 @@ def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
         case WorkerWord.GPU | WorkerWord.NPU as word:
             count = sum(device.kind is kinds[word] for device in machine.devices)
             if not count:
-                msg = (
+                raise UsageError(
                     f"{given.cite()} finds no {word.value.upper()} on this machine "
                     "(choose a number, auto or cpu)"
                 )
-                raise UsageError(msg)
     return Given(count, given.source, given.text)
 
 

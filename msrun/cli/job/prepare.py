@@ -115,8 +115,7 @@ def _check_directory() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        msg = f"the current directory cannot be used: {error.strerror}"
-        raise UsageError(msg) from None
+        raise UsageError(f"the current directory cannot be used: {error.strerror}") from None
 
 
 def _settings(
@@ -133,8 +132,7 @@ def _check_refused(settings: Settings, table: Table) -> None:
     for option in table:
         given = settings.get(option)
         if given and option.refusal:
-            msg = f"{given.cite()} {option.refusal}"
-            raise UsageError(msg)
+            raise UsageError(f"{given.cite()} {option.refusal}")
 
 
 def _check_fleet(settings: Settings) -> None:
@@ -142,8 +140,10 @@ def _check_fleet(settings: Settings) -> None:
     for option in FLEET_TABLE:
         given = settings.get(option)
         if given and option is not RANK_TABLE_FILE:
-            msg = f"{given.cite()} needs a backend that starts other nodes"
-            raise UsageError(msg, hint=f"choose --launcher {', '.join(launch.FLEETS)}")
+            raise UsageError(
+                f"{given.cite()} needs a backend that starts other nodes",
+                hint=f"choose --launcher {', '.join(launch.FLEETS)}",
+            )
 
 
 def _check_env(settings: Settings, plan: LaunchPlan) -> None:
@@ -152,8 +152,9 @@ def _check_env(settings: Settings, plan: LaunchPlan) -> None:
         for name, value in given.value.items():
             others = {worker.env.get(name, value) for worker in plan.workers}
             if plan.job.env.get(name) == value and others - {value}:
-                msg = f"{given.cite()} cannot be given: msrun sets {name} in every worker"
-                raise UsageError(msg)
+                raise UsageError(
+                    f"{given.cite()} cannot be given: msrun sets {name} in every worker"
+                )
 
 
 def _without_effect(settings: Settings) -> Iterator[str]:

@@ -92,8 +92,9 @@ def _json_object(text: str, value: str) -> dict[str, object]:
         found = None
     if not isinstance(found, dict):
         example = '{"device0": ["0-3"]}'
-        msg = f"{quoted(value)} is no JSON object (choose true, false, auto or such as {example})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is no JSON object (choose true, false, auto or such as {example})"
+        )
     return cast("dict[str, object]", found)
 
 
@@ -107,16 +108,17 @@ def _devices(
         match = _DEVICE.fullmatch(key)
         if numbers is None:
             wanted = '["0-3", "8,9"]'
-            msg = f"{quoted(value)}: {key}: {json.dumps(entry)} is no list such as {wanted}"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(value)}: {key}: {json.dumps(entry)} is no list such as {wanted}"
+            )
         if match:
             by_device[int(match[1])] = numbers
         elif key != "scheduler":
-            msg = f"{quoted(value)}: {quoted(key)} is no device (choose keys such as device0)"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(value)}: {quoted(key)} is no device (choose keys such as device0)"
+            )
     if not by_device:
-        msg = f"{quoted(value)} names no device (choose keys such as device0)"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} names no device (choose keys such as device0)")
     return by_device, (_SCHEDULER_NOTE,) if "scheduler" in entries else ()
 
 
@@ -153,8 +155,9 @@ def _from_file(path: str) -> BindRequest:
     cpu_mode = _mode(config, "bind_cpu_mode", ("cpu", "numa", "none"), path)
     memory_mode = _mode(config, "bind_memory_mode", ("numa", "none"), path)
     if config.get("actor_thread_fix_bind"):
-        msg = f"{quoted(path)}: actor_thread_fix_bind is for MindSpore's own threads (leave it out)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(path)}: actor_thread_fix_bind is for MindSpore's own threads (leave it out)"
+        )
     cpus: Binding | None = None
     memory: Binding | None = None
     cpu_nodes: dict[int, Numbers] = {}
@@ -173,18 +176,16 @@ def _from_file(path: str) -> BindRequest:
 def _section(parent: dict[str, object], key: str, path: str, above: str = "") -> dict[str, object]:
     section = parent.get(key)
     if not isinstance(section, dict):
-        msg = f"{quoted(path)}: {above}{key}: {json.dumps(section)} is no JSON object"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(path)}: {above}{key}: {json.dumps(section)} is no JSON object")
     return cast("dict[str, object]", section)
 
 
 def _mode(config: dict[str, object], key: str, choices: tuple[str, ...], path: str) -> str:
     mode = config.get(key, "none")
     if mode not in choices:
-        msg = (
+        raise UsageError(
             f"{quoted(path)}: bind_config.{key}: {json.dumps(mode)} is unknown ({choose(choices)})"
         )
-        raise UsageError(msg)
     return str(mode)
 
 
@@ -195,11 +196,10 @@ def _main_modules(root: dict[str, object], path: str) -> dict[str, object]:
     for device in section:
         modules = _section(section, device, path, "bind_cpu.")
         if others := sorted(modules.keys() - {"main"}):
-            msg = (
+            raise UsageError(
                 f"{quoted(path)}: bind_cpu.{device}.{others[0]} binds threads of MindSpore's own "
                 "(choose main)"
             )
-            raise UsageError(msg)
         if "main" in modules:
             found[device] = modules["main"]
     return found

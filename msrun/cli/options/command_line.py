@@ -80,8 +80,9 @@ def read_command_line(name: str, summary: str, table: Table, args: Sequence[str]
     try:
         context = _Verb(name, summary, table).make_context(name, words)
     except click.NoSuchOption as error:
-        msg = f"there is no option {error.option_name}{guess(error.possibilities or ())}"
-        raise UsageError(msg) from None
+        raise UsageError(
+            f"there is no option {error.option_name}{guess(error.possibilities or ())}"
+        ) from None
     except click.UsageError as error:
         msg = error.format_message().rstrip(".")
         raise UsageError(msg[:1].lower() + msg[1:]) from None
@@ -137,8 +138,7 @@ def _normal(spelling: str) -> str:
 
 def _opposite(spelling: str, attached: str | None) -> str:
     if attached is not None:
-        msg = f"{spelling} takes no value"
-        raise UsageError(msg)
+        raise UsageError(f"{spelling} takes no value")
     return "false"
 
 
@@ -149,8 +149,7 @@ def _following(
     if option.arity is Arity.ONE:
         following = _normal(_split(rest[0], known)[0]) if rest else ""
         if not rest or following in known or following in _OWN:
-            msg = f"{spelling} needs a value ({option.metavar})"
-            raise UsageError(msg)
+            raise UsageError(f"{spelling} needs a value ({option.metavar})")
         return rest.popleft()
     is_next = option.arity is Arity.OPTIONAL and rest and option.is_value(rest[0])
     return rest.popleft() if is_next else "true"

@@ -233,6 +233,7 @@ def parse_signal(text: str) -> int:
     name = text.upper()
     found = known.get(name) or known.get(f"SIG{name}")
     if found is None:
-        msg = f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
+        )
     return found

@@ -83,10 +83,13 @@ def _env_of(request: JobRequest, prepared: Prepared) -> int | None:
     if given is None:
         return None
     if not prepared.plan.has_ranks:
-        msg = f"{given.cite()}: the ranks of this node are not known before the job forms"
-        raise UsageError(msg, hint="give it a --node-rank among a fixed number of nodes")
+        raise UsageError(
+            f"{given.cite()}: the ranks of this node are not known before the job forms",
+            hint="give it a --node-rank among a fixed number of nodes",
+        )
     ranks = [worker.rank for worker in prepared.plan.workers]
     if given.value not in ranks:
-        msg = f"{given.cite()} is no rank of this node (choose {span(len(ranks), ranks[0])})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{given.cite()} is no rank of this node (choose {span(len(ranks), ranks[0])})"
+        )
     return given.value
