@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from msrun.cli.output import say
-from msrun.cli.verbs.words import read_words
+from msrun.cli.options.words import read_words
 
 if TYPE_CHECKING:
     from msrun.cli.system import System

@@ -12,7 +12,7 @@ import click
 from msrun.cli.output import answer, say
 from msrun.cli.render.section import TextSection, show
 from msrun.cli.verbs.control import WHERE, connected
-from msrun.cli.verbs.words import read_words
+from msrun.cli.options.words import read_words
 from msrun.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
