@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from msgspec import structs
 
-import msrun
 from msrun import environ
 from msrun.cli.job.prepare import Prepared, prepare, read_request
 from msrun.cli.main import guarded
@@ -47,7 +46,7 @@ _ALIKE = f"{Hand.HOST}, {Hand.PORT} and {Hand.WORKERS} are the same in every pro
 def main(words: list[str]) -> NoReturn:
     """Do what the environment says for `python WORDS`, and end with the job's exit code."""
     # The backends lie beside this package, which a script's own directory may have been.
-    sys.path.insert(0, str(Path(msrun.__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     sys.exit(guarded(take_place, words, RealSystem()))
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from msrun.cli.output import say
 from msrun.cli.options.words import read_words
+from msrun.cli.output import say
 
 if TYPE_CHECKING:
     from msrun.cli.system import System

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.render.section import TextSection, show
 from msrun.cli.verbs.control import WHERE, connected
-from msrun.cli.options.words import read_words
 from msrun.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
