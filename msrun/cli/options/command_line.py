@@ -16,27 +16,12 @@ from itertools import zip_longest
 import click
 
 from msrun.cli.options.option import Arity, Option, OptionGroup
-from msrun.cli.options.parsers import guess
+from msrun.cli.options.words import SETTINGS, read_params, with_hyphens
+from msrun.cli.verb_table import VERBS
 from msrun.errors import UsageError
 from msrun.version import __version__
 
 Table = tuple[Option[object], ...]
-
-VERBS = (
-    ("run", "Start the job; this is what a first word means that is no verb."),
-    ("plan", "Show what run would do."),
-    ("ls", "List your jobs on this machine."),
-    ("status", "Show where a job stands."),
-    ("logs", "Show what ranks have written."),
-    ("stacks", "Show where all ranks are in their programs."),
-    ("signal", "Send a signal to workers."),
-    ("drain", "Let a node leave a job, which goes on."),
-    ("stop", "Stop a job."),
-    ("convert", "Turn a checkpoint into one file, or back."),
-    ("ranktable", "Build, check, show, merge or convert rank tables."),
-    ("search", "Find the fastest parallel plan of a model."),
-    ("calibrate", "Measure devices and links for such plans."),
-)
 
 _OWN = ("--help", "-h", "--version")
 _OTHER = (("-h, --help", "This text."), ("--version", "Version of msrun."))
@@ -77,20 +62,12 @@ def read_command_line(name: str, summary: str, table: Table, args: Sequence[str]
         click.exceptions.Exit: Help or the version was asked for, and printed.
     """
     words, spellings = _with_values(args, table)
-    try:
-        context = _Verb(name, summary, table).make_context(name, words)
-    except click.NoSuchOption as error:
-        raise UsageError(
-            f"there is no option {error.option_name}{guess(error.possibilities or ())}"
-        ) from None
-    except click.UsageError as error:
-        msg = error.format_message().rstrip(".")
-        raise UsageError(msg[:1].lower() + msg[1:]) from None
-    texts = {option: context.params[_key(option)] for option in table}
+    params = read_params(_Verb(name, summary, table), name, words)
+    texts = {option: params[_key(option)] for option in table}
     return CommandLine(
         texts={option: given for option, given in texts.items() if given},
         spellings=spellings,
-        program=context.params["program"],
+        program=params["program"],
     )
 
 
@@ -107,7 +84,7 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
     rest = deque(args)
     while rest:
         spelling, attached = _split(rest[0], known)
-        name = _normal(spelling)
+        name = with_hyphens(spelling)
         if name in _OWN:
             words.append(rest.popleft())
             continue
@@ -132,10 +109,6 @@ def _split(word: str, known: Container[str]) -> tuple[str, str | None]:
     return spelling, value if equals else None
 
 
-def _normal(spelling: str) -> str:
-    return spelling.replace("_", "-")
-
-
 def _opposite(spelling: str, attached: str | None) -> str:
     if attached is not None:
         raise UsageError(f"{spelling} takes no value")
@@ -147,7 +120,7 @@ def _following(
 ) -> str:
     """Return the value of an option that has none attached; takes it from `rest` if need be."""
     if option.arity is Arity.ONE:
-        following = _normal(_split(rest[0], known)[0]) if rest else ""
+        following = with_hyphens(_split(rest[0], known)[0]) if rest else ""
         if not rest or following in known or following in _OWN:
             raise UsageError(f"{spelling} needs a value ({option.metavar})")
         return rest.popleft()
@@ -178,12 +151,7 @@ class _Verb(click.Command):
             params=[*options, version, program],
             help=summary,
             epilog=_EPILOG,
-            context_settings={
-                "allow_interspersed_args": False,
-                "help_option_names": ["--help", "-h"],
-                "max_content_width": 100,
-                "token_normalize_func": _normal,
-            },
+            context_settings={**SETTINGS, "allow_interspersed_args": False},
         )
         self._table = table
 
@@ -198,7 +166,7 @@ class _Verb(click.Command):
         with formatter.section("Other"):
             _write_rows(formatter, _OTHER)
         with formatter.section("Verbs, as the first word"):
-            _write_rows(formatter, VERBS)
+            _write_rows(formatter, [(name, verb.help) for name, verb in VERBS.items()])
 
 
 def _write_rows(formatter: click.HelpFormatter, rows: Iterable[tuple[str, str]]) -> None:

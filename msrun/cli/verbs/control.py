@@ -12,6 +12,7 @@ import click
 
 from msrun.cli.job.rendezvous import DEFAULT_PORT
 from msrun.cli.options import parsers
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.errors import UsageError
 from msrun.units import PORT_MAX
@@ -66,27 +67,8 @@ def parse(
     Raises:
         UsageError: An option is unknown, lacks its value or has a wrong one.
     """
-    command = click.Command(
-        name,
-        params=[
-            click.Argument(["words"], nargs=-1, metavar=words),
-            *params,
-            *WHERE,
-        ],
-        help=f"{summary}  {_WHICH}",
-        context_settings={
-            "help_option_names": ["--help", "-h"],
-            "max_content_width": 100,
-            "token_normalize_func": lambda word: word.replace("_", "-"),
-        },
-    )
-    try:
-        return command.make_context(f"msrun {name}", list(args)).params
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
+    about = click.Argument(["words"], nargs=-1, metavar=words)
+    return read_words(f"msrun {name}", f"{summary}  {_WHICH}", (about, *params, *WHERE), args)
 
 
 def split(given: dict[str, Any], name: str, wanted: str) -> str:

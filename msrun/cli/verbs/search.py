@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say, say_notes
 from msrun.cli.render.section import TextSection, show
 from msrun.errors import UsageError
@@ -26,6 +27,7 @@ SUMMARY = (
     "gets no memory."
 )
 DIFF_SUMMARY = "Show what differs between two plans that `msrun search -o` wrote."
+_EPILOG = "`msrun search diff A B` compares two plans."
 MODES = {
     "exact": "exact",
     "dynamic_programming": "exact",
@@ -42,7 +44,7 @@ def search(args: Sequence[str], system: System) -> int:
     words = list(args)
     if words[:1] == ["diff"]:
         return _diff(words[1:], system)
-    given = _parse(_command(), words)
+    given = read_words("msrun search", SUMMARY, _params(), words, epilog=_EPILOG)
     _check_files(given)
     with _rare_collection():
         plan = _search(given)
@@ -62,8 +64,9 @@ def search(args: Sequence[str], system: System) -> int:
     return 0
 
 
-def _command() -> click.Command:
-    options = [
+def _params() -> tuple[click.Parameter, ...]:
+    return (
+        click.Argument(["target"], metavar="FILE:FUNCTION"),
         click.Option(["--world"], required=True, metavar="N", help="Ranks."),
         click.Option(["--batch"], metavar="N", help="Samples of a step.  [default: the input's]"),
         click.Option(["--memory"], metavar="SIZE", help="Of a rank.  [default: the topology's]"),
@@ -97,27 +100,7 @@ def _command() -> click.Command:
         click.Option(["--plot"], metavar="FILE.svg", help="Draws the plan and what it costs."),
         click.Option(["--explain"], metavar="NAME", help="Shows parameters and operators NAME."),
         click.Option(["--json"], is_flag=True, help="Prints the plan as JSON."),
-    ]
-    return click.Command(
-        "search",
-        params=[click.Argument(["target"], metavar="FILE:FUNCTION"), *options],
-        help=SUMMARY,
-        epilog="`msrun search diff A B` compares two plans.",
-        context_settings=_SETTINGS,
     )
-
-
-_SETTINGS: dict[str, Any] = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
-
-
-def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
-    try:
-        return command.make_context(f"msrun {command.name}", words).params
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
 
 
 def _check_files(given: Mapping[str, Any]) -> None:
@@ -257,13 +240,8 @@ def _diff(words: list[str], system: System) -> int:
     from msrun.parallel.search.plan.plan import differences, read_plan
 
     names = ("one", "other")
-    command = click.Command(
-        "search diff",
-        params=[click.Argument([name], metavar="FILE") for name in names],
-        help=DIFF_SUMMARY,
-        context_settings=_SETTINGS,
-    )
-    given = _parse(command, words)
+    params = [click.Argument([name], metavar="FILE") for name in names]
+    given = read_words("msrun search diff", DIFF_SUMMARY, params, words)
     plans = [read_plan(Path(given[name])) for name in names]
     rows = tuple(differences(*plans))
     if not rows:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.verbs.control import JSON, PATIENCE, SCHEMA, connected, parse
-from msrun.errors import UnreachableError, UsageError
+from msrun.errors import UnreachableError
 
 if TYPE_CHECKING:
     from msrun.cli.render.section import TextSection
@@ -203,19 +204,7 @@ def duration(seconds: float) -> str:
 
 def ls(args: Sequence[str], system: System) -> int:
     """List the jobs on this machine."""
-    command = click.Command(
-        "ls",
-        params=[JSON],
-        help=LS,
-        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-    )
-    try:
-        as_json = command.make_context("msrun ls", list(args)).params["json"]
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
+    as_json = read_words("msrun ls", LS, (JSON,), args)["json"]
     cards = system.jobs()
     ages = [system.now() - card.began for card in cards]
     if as_json:
