@@ -91,7 +91,7 @@ def take_place(words: Sequence[str], system: System) -> int:
     env = environ.current()
     membership = _read(env)
     prepared = _prepare(membership, words, env)
-    job = prepared.draft.job
+    job, machine = prepared.plan.job, prepared.plan.machine
     if not membership.is_worker:
         if not job.serves:
             raise UsageError(
@@ -102,12 +102,12 @@ def take_place(words: Sequence[str], system: System) -> int:
             serve,  # Only one process of the cluster needs it.
         )
 
-        return serve(job, prepared.draft.machine)
+        return serve(job, machine)
     say_notes(prepared.notes)
-    device = _device(env, len(prepared.draft.machine.devices))
+    device = _device(env, len(machine.devices))
     name = membership.name or f"{os.getpid():07}-{system.token()}"
     job = _as_worker(job, membership.rank, name, device)
-    return prepared.launcher.submit(prepared.launcher.plan(job, prepared.draft.machine))
+    return prepared.launcher.submit(prepared.launcher.plan(job, machine))
 
 
 def _read(env: Mapping[str, str]) -> _Membership:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from msrun import __version__
-from msrun.cli.options.catalog import WORKING
 from msrun.cli.options.peers import PLAN_TABLE, TABLE
 from msrun.cli.verb_table import VERBS
 
@@ -84,10 +83,6 @@ def test_every_torchrun_variable_is_known():
 def test_no_two_options_share_a_name():
     for names in (flags(PLAN_TABLE), [v for o in PLAN_TABLE for v in o.variables]):
         assert len(names) == len(set(names))
-
-
-def test_every_option_is_listed():
-    assert {id(o) for o in WORKING} <= {id(o) for o in TABLE}
 
 
 def test_help_lines_are_noun_phrases():

@@ -210,10 +210,10 @@ def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
     return Given(count, given.source, given.text)
 
 
-def find_timeout(settings: Settings, option: Option[float]) -> Given[float]:
-    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well."""
+def find_timeout(settings: Settings, option: Option[float]) -> Given[float] | None:
+    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well, if given."""
     conf = settings.get(options.RDZV_CONF)
     named = None
     if conf and option.name in conf.value:
         named = Given(conf.value[option.name], conf.source, conf.text)
-    return strongest(settings.get(option), named) or Given(settings.value(option))
+    return strongest(settings.get(option), named)

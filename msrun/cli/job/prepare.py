@@ -105,7 +105,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
     launcher = system.load_launcher(settings.value(options.LAUNCHER))
     machine = system.read_machine(merge_env(settings).value)
     draft = draft_job(settings, chosen, machine, system)
-    plan = launcher.plan(draft.job, draft.machine)
+    plan = launcher.plan(draft.job, machine)
     _check_env(settings, plan)
     notes = (*request.notes, *draft.notes, *plan.notes)
     return Prepared(draft=draft, launcher=launcher, plan=plan, notes=notes)

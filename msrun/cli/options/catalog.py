@@ -1,17 +1,18 @@
 """The options that do something.  Flags, variables, job file, help and `plan` follow from them.
 
-`peer_options` has the rest: what the peers know and msrun needs no more, or refuses.
+An option that names a field of `JobSpec` fills it without further code; `job/draft.py` says
+which of them other options or the machine decide as well.  `peers` has the options that only
+torchrun or MindSpore need, accepted with a note or refused.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from msrun.cli.options import parsers
 from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
 from msrun.cli.options.log_name import parse_log_name
-from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
+from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup, options_in
 from msrun.cli.options.parallel import parse_parallel
 from msrun.units import PORT_MAX, parse_duration
 
@@ -32,6 +33,7 @@ NODE_RANK = Option(
     metavar="N",
     help="Rank of this node.",
     parse=parsers.whole(0),
+    field="node_rank",
     default_text="assigned",
     torchrun="node_rank",
     unset=frozenset({"-1"}),
@@ -42,6 +44,7 @@ WORKER_NUM = Option(
     metavar="N",
     help="Workers in the whole job, on however many nodes unless --nnodes says.",
     parse=parsers.whole(1),
+    field="world_size",
     default_text="what the nodes bring",
     aliases=("-n",),
 )
@@ -51,6 +54,7 @@ MASTER_ADDR = Option(
     metavar="HOST",
     help="Node that runs the scheduler, the same word on every node.",
     parse=parsers.host,
+    field="master_addr",
     default_text="this node alone",
     torchrun="master_addr",
 )
@@ -60,7 +64,7 @@ MASTER_PORT = Option(
     metavar="PORT",
     help="Port of the scheduler; 0, on one node, takes a free one.",
     parse=parsers.whole(0, PORT_MAX),
-    default=0,
+    field="master_port",
     default_text="0, 29500 of several nodes",
     torchrun="master_port",
 )
@@ -97,7 +101,7 @@ JOIN_TIMEOUT = Option(
     metavar="DURATION",
     help="Time for all nodes to register.",
     parse=parsers.patience,
-    default=600.0,
+    field="join_timeout",
     default_text="10m",
     aliases=("--cluster-time-out",),
 )
@@ -107,7 +111,7 @@ LAST_CALL = Option(
     metavar="DURATION",
     help="Time for more nodes to join when MIN of MIN:MAX are there.",
     parse=parse_duration,
-    default=30.0,
+    field="last_call",
     default_text="30s",
 )
 LEASE = Option(
@@ -116,7 +120,7 @@ LEASE = Option(
     metavar="DURATION",
     help="Silence after which a node is lost, the same on every node.",
     parse=parsers.lease,
-    default=10.0,
+    field="lease",
     default_text="10s",
 )
 RDZV_CONF: Option[Mapping[str, float]] = Option(
@@ -135,6 +139,7 @@ JOB_ID = Option(
     metavar="NAME",
     help="Name of this launch.",
     parse=parsers.job_id,
+    field="job_id",
     default_text="the script's name and 6 hex digits",
 )
 RDZV_ID = Option(
@@ -152,6 +157,7 @@ LAUNCHER = Option(
     metavar="NAME",
     help="Backend that starts the nodes.",
     parse=parsers.text,
+    field="launcher",
     default="dynamic",
     default_text="dynamic",
 )
@@ -161,6 +167,7 @@ SECRET_FILE = Option(
     metavar="FILE",
     help="Secret of the job, 32 bytes or more, the same on every node.",
     parse=parsers.text,
+    field="secret_file",
     default_text="of several nodes ~/.config/msrun/secret, made on first use",
 )
 INSECURE = Option(
@@ -168,7 +175,7 @@ INSECURE = Option(
     group=OptionGroup.CLUSTER,
     help="Control messages without authentication, on the loopback interface only.",
     parse=parsers.boolean,
-    default=False,
+    field="insecure",
     arity=Arity.SWITCH,
 )
 
@@ -216,6 +223,7 @@ WORKERS_PER_NODE = Option(
     metavar="N|auto|gpu|npu|cpu",
     help="Workers each node starts.",
     parse=parsers.workers,
+    field="workers_per_node",
     default_text="one per device, else 1",
     aliases=("--nproc-per-node", "--local-worker-num"),
     torchrun="nproc_per_node",
@@ -226,7 +234,7 @@ START_METHOD = Option(
     metavar="fork|exec",
     help="Workers forked from a parent that has torch loaded, or one interpreter each.",
     parse=parsers.start_method,
-    default=None,
+    field="start_method",
     default_text="fork",
     torchrun="start_method",
 )
@@ -236,7 +244,7 @@ PRELOAD: Option[tuple[str, ...]] = Option(
     metavar="MODULE,...",
     help="Modules that the parent loads besides torch.",
     parse=parsers.module_names,
-    default=(),
+    field="preload",
     file=FileForm.LIST,
 )
 ENV = Option(
@@ -245,6 +253,7 @@ ENV = Option(
     metavar="NAME=VALUE",
     help="Variable of every worker; may be given several times.",
     parse=parsers.variable,
+    field="env",
     repeated=True,
     file=FileForm.VARIABLES,
 )
@@ -254,7 +263,7 @@ ROLE = Option(
     metavar="NAME",
     help="ROLE_NAME of the workers.",
     parse=parsers.text,
-    default="default",
+    field="role",
     default_text="default",
     torchrun="role",
 )
@@ -263,7 +272,7 @@ VIRTUAL_LOCAL_RANK = Option(
     group=OptionGroup.WORKERS,
     help="One visible device and LOCAL_RANK 0 in every worker.",
     parse=parsers.boolean,
-    default=False,
+    field="virtual_local_rank",
     arity=Arity.SWITCH,
     torchrun="virtual_local_rank",
 )
@@ -285,7 +294,7 @@ MAX_RESTARTS = Option(
     metavar="N",
     help="Restarts of all workers after failures.",
     parse=parsers.whole(0),
-    default=0,
+    field="restarts.max_restarts",
     default_text="0",
     torchrun="max_restarts",
 )
@@ -295,7 +304,7 @@ RESTART_WINDOW = Option(
     metavar="DURATION",
     help="Time over which restarts are counted.",
     parse=parsers.positive_seconds,
-    default=math.inf,
+    field="restarts.window",
     default_text="inf",
 )
 NO_PROGRESS_LIMIT = Option(
@@ -304,7 +313,7 @@ NO_PROGRESS_LIMIT = Option(
     metavar="N",
     help="Equal early failures in a row that end the job; 0 never ends it.",
     parse=parsers.whole(0),
-    default=3,
+    field="restarts.no_progress_limit",
     default_text="3",
 )
 EXCLUDE_AFTER = Option(
@@ -313,7 +322,7 @@ EXCLUDE_AFTER = Option(
     metavar="N",
     help="Failures that began on one node and leave it out; 0 leaves none out.",
     parse=parsers.whole(0),
-    default=2,
+    field="restarts.exclude_after",
     default_text="2",
 )
 GRACE = Option(
@@ -322,7 +331,7 @@ GRACE = Option(
     metavar="DURATION",
     help="Time between SIGTERM and SIGKILL.",
     parse=parse_duration,
-    default=10.0,
+    field="grace",
     default_text="10s",
     aliases=("--shutdown-timeout",),
     torchrun="shutdown_timeout",
@@ -334,6 +343,7 @@ HANG_TIMEOUT: Option[float | None] = Option(
     metavar="DURATION|auto|off",
     help="Time without msrun.beat() after which a worker that ever beat hangs.",
     parse=parsers.hang_timeout,
+    field="hang_timeout",
     default_text="auto: 60s, or 5 times its longest interval",
 )
 DETECT_IDLE = Option(
@@ -342,7 +352,7 @@ DETECT_IDLE = Option(
     metavar="DURATION|off",
     help="Time with less than 1 % of a CPU after which any worker hangs.",
     parse=parsers.idle_timeout,
-    default=math.inf,
+    field="detect_idle",
     default_text="off",
 )
 
@@ -352,6 +362,7 @@ LOG_DIR = Option(
     metavar="DIR",
     help="Directory of the logs.",
     parse=parsers.text,
+    field="log_dir",
     default_text="msrun_logs/JOB_ID",
     torchrun="log_dir",
     unset=frozenset({""}),
@@ -371,7 +382,7 @@ WORKER_LOG_NAME = Option(
     metavar="PATTERN",
     help="Name of a worker's log, with {rank} {local_rank} {host} {hostname} {ip}.",
     parse=parse_log_name,
-    default="worker_{rank}",
+    field="worker_log_name",
     default_text="worker_{rank}",
     unset=frozenset({""}),
 )
@@ -381,6 +392,7 @@ TAIL = Option(
     metavar="RANKS",
     help="Ranks shown on the console, such as 0,2-3, all or none.",
     parse=parsers.ranks,
+    field="tail",
     default_text="0 at a terminal",
     aliases=("--tail-worker-log",),
     file=FileForm.LIST,
@@ -400,6 +412,7 @@ LOCAL_RANKS_FILTER = Option(
     metavar="RANKS",
     help="Local ranks beyond which the console shows none.",
     parse=parsers.ranks,
+    field="tail_local",
     torchrun="local_ranks_filter",
     file=FileForm.LIST,
     unset=frozenset({""}),
@@ -411,6 +424,7 @@ BIND_CORE = Option(
     metavar="auto|JSON",
     help='CPUs of each worker: near its device, or given: {"device0": ["0-3"]}.',
     parse=parse_bind_core,
+    field="bind_core",
     default_text="off",
     arity=Arity.OPTIONAL,
     is_value=is_bind_value,
@@ -422,6 +436,7 @@ BIND_NUMA = Option(
     metavar="auto|JSON|FILE",
     help='Memory of each worker: near its CPUs, or given: {"device0": [0]}.',
     parse=parse_bind_numa,
+    field="bind_numa",
     default_text="off",
     arity=Arity.OPTIONAL,
     is_value=is_numa_value,
@@ -445,50 +460,4 @@ PARALLEL = Option(
     file=FileForm.TREE,
 )
 
-WORKING: tuple[Option[object], ...] = (
-    NNODES,
-    NODE_RANK,
-    WORKER_NUM,
-    MASTER_ADDR,
-    MASTER_PORT,
-    RDZV_ENDPOINT,
-    LOCAL_ADDR,
-    STANDALONE,
-    JOIN_TIMEOUT,
-    LAST_CALL,
-    LEASE,
-    RDZV_CONF,
-    JOB_ID,
-    RDZV_ID,
-    LAUNCHER,
-    SECRET_FILE,
-    INSECURE,
-    MODULE,
-    NO_PYTHON,
-    RUN_PATH,
-    CONFIG,
-    WORKERS_PER_NODE,
-    START_METHOD,
-    PRELOAD,
-    ENV,
-    ROLE,
-    VIRTUAL_LOCAL_RANK,
-    JOIN,
-    MAX_RESTARTS,
-    RESTART_WINDOW,
-    NO_PROGRESS_LIMIT,
-    EXCLUDE_AFTER,
-    GRACE,
-    HANG_TIMEOUT,
-    DETECT_IDLE,
-    LOG_DIR,
-    EMIT_RANK_TABLE,
-    WORKER_LOG_NAME,
-    TAIL,
-    TEE,
-    LOCAL_RANKS_FILTER,
-    BIND_CORE,
-    BIND_NUMA,
-    NUMA_BINDING,
-    PARALLEL,
-)
+WORKING = options_in(globals())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msrun.cli.options import parsers
-from msrun.cli.options.option import Option, OptionGroup
+from msrun.cli.options.option import Option, OptionGroup, options_in
 
 HOSTFILE = Option(
     name="hostfile",
@@ -75,12 +75,4 @@ OWN: tuple[Option[str], ...] = (
     _own("output", "FILE", "For slurm, the job's console, %j for its number."),
     _own("sbatch-args", "WORDS", "For slurm, further options of sbatch."),
 )
-FLEET_TABLE: tuple[Option[object], ...] = (
-    HOSTFILE,
-    RANK_TABLE_FILE,
-    INCLUDE,
-    EXCLUDE,
-    REMOTE_PYTHON,
-    RANKS_BY,
-    *OWN,
-)
+FLEET_TABLE = (*options_in(globals()), *OWN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -54,7 +54,10 @@ class Option(Generic[T_co]):
         group: Heading in the help.
         help: Noun phrase, ends in a period.
         parse: Text to value; raises UsageError whose message starts with the quoted text.
-        default: Value when nobody gives one; None lets the job decide.
+        field: Field of `JobSpec` that it fills, with a dot that of a part: `restarts.window`; empty
+            where what it means is not one field.
+        default: Value when nobody gives one; of an option with a field, `JobSpec` has it, and
+            only what is read before the job exists has it here too.
         default_text: How help shows the default; empty shows none.
         metavar: Noun for the value.
         aliases: Further spellings as they are typed, dashes included.
@@ -72,6 +75,7 @@ class Option(Generic[T_co]):
     group: OptionGroup
     help: str
     parse: Callable[[str], T_co]
+    field: str = ""
     default: T_co | None = None
     default_text: str = ""
     metavar: str = ""
@@ -108,3 +112,8 @@ class Option(Generic[T_co]):
             return ()
         long = [alias.removeprefix("--") for alias in self.aliases if alias.startswith("--")]
         return (self.name, *long)
+
+
+def options_in(module: Mapping[str, object]) -> tuple[Option[object], ...]:
+    """Return the options that `module` has defined so far, in the order in which they stand."""
+    return tuple(value for value in module.values() if isinstance(value, Option))

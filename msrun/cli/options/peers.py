@@ -5,7 +5,7 @@ from __future__ import annotations
 from msrun.cli.options import parsers
 from msrun.cli.options.catalog import WORKING
 from msrun.cli.options.fleet import FLEET_TABLE
-from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
+from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup, options_in
 
 REDIRECTS = Option(
     name="redirects",
@@ -107,20 +107,8 @@ NOTED: dict[Option[object], str] = {
     MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
 }
 
-TABLE: tuple[Option[object], ...] = (
-    *WORKING,
-    *FLEET_TABLE,
-    REDIRECTS,
-    MONITOR_INTERVAL,
-    SIGNALS_TO_HANDLE,
-    RDZV_BACKEND,
-    LOGS_SPECS,
-    EVENT_LOG_HANDLER,
-    SIM_LEVEL,
-    SIM_RANK_ID,
-    DUPLICATE_STDOUT_FILTERS,
-    DUPLICATE_STDERR_FILTERS,
-)
+# Every option of a job; it is made before the module defines those of `plan` alone.
+TABLE = (*WORKING, *FLEET_TABLE, *options_in(globals()))
 
 ALL = Option(
     name="all",
