@@ -71,7 +71,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         containment: How the process tree is held together.
         notes: What the user should know, one sentence each.
         has_ranks: The ranks of `workers` follow from the job; otherwise the scheduler assigns
-            them when the nodes are there.
+            them when all nodes have registered.
     """
 
     job: JobSpec

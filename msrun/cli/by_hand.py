@@ -213,7 +213,7 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
     stays = request.settings.get(options.JOIN)
     if stays and not stays.value:
         raise UsageError(
-            f"{stays.cite()}: a process that is started by hand stays until the job is over",
+            f"{stays.cite()}: a process that is started by hand waits for the end of the job",
             hint="end its command with & instead",
         )
     return prepare(request, system)

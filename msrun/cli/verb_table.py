@@ -19,16 +19,14 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "run": Verb(
-        "msrun.cli.verbs.run:run", "Start the job; a first word that is no verb means run."
-    ),
+    "run": Verb("msrun.cli.verbs.run:run", "Start the job; msrun does this without a verb too."),
     "plan": Verb("msrun.cli.verbs.plan:plan", "Show what run would do."),
     "ls": Verb("msrun.cli.verbs.status:ls", "List your jobs on this machine."),
     "status": Verb("msrun.cli.verbs.status:status", "Show where a job stands."),
     "logs": Verb("msrun.cli.verbs.inspect:logs", "Show what ranks have written."),
-    "stacks": Verb("msrun.cli.verbs.inspect:stacks", "Show where all ranks are in their programs."),
+    "stacks": Verb("msrun.cli.verbs.inspect:stacks", "Show the stack of every rank."),
     "signal": Verb("msrun.cli.verbs.control:send_signal", "Send a signal to workers."),
-    "drain": Verb("msrun.cli.verbs.control:drain", "Let a node leave a job, which goes on."),
+    "drain": Verb("msrun.cli.verbs.control:drain", "Let a node leave a job that goes on."),
     "stop": Verb("msrun.cli.verbs.control:stop", "Stop a job."),
     "convert": Verb("msrun.cli.verbs.convert:convert", "Turn a checkpoint into one file, or back."),
     "ranktable": Verb(
@@ -36,6 +34,6 @@ VERBS = {
     ),
     "search": Verb("msrun.cli.verbs.search:search", "Find the fastest parallel plan of a model."),
     "calibrate": Verb(
-        "msrun.cli.verbs.calibrate:calibrate", "Measure devices and links for such plans."
+        "msrun.cli.verbs.calibrate:calibrate", "Measure devices and links for search."
     ),
 }

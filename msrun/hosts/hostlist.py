@@ -392,7 +392,7 @@ def _chosen(text: str, known: Mapping[str, Host]) -> dict[str, list[int]]:
         names, devices = _split_number(part)
         for name in expand(names):
             if name in chosen:
-                raise UsageError(f"{name} stands there twice")
+                raise UsageError(f"{name} is given twice")
             if name not in known:
                 raise UsageError(f"{name} is no host of the job")
             chosen[name] = _parse_devices(devices, known[name])

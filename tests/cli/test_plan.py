@@ -93,7 +93,7 @@ formation:
   started by  another node
   this node   10.0.0.1
   secret      HERE/config/msrun/secret
-  ranks       assigned when the nodes are there
+  ranks       assigned when all nodes have registered
 
 command:
   python train.py

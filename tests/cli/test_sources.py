@@ -240,7 +240,7 @@ def test_variables_of_the_workers_add_up(msrun, here):
         ),
         (
             {"MSRUN_ENV": "A='"},
-            'environment MSRUN_ENV="A=\'" has a quotation mark without its partner',
+            'environment MSRUN_ENV="A=\'" has an unmatched quotation mark',
         ),
         (
             {"MSRUN_CONFIG": "nowhere.yaml"},

@@ -196,7 +196,7 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
             yield f"{given.cite()} has no effect on one node"
     last_call = find_timeout(settings, options.LAST_CALL)
     if last_call and not job.is_elastic:
-        yield f"{last_call.cite()} has no effect: the job's nodes are as many as they are"
+        yield f"{last_call.cite()} has no effect: the number of nodes is fixed"
     log_name = settings.get(options.WORKER_LOG_NAME)
     if log_name and log_name.value != job.worker_log_name:
         yield f"{log_name.cite()} is followed by the rank, since nodes may share --log-dir"
@@ -204,7 +204,10 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
 
 def _unfitted(parallel: Parallel | None) -> Iterator[str]:
     if parallel and parallel.layout is None and parallel.config.mesh != "auto":
-        yield "--parallel is checked when the nodes are there, unless --worker-num says how many"
+        yield (
+            "--parallel is checked when all nodes have registered, "
+            "unless --worker-num gives their workers"
+        )
 
 
 def _insecure(settings: Settings) -> Iterator[str]:

@@ -234,9 +234,7 @@ class _YamlReader:
             if not isinstance(key, str):
                 raise UsageError(f"{self._path}, line {line}: the key {_shown(key)} is no text")
             if key in found:
-                raise UsageError(
-                    f"{self._path}, line {line}: the key {quoted(key)} stands there twice"
-                )
+                raise UsageError(f"{self._path}, line {line}: the key {quoted(key)} is given twice")
             found[key] = self._plain(value_node, depth + 1)
         return found
 

@@ -38,7 +38,7 @@ def _placeholders(value: str, pattern: str) -> set[str]:
         fields = list(Formatter().parse(pattern))
     except ValueError:
         raise UsageError(
-            f"{quoted(value)} has a brace without its partner (choose from {choices})"
+            f"{quoted(value)} has an unmatched brace (choose from {choices})"
         ) from None
     names = {name for _, name, _, _ in fields if name is not None}
     for _, name, form, conversion in fields:

@@ -217,7 +217,7 @@ def rdzv_conf(value: str) -> Mapping[str, float]:
             raise UsageError(f"{quoted(value)}: {quoted(part)} is no KEY=VALUE")
         if key not in known:
             choices = choose(("join_timeout", "last_call_timeout"))
-            raise UsageError(f"{quoted(value)}: {quoted(key)} means nothing here ({choices})")
+            raise UsageError(f"{quoted(value)}: {quoted(key)} is not known to msrun ({choices})")
         name, parse = known[key]
         # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
         if key != "timeout" or name not in found:
@@ -280,7 +280,7 @@ def shell_words(value: str) -> list[str]:
     try:
         return shlex.split(value)
     except ValueError:
-        raise UsageError(f"{quoted(value)} has a quotation mark without its partner") from None
+        raise UsageError(f"{quoted(value)} has an unmatched quotation mark") from None
 
 
 def std_by_rank(value: str) -> RankChoice:

@@ -28,7 +28,7 @@ SIGNALS_TO_HANDLE = Option(
     name="signals-to-handle",
     group=OptionGroup.PEERS,
     metavar="NAMES",
-    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 are forwarded.",
+    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 reach workers.",
     parse=parsers.signals,
     torchrun="signals_to_handle",
     file=FileForm.LIST,
@@ -45,7 +45,7 @@ LOGS_SPECS = Option(
     name="logs-specs",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Nothing but default.",
+    help="Only default is accepted.",
     parse=parsers.words("default"),
     torchrun="logs_specs",
 )
@@ -53,7 +53,7 @@ EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Nothing but null: verdict.json and the scheduler's log have the events.",
+    help="Only null is accepted: verdict.json and the scheduler's log have the events.",
     parse=parsers.words("null"),
     torchrun="event_log_handler",
 )

@@ -93,7 +93,7 @@ def _formation(plan: LaunchPlan) -> list[TextSection]:
     job = plan.job
     if job.is_alone:
         return []
-    ranks = "assigned when the nodes are there"
+    ranks = "assigned when all nodes have registered"
     if plan.has_ranks:
         ranks = f"if every node starts {job.workers_per_node}"
     host = f"[{job.listen_host}]" if ":" in job.listen_host else job.listen_host

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from msrun.cli.system import System
 
 SUMMARY = (
-    "Measure what devices and links can do, and write it as a topology for `msrun search` and for "
-    "`mode: auto`.  It is a job: what `msrun run` takes before the script goes here too, and on "
-    "several nodes it is started on each."
+    "Measure the speed of devices and links, and write it as a topology for `msrun search` and "
+    "for `mode: auto`.  The measurement is a job: it takes the options of `msrun run`, and on "
+    "several nodes you start it on each."
 )
 PROGRAM = "msrun.parallel.calibrate"
 
@@ -30,7 +30,7 @@ def calibrate(args: Sequence[str], system: System) -> int:
             default="topology.yaml",
             show_default=True,
             metavar="FILE",
-            help="Written by the first rank.",
+            help="Topology, written by rank 0.",
         ),
         click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[RUN OPTIONS]"),
     )

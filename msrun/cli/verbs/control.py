@@ -29,7 +29,7 @@ SIGNUM_MAX = 64
 PATIENCE = 8.0
 _CHOICES_MAX = 8
 
-STOP = "Stop JOB as SIGTERM to its launchers does; each of them then exits with 143."
+STOP = "Stop JOB, as SIGTERM to its launchers would; each launcher exits with 143."
 DRAIN = (
     "Let NODE leave JOB, which goes on without it or with a spare.  NODE is a host name, an "
     "address or a node rank."
@@ -37,16 +37,18 @@ DRAIN = (
 SIGNAL = "Send SIGNAL, such as USR1 or 10, to the workers of JOB."
 
 _WHICH = (
-    "JOB is a job id or its beginning; one that runs alone need not be named.  From machines "
-    "without a launcher of the job, --master-addr says where it is."
+    "JOB is a job id or its beginning; leave it out when only one job runs here.  On machines "
+    "without a launcher of the job, --master-addr names the node of its scheduler."
 )
 WHERE = (
     click.Option(["--master-addr"], metavar="HOST", help="Node of the job's scheduler."),
-    click.Option(["--master-port"], metavar="PORT", help=f"Port of it.  [default: {DEFAULT_PORT}]"),
+    click.Option(
+        ["--master-port"], metavar="PORT", help=f"Port of the scheduler.  [default: {DEFAULT_PORT}]"
+    ),
     click.Option(
         ["--secret-file"],
         metavar="FILE",
-        help="Secret of the job.  [default: ~/.config/msrun/secret]",
+        help="File with the secret of the job.  [default: ~/.config/msrun/secret]",
     ),
 )
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
@@ -141,7 +143,7 @@ def connected(
 
 def stop(args: Sequence[str], system: System) -> int:
     """Stop a job."""
-    now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without --grace.")
+    now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without waiting --grace.")
     given = parse("stop", STOP, args, now, JSON)
     from msrun.cluster.wire.control_messages import StopJob
 
@@ -159,7 +161,7 @@ def drain(args: Sequence[str], system: System) -> int:
 
 def send_signal(args: Sequence[str], system: System) -> int:
     """Send a signal to workers."""
-    ranks_option = rank_option("Ranks that get it", "all")
+    ranks_option = rank_option("Ranks that get the signal", "all")
     given = parse("signal", SIGNAL, args, ranks_option, JSON, words="[JOB] SIGNAL")
     signum = parse_signal(split(given, "signal", "SIGNAL"))
     ranks = parse_ranks(given["rank"]) if given["rank"] else []

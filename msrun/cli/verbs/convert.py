@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 SUMMARY = (
     "Turn the checkpoint SRC into the file DST, which ends in .safetensors or .pt, or such a file "
-    "into a checkpoint directory that any parallel layout loads.  Of several checkpoints in SRC "
-    "the newest is taken."
+    "into a checkpoint directory that any parallel layout loads.  If there are several checkpoints "
+    "in SRC, the newest is converted."
 )
 
 
@@ -28,7 +28,9 @@ def convert(args: Sequence[str], system: System) -> int:
         click.Argument(["source"], metavar="SRC"),
         click.Argument(["target"], metavar="DST"),
         click.Option(
-            ["--optimizer"], is_flag=True, help="State of the optimizer too; not .safetensors."
+            ["--optimizer"],
+            is_flag=True,
+            help="Convert the optimizer's state too; not with .safetensors.",
         ),
     )
     given = read_words("msrun convert", SUMMARY, params, args)

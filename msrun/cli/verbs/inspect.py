@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from msrun.processes.control_client import ControlClient
 
 LOGS = "Show the last lines of the logs of JOB."
-STACKS = "Show where all ranks of JOB are in their programs, equal stacks together."
+STACKS = "Show the stacks of all ranks of JOB, ranks with equal stacks together."
 _LINES = 20
 _LINES_MAX = 1000
 _RANKS_MAX = 64
@@ -40,9 +40,9 @@ def logs(args: Sequence[str], system: System) -> int:
             ["--lines", "-n"],
             metavar="N",
             default=str(_LINES),
-            help=f"Last lines of each, at most {_LINES_MAX} or 32 KiB.  [default: {_LINES}]",
+            help=f"Last lines of each log, at most {_LINES_MAX} or 32 KiB.  [default: {_LINES}]",
         ),
-        click.Option(["--follow", "-f"], is_flag=True, help="Go on until the job ends."),
+        click.Option(["--follow", "-f"], is_flag=True, help="Show new lines until the job ends."),
         JSON,
     )
     if given["follow"] and given["json"]:

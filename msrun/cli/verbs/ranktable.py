@@ -290,8 +290,8 @@ _FILES = click.Argument(["files"], metavar="FILE...", nargs=-1, required=True)
 ACTIONS = {
     "build": _Action(
         summary=(
-            "Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job that "
-            "runs.  Ranks follow the order of nodes and devices.  Ascend devices get their "
+            "Write the table of this node, of the nodes of a hostfile or of Slurm, or of a running "
+            "job.  Ranks follow the order of nodes and devices.  Ascend devices get their "
             "addresses from /etc/hccn.conf or hccn_tool."
         ),
         params=(
@@ -322,22 +322,22 @@ ACTIONS = {
         act=_build,
     ),
     "check": _Action(
-        summary="Tell everything that is wrong with tables, each with its place.",
+        summary="Report every problem of the tables and where it is.",
         params=(
             _FILES,
-            click.Option(["--hccl"], is_flag=True, help="What HCCL itself needs, too."),
+            click.Option(["--hccl"], is_flag=True, help="Check what HCCL needs, too."),
             click.Option(["--part"], is_flag=True, help="Ranks need not start at 0."),
             _JSON,
         ),
         act=_check,
     ),
     "show": _Action(
-        summary="Show which rank is where.",
+        summary="Show the server and the device of each rank.",
         params=(_FILE, _JSON),
         act=_show,
     ),
     "merge": _Action(
-        summary="Write one table of the servers of several, in the order given, ranks from 0.",
+        summary="Write one table with the servers of several, in their order, ranks from 0.",
         params=(_FILES, _OUTPUT),
         act=_merge,
     ),

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from msrun.parallel.search.plan.plan import SavedPlan
 
 SUMMARY = (
-    "Find the fastest parallel plan of the model that FILE:FUNCTION makes, on a cluster that need "
-    "not be there.  FUNCTION takes nothing and returns the model and a tuple of inputs; the model "
-    "gets no memory."
+    "Find the fastest parallel plan of the model that FILE:FUNCTION builds, for a cluster that "
+    "need not exist.  FUNCTION takes no arguments and returns the model and a tuple of inputs; its "
+    "tensors get no memory."
 )
 DIFF_SUMMARY = "Show what differs between two plans that `msrun search -o` wrote."
 _EPILOG = "`msrun search diff A B` compares two plans."
@@ -67,9 +67,13 @@ def search(args: Sequence[str], system: System) -> int:
 def _params() -> tuple[click.Parameter, ...]:
     return (
         click.Argument(["target"], metavar="FILE:FUNCTION"),
-        click.Option(["--world"], required=True, metavar="N", help="Ranks."),
-        click.Option(["--batch"], metavar="N", help="Samples of a step.  [default: the input's]"),
-        click.Option(["--memory"], metavar="SIZE", help="Of a rank.  [default: the topology's]"),
+        click.Option(["--world"], required=True, metavar="N", help="Number of ranks."),
+        click.Option(
+            ["--batch"], metavar="N", help="Samples in a step.  [default: those of the inputs]"
+        ),
+        click.Option(
+            ["--memory"], metavar="SIZE", help="Memory of a rank.  [default: the topology's]"
+        ),
         click.Option(
             ["--topology"],
             default="a100",
@@ -80,26 +84,30 @@ def _params() -> tuple[click.Parameter, ...]:
         click.Option(
             ["--mesh"],
             metavar="AXIS=N,...",
-            help="Mesh, the last axis innermost.  [default: the best one, pipeline included]",
+            help="Mesh, the last axis innermost.  [default: the fastest one, pipelines included]",
         ),
         click.Option(
             ["--mode"],
             default="exact",
             show_default=True,
             metavar="MODE",
-            help="exact, or recursive: two axes at a time.  With --mesh.",
+            help="exact, or with --mesh recursive: two axes at a time.",
         ),
         click.Option(
             ["--budget"],
             default="30s",
             show_default=True,
             metavar="DURATION",
-            help="Of the search.",
+            help="Time of the search.",
         ),
-        click.Option(["-o", "--output"], metavar="FILE", help="Writes the plan as JSON."),
-        click.Option(["--plot"], metavar="FILE.svg", help="Draws the plan and what it costs."),
-        click.Option(["--explain"], metavar="NAME", help="Shows parameters and operators NAME."),
-        click.Option(["--json"], is_flag=True, help="Prints the plan as JSON."),
+        click.Option(["-o", "--output"], metavar="FILE", help="File for the plan as JSON."),
+        click.Option(
+            ["--plot"], metavar="FILE.svg", help="File for a picture of the plan and its cost."
+        ),
+        click.Option(
+            ["--explain"], metavar="NAME", help="Show only parameters and operators NAME."
+        ),
+        click.Option(["--json"], is_flag=True, help="Print the plan as JSON."),
     )
 
 

@@ -31,7 +31,9 @@ _MINUTE = 60
 
 def status(args: Sequence[str], system: System) -> int:
     """Show where a job stands."""
-    watch = click.Option(["--watch", "-w"], is_flag=True, help="Anew each second, until it ends.")
+    watch = click.Option(
+        ["--watch", "-w"], is_flag=True, help="Show it every second until the job ends."
+    )
     given = parse("status", STATUS, args, watch, JSON)
     if given["watch"]:
         return _watch(given, system)
