@@ -173,16 +173,16 @@ def _installed(name: str) -> str:
         return "none"
 
 
-def check_versions(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
+def check_versions(wanted: Mapping[str, str], present: Mapping[str, str]) -> None:
     """Refuse a node on which a program is not the launcher's.
 
     Raises:
         UsageError: A version differs.
     """
     for name, version in wanted.items():
-        if found[name] != version:
+        if present[name] != version:
             raise UsageError(
-                f"{name} is {shown(found[name])} here and {shown(version)} at the launcher",
+                f"{name} is {shown(present[name])} here and {shown(version)} at the launcher",
                 hint=f"this node runs {sys.executable}",
             )
 

@@ -87,8 +87,8 @@ def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, in
     Raises:
         UsageError: Neither is set, and the starter does not tell what they could be.
     """
-    if found := _told(env, identity):
-        return found
+    if endpoint := _told(env, identity):
+        return endpoint
     if identity.source != "MPI" or not env.get("PMI_FD", "").isdecimal():
         ranks = f"{identity.source} started {identity.world_size} ranks"
         hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
@@ -129,18 +129,18 @@ def step_options(env: Mapping[str, str]) -> dict[str, str]:
         who = environ.rank_identity(env)
         if who.source not in _AGENT_STARTERS or who.world_size < 2 or who.local_world_size > 1:  # noqa: PLR2004 - one is alone
             return {}
-        found = _told(env, who)
+        endpoint = _told(env, who)
         _, key = _FINDERS[who.source](env)
     except UsageError:
         return {}
-    if found is None:
+    if endpoint is None:
         return {}
     name = f"slurm-{key}" if who.source == "Slurm" else f"mpi-{zlib.crc32(key.encode()):08x}"
     return {
         "MSRUN_NNODES": str(who.world_size),
         "MSRUN_NODE_RANK": str(who.rank),
-        "MSRUN_MASTER_ADDR": found[0],
-        "MSRUN_MASTER_PORT": str(found[1]),
+        "MSRUN_MASTER_ADDR": endpoint[0],
+        "MSRUN_MASTER_PORT": str(endpoint[1]),
         "MSRUN_JOB_ID": name,
     }
 

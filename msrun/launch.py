@@ -154,10 +154,10 @@ def _entry_points() -> EntryPoints:
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _check_ours(package: str, found: str | None) -> None:
+def _check_ours(package: str, file: str | None) -> None:
     """Refuse a package that lies elsewhere than beside `msrun`."""
     expected = Path(__file__).parent.parent / package
-    actual = Path(found or "").parent
+    actual = Path(file or "").parent
     if actual != expected:
         raise UsageError(
             f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}',

@@ -132,8 +132,8 @@ class RealSystem:
     def port_problem(self, host: str, port: int) -> str | None:
         """Try to have `port` for a moment; say who has it when that does not work."""
         name = "127.0.0.1" if host == socket.gethostname() else host
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        codes = [_bind(family, address) for family, _, _, _, address in found]
+        endpoints = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        codes = [_bind(family, address) for family, _, _, _, address in endpoints]
         if errno.EADDRINUSE in codes:
             return f"is in use{_holder(port)}"
         if errno.EACCES in codes:

@@ -41,10 +41,10 @@ def with_table(settings: Settings, given: Given[str], system: System) -> Setting
         )
     except UsageError as error:
         raise UsageError(f"{given.cite()}: {error.message}", hint=error.hint) from None
-    found = _values(table, node_rank)
-    _check(settings, given, found)
+    said = _values(table, node_rank)
+    _check(settings, given, said)
     values: dict[Option[object], tuple[Given[object], ...]] = {
-        option: (Given(value, given.source, given.text),) for option, (value, _) in found.items()
+        option: (Given(value, given.source, given.text),) for option, (value, _) in said.items()
     }
     is_named = any(map(settings.get, (options.MASTER_ADDR, options.RDZV_ENDPOINT)))
     if len(table.server_list) > 1 and not is_named:
@@ -78,9 +78,9 @@ def _values(table: RankTable, node_rank: int) -> dict[Option[object], tuple[obje
 
 
 def _check(
-    settings: Settings, table: Given[str], found: dict[Option[object], tuple[object, str]]
+    settings: Settings, table: Given[str], said: dict[Option[object], tuple[object, str]]
 ) -> None:
-    for option, (value, words) in found.items():
+    for option, (value, words) in said.items():
         other = settings.get(option)
         if other and other.value != value:
             raise UsageError(f"{other.cite()} contradicts {table.cite()}, which {words}")

@@ -115,10 +115,10 @@ def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]
 
 def _check_here(host: Given[str], machine: Machine, system: System) -> None:
     """Refuse a host that is not the only node of its job."""
-    found = system.resolve(host.value)
-    if not found and host.value != machine.host:
+    addresses = system.resolve(host.value)
+    if not addresses and host.value != machine.host:
         raise UsageError(_unknown(host))
-    is_here = any(ip_address(a).is_unspecified or system.is_own(a) for a in found)
+    is_here = any(ip_address(a).is_unspecified or system.is_own(a) for a in addresses)
     if not is_here and host.value != machine.host:
         raise UsageError(
             f"{host.cite()} is no address of this machine, the only node (choose localhost)",
@@ -142,20 +142,20 @@ def _locate(host: Given[str], machine: Machine, system: System) -> _Site:
     name = host.value.lower().rstrip(".")
     if name == "localhost":
         return _Site(address=LOOPBACK, is_here=True, is_shared=True)
-    found = system.resolve(host.value)
-    public = [address for address in found if not ip_address(address).is_loopback]
+    addresses = system.resolve(host.value)
+    public = [address for address in addresses if not ip_address(address).is_loopback]
     if public:
         return _public_site(host, public[0], machine, system)
-    if found and (_is_literal(name) or name in _LOOPBACK_NAMES):
-        return _Site(address=found[0], is_here=True, is_shared=True)
+    if addresses and (_is_literal(name) or name in _LOOPBACK_NAMES):
+        return _Site(address=addresses[0], is_here=True, is_shared=True)
     own = machine.host.lower()
-    if name == own or (found and name.partition(".")[0] == own.partition(".")[0]):
-        address = _public_address(host, found, machine, system)
+    if name == own or (addresses and name.partition(".")[0] == own.partition(".")[0]):
+        address = _public_address(host, addresses, machine, system)
         return _Site(address=address, is_here=True, is_shared=True)
-    if not found:
+    if not addresses:
         raise UsageError(_unknown(host))
     raise UsageError(
-        f"{host.cite()} resolves to {found[0]} here, but this machine is {machine.host}",
+        f"{host.cite()} resolves to {addresses[0]} here, but this machine is {machine.host}",
         hint=f"correct /etc/hosts, or give the address of {host.value}",
     )
 
@@ -175,12 +175,12 @@ def _public_site(host: Given[str], address: str, machine: Machine, system: Syste
 
 
 def _public_address(
-    host: Given[str], found: Sequence[str], machine: Machine, system: System
+    host: Given[str], addresses: Sequence[str], machine: Machine, system: System
 ) -> str:
     """Return this machine's address for a host name that means loopback here."""
     if not ip_address(machine.address).is_loopback:
         return machine.address
-    resolved = f"resolves to {found[0]}" if found else "does not resolve"
+    resolved = f"resolves to {addresses[0]}" if addresses else "does not resolve"
     own = system.own_addresses()
     if not own:
         raise UsageError(
@@ -225,11 +225,11 @@ def _own_address(settings: Settings, host: Given[str], site: _Site, system: Syst
         if address is None:
             raise UsageError(f"{host.cite()}: this machine has no route to {site.address}")
         return address
-    found = system.resolve(given.value)
-    if not found:
+    candidates = system.resolve(given.value)
+    if not candidates:
         raise UsageError(_unknown(given))
     is_local = ip_address(site.address).is_loopback
-    for address in found:
+    for address in candidates:
         if ip_address(address).is_loopback == is_local and system.is_own(address):
             return address
     raise UsageError(

@@ -87,15 +87,15 @@ def _given(by_device: dict[int, Numbers]) -> Binding:
 def _json_object(text: str, value: str) -> dict[str, object]:
     """Return the JSON object in `text`, which `value` is or names."""
     try:
-        found = json.loads(text)
+        root = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        root = None
+    if not isinstance(root, dict):
         example = '{"device0": ["0-3"]}'
         raise UsageError(
             f"{quoted(value)} is no JSON object (choose true, false, auto or such as {example})"
         )
-    return cast("dict[str, object]", found)
+    return cast("dict[str, object]", root)
 
 
 def _devices(
@@ -131,13 +131,13 @@ def _number_lists(entry: object) -> Numbers | None:
 
 def _numbers(text: str) -> Numbers | None:
     """Return the numbers of `0-3,8`, ascending and each once; None when it is no such list."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.replace(" ", "").split(","):
         match = _RANGE.fullmatch(part)
         if not match or int(match[1]) > int(match[2] or match[1]):
             return None
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(sorted(found))
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(numbers))
 
 
 def _numa_nodes(entry: object) -> Numbers | None:
@@ -192,7 +192,7 @@ def _mode(config: dict[str, object], key: str, choices: tuple[str, ...], path: s
 def _main_modules(root: dict[str, object], path: str) -> dict[str, object]:
     """Return device -> CPUs of its `main` module, the only one that is a whole process."""
     section = _section(root, "bind_cpu", path)
-    found = {}
+    cpus_by_device = {}
     for device in section:
         modules = _section(section, device, path, "bind_cpu.")
         if others := sorted(modules.keys() - {"main"}):
@@ -201,8 +201,8 @@ def _main_modules(root: dict[str, object], path: str) -> dict[str, object]:
                 "(choose main)"
             )
         if "main" in modules:
-            found[device] = modules["main"]
-    return found
+            cpus_by_device[device] = modules["main"]
+    return cpus_by_device
 
 
 def _number_text(entry: object) -> Numbers | None:

@@ -227,16 +227,16 @@ class _YamlReader:
         return value
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Tree]:
-        found: dict[str, Tree] = {}
+        mapping: dict[str, Tree] = {}
         for key_node, value_node in node.value:
             key = self._plain(key_node, depth + 1)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise UsageError(f"{self._path}, line {line}: the key {_shown(key)} is no text")
-            if key in found:
+            if key in mapping:
                 raise UsageError(f"{self._path}, line {line}: the key {quoted(key)} is given twice")
-            found[key] = self._plain(value_node, depth + 1)
-        return found
+            mapping[key] = self._plain(value_node, depth + 1)
+        return mapping
 
 
 def _problem(error: yaml.YAMLError) -> str:

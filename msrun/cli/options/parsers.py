@@ -210,7 +210,7 @@ def rdzv_conf(value: str) -> Mapping[str, float]:
         "join_timeout": ("join-timeout", patience),
         "last_call_timeout": ("last-call", parse_duration),
     }
-    found = {}
+    seconds_by_name = {}
     for part in filter(None, value.split(",")):
         key, equals, number = (word.strip() for word in part.partition("="))
         if not equals:
@@ -220,9 +220,9 @@ def rdzv_conf(value: str) -> Mapping[str, float]:
             raise UsageError(f"{quoted(value)}: {quoted(key)} is not known to msrun ({choices})")
         name, parse = known[key]
         # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
-        if key != "timeout" or name not in found:
-            found[name] = parse(number)
-    return found
+        if key != "timeout" or name not in seconds_by_name:
+            seconds_by_name[name] = parse(number)
+    return seconds_by_name
 
 
 def job_id(value: str) -> str:

@@ -129,15 +129,15 @@ class _Row:
 
 def _rows(named: Iterable[tuple[str, list[str]]]) -> list[_Row]:
     """Return a row for what has one name but for the number of the block."""
-    found: dict[tuple[str, str], dict[int, list[str]]] = {}
+    placed_by_block: dict[tuple[str, str], dict[int, list[str]]] = {}
     blocks: Counter[str] = Counter()
     for name, placed in named:
         block = _BLOCK.match(name)
         group, number = (block[1], int(block[2])) if block else ("", 0)
         form = f"{group}.*{name[block.end() :]}" if block else name
         blocks[group] = max(blocks[group], number + 1)
-        found.setdefault((group, form), {})[number] = placed
-    return [_Row(form, blocks[group], placed) for (group, form), placed in found.items()]
+        placed_by_block.setdefault((group, form), {})[number] = placed
+    return [_Row(form, blocks[group], placed) for (group, form), placed in placed_by_block.items()]
 
 
 def _made(plan: SavedPlan) -> Iterator[tuple[str, list[str]]]:
@@ -178,9 +178,9 @@ class _Page:
         """Add a line of text."""
         self.words([(_MARGIN, text)])
 
-    def words(self, found: Iterable[tuple[float, str]]) -> None:
+    def words(self, texts: Iterable[tuple[float, str]]) -> None:
         """Add a line with texts at some places."""
-        for x, text in found:
+        for x, text in texts:
             self._write(x, text)
         self._y += _ROW
 

@@ -62,7 +62,7 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
         for name, given in prepared.draft.values.items()
         if is_all or given.source.level > Level.DEFAULT or name in _ALWAYS
     }
-    found = [
+    tables = [
         TextSection(
             heading="job",
             columns=("setting", "value", "source"),
@@ -84,8 +84,8 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
     for worker in plan.workers:
         if worker.rank == env_of:
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
-            found.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
-    return [*found, *_noted(prepared.notes)]
+            tables.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
+    return [*tables, *_noted(prepared.notes)]
 
 
 def _formation(plan: LaunchPlan) -> list[TextSection]:

@@ -192,7 +192,7 @@ def rank_option(what: str, default: str) -> click.Option:
 
 def parse_ranks(text: str) -> list[tuple[int, int]]:
     """Return the first and last rank of each range in `text`, such as `0,2-3`."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for part in text.split(","):
         low, dash, high = part.partition("-")
         bounds = (low, high if dash else low)
@@ -201,12 +201,12 @@ def parse_ranks(text: str) -> list[tuple[int, int]]:
         first, last = int(bounds[0]), int(bounds[1])
         if not first <= last < 1 << 31:
             raise UsageError(f"--rank {part!r} is no range of ranks (choose FIRST-LAST)")
-        found.append((first, last))
+        ranges.append((first, last))
     from msrun.cluster.bounds import RANGES_MAX
 
-    if len(found) > RANGES_MAX:
-        raise UsageError(f"--rank has {len(found)} ranges of ranks, and may have {RANGES_MAX}")
-    return found
+    if len(ranges) > RANGES_MAX:
+        raise UsageError(f"--rank has {len(ranges)} ranges of ranks, and may have {RANGES_MAX}")
+    return ranges
 
 
 def parse_signal(text: str) -> int:
@@ -215,9 +215,9 @@ def parse_signal(text: str) -> int:
         return int(text)
     known: dict[str, int] = {each.name: each.value for each in signal.Signals}
     name = text.upper()
-    found = known.get(name) or known.get(f"SIG{name}")
-    if found is None:
+    signum = known.get(name) or known.get(f"SIG{name}")
+    if signum is None:
         raise UsageError(
             f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
         )
-    return found
+    return signum

@@ -66,7 +66,7 @@ def _show_logs(
 ) -> None:
     from msrun.cluster.wire.control_messages import GetLog, Log
 
-    found = {rank: client.ask(GetLog(rank=rank, lines=lines), Log) for rank in ranks}
+    logs_by_rank = {rank: client.ask(GetLog(rank=rank, lines=lines), Log) for rank in ranks}
     if given["json"]:
         rows = [
             {
@@ -75,12 +75,12 @@ def _show_logs(
                 "log_file": log.log_file,
                 "lines": log.data.decode(errors="replace").splitlines(),
             }
-            for rank, log in found.items()
+            for rank, log in logs_by_rank.items()
         ]
         answer(json.dumps({"schema": SCHEMA, "logs": rows}))
         return
     readers = {rank: _LogReader(f"[rank {rank}] " if len(ranks) > 1 else "") for rank in ranks}
-    for rank, log in found.items():
+    for rank, log in logs_by_rank.items():
         readers[rank].show(log, is_last=not given["follow"])
     if given["follow"]:
         _follow(client, readers, system)
@@ -131,11 +131,11 @@ def stacks(args: Sequence[str], system: System) -> int:
     from msrun.cluster.wire.control_messages import GetStacks, Stacks
 
     with connected(given, system) as client:
-        found = client.ask(GetStacks(), Stacks)
+        reply = client.ask(GetStacks(), Stacks)
     if given["json"]:
-        answer(json.dumps(tagless(found)))
+        answer(json.dumps(tagless(reply)))
         return 0
-    answer(pictures.render(found.groups))
-    if found.left_out:
-        say(f"msrun: {found.left_out} more groups of ranks are not shown")
+    answer(pictures.render(reply.groups))
+    if reply.left_out:
+        say(f"msrun: {reply.left_out} more groups of ranks are not shown")
     return 0

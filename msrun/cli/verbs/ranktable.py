@@ -184,15 +184,15 @@ def _devices_here(words: Words, system: System) -> tuple[InventoryDevice, ...]:
     from msrun.topology import DeviceKind
     from ranktable import InventoryDevice
 
-    found = system.read_machine({}).devices
-    present = [device.physical for device in found] or list(range(words["slots"] or 1))
-    if found and words["slots"]:
+    devices = system.read_machine({}).devices
+    present = [device.physical for device in devices] or list(range(words["slots"] or 1))
+    if devices and words["slots"]:
         raise UsageError(f"--slots {words['slots']} is for nodes without devices; use --devices")
     chosen = present if words["devices"] is None else _number_list(words["devices"])
     if missing := sorted(set(chosen) - set(present)):
         has = ", ".join(map(str, present))
         raise UsageError(f"--devices: this node has no device {missing[0]} (choose from {has})")
-    is_npu = any(device.kind is DeviceKind.NPU for device in found)
+    is_npu = any(device.kind is DeviceKind.NPU for device in devices)
     addresses = system.device_addresses(chosen) if is_npu else {}
     return tuple(
         InventoryDevice(device_id=number, device_ip=addresses.get(number)) for number in chosen

@@ -174,10 +174,10 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         budget=budget,
     )
     clock: Callable[[], float] = Loop.now
-    found: SavedPlan = module.search_model(request, clock=clock, tell=say)
-    if found.unknown:
-        say_notes([f"no rule for {', '.join(found.unknown)}: computed whole on every rank"])
-    return found
+    plan: SavedPlan = module.search_model(request, clock=clock, tell=say)
+    if plan.unknown:
+        say_notes([f"no rule for {', '.join(plan.unknown)}: computed whole on every rank"])
+    return plan
 
 
 def _number(option: str, text: str, most: int) -> int:
@@ -187,13 +187,13 @@ def _number(option: str, text: str, most: int) -> int:
 
 
 def _mesh(text: str | None) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         name, equals, size = part.partition("=")
-        if not equals or not name.isidentifier() or name in found:
+        if not equals or not name.isidentifier() or name in sizes:
             raise UsageError(f"--mesh {quoted(text or '')} is no mesh (choose such as dp=4,tp=2)")
-        found[name] = _number(f"--mesh {name}", size, _RANKS_MAX)
-    return found
+        sizes[name] = _number(f"--mesh {name}", size, _RANKS_MAX)
+    return sizes
 
 
 # What is shown.

@@ -52,18 +52,18 @@ def _watch(given: dict[str, Any], system: System) -> int:
     """Show the job anew until it has ended."""
     is_live = system.is_terminal() and not given["json"]
     with connected(given, system, _WATCH_PATIENCE) as client:
-        found = _read(client)
+        state = _read(client)
         while True:
             if is_live:
                 click.clear()
-            _show(found, as_json=given["json"], system=system)
-            if found[0].verdict:
+            _show(state, as_json=given["json"], system=system)
+            if state[0].verdict:
                 return 0
             if not is_live and not given["json"]:
                 answer("")
             system.pause(_WATCH_SECONDS)
             try:
-                found = _read(client)
+                state = _read(client)
             except UnreachableError:
                 say(_ending(client.card))
                 return 0
@@ -81,14 +81,14 @@ def _ending(card: Card) -> str:
 
 
 def _show(
-    found: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
+    state: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
 ) -> None:
     from msrun.cli.render.section import show
 
     if as_json:
-        answer(json.dumps(document(*found)))
+        answer(json.dumps(document(*state)))
         return
-    show(sections(*found), is_terminal=system.is_terminal())
+    show(sections(*state), is_terminal=system.is_terminal())
 
 
 def document(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> dict[str, Any]:
@@ -112,9 +112,9 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
     """Return everything as tables."""
     from msrun.cli.render.section import TextSection
 
-    found = [TextSection(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
+    tables = [TextSection(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
     if nodes:
-        found.append(
+        tables.append(
             TextSection(
                 heading=_heading("nodes", nodes),
                 columns=("node", "host", "address", "role", "ranks", "silent"),
@@ -122,7 +122,7 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
             )
         )
     if ranks:
-        found.append(
+        tables.append(
             TextSection(
                 heading=_heading("ranks", ranks),
                 columns=("rank", "host", "local", "pid", "for", "state"),
@@ -131,8 +131,8 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
         )
     if job.causes:
         rows = tuple((cause,) for cause in job.causes)
-        found.append(TextSection(heading="what ended earlier generations", rows=rows))
-    return found
+        tables.append(TextSection(heading="what ended earlier generations", rows=rows))
+    return tables
 
 
 def _heading(what: str, rows: Sequence[object]) -> str:
