@@ -13,13 +13,14 @@ from typing import Any
 from msrun.cli.job.console import choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
+from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
 from msrun.cli.job.rendezvous import Rendezvous, find_rendezvous
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
-from msrun.cli.options.parallel import Parallel, fit_parallel, is_inline
+from msrun.cli.options.parallel import is_inline
 from msrun.cli.options.settings import DEFAULT, Given, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError

@@ -6,7 +6,7 @@ from itertools import islice
 
 import msgspec
 
-from msrun.cli.options.parallel import Parallel
+from msrun.cli.job.parallel import Parallel
 from msrun.cli.render.section import TextSection
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import shlex
 
+from msrun.cli.job.parallel import Parallel
 from msrun.cli.job.prepare import Prepared
 from msrun.cli.options import catalog as options
-from msrun.cli.options.parallel import Parallel
 from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection

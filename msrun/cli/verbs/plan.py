@@ -59,7 +59,7 @@ def _plan_mesh(request: JobRequest, system: System) -> None:
     """Print what `--parallel` makes of a job of any size, whose program is not known yet."""
     from msrun.cli.job.draft import merge_env
     from msrun.cli.job.formation import count_ranks
-    from msrun.cli.options.parallel import fit_parallel
+    from msrun.cli.job.parallel import fit_parallel
     from msrun.cli.render import plan_text
     from msrun.cli.render.section import show
 
