@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from msrun import environ
+from msrun.bounded_file import read_bounded
 from msrun.cli.job.draft import merge_env
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
@@ -23,7 +24,7 @@ from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.cli.output import answer, say_notes
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
-from msrun.hosts.hostlist import TEXT_MAX, Host, parse_hostfile, select
+from msrun.hosts.hostlist import Host, parse_hostfile, select
 from msrun.identity import port_of
 from msrun.job import LOOPBACK, ProgramKind, WorkerProgram
 from msrun.rank_table.file import read_table
@@ -200,7 +201,7 @@ def _hosts(settings: Settings) -> tuple[Host, ...]:
         raise UsageError(f"{hostfile.cite()} contradicts {table.cite()} (choose one)")
     hosts: tuple[Host, ...] = ()
     if hostfile:
-        hosts = parse_hostfile(read_hostfile(hostfile.value), hostfile.value)
+        hosts = read_hostfile(hostfile.value)
     elif table:
         hosts = hosts_of(read_table(table.value))
     filters = [settings.get(fleet_options.INCLUDE), settings.get(fleet_options.EXCLUDE)]
@@ -239,18 +240,14 @@ def _table_env(settings: Settings, hosts: tuple[Host, ...]) -> dict[str, str]:
     return {environ.RANK_TABLE_FILE: str(Path(given.value).absolute())}
 
 
-def read_hostfile(path: str) -> str:
-    """Return what is in a hostfile.
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile.
 
     Raises:
-        UsageError: It cannot be read.
+        UsageError: It cannot be read, or a line is wrong.
     """
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace") as file:
-            return file.read(TEXT_MAX + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"hostfile {path} cannot be read: {reason}") from None
+    content = read_bounded(path, f"hostfile {path}", mebibytes=16)
+    return parse_hostfile(content.decode(errors="replace"), path)
 
 
 def _words(settings: Settings) -> Iterator[str]:

@@ -115,10 +115,10 @@ def _hosts(words: Words, system: System) -> tuple[Host, ...]:
     """Return the hosts that a hostfile or Slurm names, none for this node alone."""
     from msrun.cli.job.fleet import read_hostfile
     from msrun.hosts.allocation import slurm_hosts
-    from msrun.hosts.hostlist import parse_hostfile, select
+    from msrun.hosts.hostlist import select
 
     if words["hostfile"]:
-        hosts = parse_hostfile(read_hostfile(words["hostfile"]), words["hostfile"])
+        hosts = read_hostfile(words["hostfile"])
     elif words["slurm"]:
         hosts = slurm_hosts(system.environment(), words["slots"])
     else:
