@@ -48,6 +48,11 @@ def shown(text: str) -> str:
     return text if is_bare else quoted(text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `number` with its noun, such as `1 node` or `4 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds that `text` says: `90s`, `10m`, `1h30m`, `0.5`, or `inf`.
 

@@ -13,6 +13,7 @@ from msrun.cli.options.parsers import WorkerWord, span
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 from msrun.topology import DeviceKind, Machine
+from msrun.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def _check_total(
     fewest = nnodes.value[0]
     if total and total.value < workers.value + fewest - 1:
         raise UsageError(
-            f"{total.cite()} is too few for {_nodes_text(fewest)}, of which this one starts "
+            f"{total.cite()} is too few for {counted(fewest, 'node')}, of which this one starts "
             f"{workers.value}"
         )
 
@@ -144,7 +145,7 @@ def _check_node_rank(settings: Settings, size: Size) -> None:
     given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
     if given and given.value >= most:
         raise UsageError(
-            f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})",
+            f"{given.cite()} is no rank of {counted(most, 'node')} (choose {span(most)})",
             hint="a job of several nodes needs --nnodes" if most == 1 else None,
         )
 
@@ -162,13 +163,10 @@ def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
             "`srun --ntasks 1` or `mpirun -n 1`"
         )
     raise UsageError(
-        f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}",
+        f"environment {variable}={number}: {number} copies of msrun run for "
+        f"{counted(most, 'node')}",
         hint=hint,
     )
-
-
-def _nodes_text(number: int) -> str:
-    return f"{number} node{'s' if number > 1 else ''}"
 
 
 def count_ranks(settings: Settings, machine: Machine) -> int:

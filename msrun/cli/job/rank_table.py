@@ -11,6 +11,7 @@ from msrun.errors import UsageError
 from msrun.rank_table.file import read_table
 from msrun.rank_table.nodes import addresses_of, check_devices, devices_of, find_server, servers_of
 from msrun.topology import DeviceKind
+from msrun.units import counted
 
 if TYPE_CHECKING:
     from msrun.cli.options.option import Option
@@ -70,9 +71,9 @@ def _values(table: RankTable, node_rank: int) -> dict[Option[object], tuple[obje
     """Return what the table says instead of options, each with words for it."""
     nnodes, here = len(table.server_list), len(servers_of(table)[node_rank].device)
     return {
-        options.NNODES: ((nnodes, nnodes), f"has {_count(nnodes, 'server')}"),
-        options.WORKER_NUM: (table.world_size, f"has {_count(table.world_size, 'rank')}"),
-        options.WORKERS_PER_NODE: (here, f"gives this node {_count(here, 'rank')}"),
+        options.NNODES: ((nnodes, nnodes), f"has {counted(nnodes, 'server')}"),
+        options.WORKER_NUM: (table.world_size, f"has {counted(table.world_size, 'rank')}"),
+        options.WORKERS_PER_NODE: (here, f"gives this node {counted(here, 'rank')}"),
         options.NODE_RANK: (node_rank, f"has this node as server {node_rank}"),
     }
 
@@ -84,7 +85,3 @@ def _check(
         other = settings.get(option)
         if other and other.value != value:
             raise UsageError(f"{other.cite()} contradicts {table.cite()}, which {words}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -8,6 +8,7 @@ import msgspec
 
 from msrun.cli.job.parallel import Parallel
 from msrun.cli.render.section import TextSection
+from msrun.units import counted
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
 SHOWN_MAX = 16
@@ -37,7 +38,7 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     most = world_size if is_all else SHOWN_MAX
     tables = [
         TextSection(
-            heading=f"mesh of {world_size} rank{'s' if world_size > 1 else ''}",
+            heading=f"mesh of {counted(world_size, 'rank')}",
             columns=("axis", "size"),
             rows=tuple((axis, str(size)) for axis, size in axes.items()),
         )

@@ -14,6 +14,7 @@ from msrun.cli.output import answer, say
 from msrun.cli.render.section import TextSection, show
 from msrun.cli.verbs.control import WHERE, connected
 from msrun.errors import ExitCode, UsageError
+from msrun.units import counted
 
 if TYPE_CHECKING:
     from msrun.cli.system import System
@@ -69,10 +70,8 @@ def _write(table: RankTable, output: str | None) -> int:
 
 
 def _size(table: RankTable) -> str:
-    servers = len(table.server_list)
-    plural = "" if servers == 1 else "s"
-    ranks = "1 rank" if table.world_size == 1 else f"{table.world_size} ranks"
-    return f"{ranks} on {servers} server{plural}, version {table.version.value}"
+    ranks, servers = counted(table.world_size, "rank"), counted(len(table.server_list), "server")
+    return f"{ranks} on {servers}, version {table.version.value}"
 
 
 # -- build -----------------------------------------------------------------------------
