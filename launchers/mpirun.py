@@ -205,7 +205,7 @@ class MpirunLauncher:
 
 
 def _check_host(host: Host) -> None:
-    """Refuse what a list of hosts for mpirun cannot say."""
+    """Refuse hosts that a host list of mpirun cannot express."""
     for field, value in (("user", host.user), ("port", host.port)):
         if value is not None:
             raise UsageError(

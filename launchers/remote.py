@@ -174,7 +174,7 @@ def _installed(name: str) -> str:
 
 
 def check_versions(wanted: Mapping[str, str], present: Mapping[str, str]) -> None:
-    """Refuse a node on which a program is not the launcher's.
+    """Refuse a node that has another version of a program than the launcher.
 
     Raises:
         UsageError: A version differs.
@@ -204,7 +204,7 @@ def hold(secret: str) -> str:
 
 
 def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
-    """Return the agent's exit code; end it when the launcher, or what it writes, has ended."""
+    """Return the agent's exit code; end the agent when the launcher or our stdin has ended."""
     for signum in _FORWARDED:
         signal.signal(signum, lambda signum, _: agent.send_signal(signum))
     end = os.pidfd_open(agent.pid)
@@ -212,7 +212,7 @@ def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
     if end not in ready:
         agent.send_signal(signal.SIGTERM)
     code = agent.wait()
-    # What an agent was killed by is its node's affair: to the job, the node is lost.
+    # Whatever signal killed the agent, the job has lost a node.
     return ExitCode.NODE_LOST if code < 0 else code
 
 

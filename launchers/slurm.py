@@ -154,7 +154,7 @@ class SlurmLauncher:
 
 
 def render_limit(text: str) -> str:
-    """Return a time limit as Slurm writes it; what it would understand stays as it is.
+    """Return a time limit as Slurm writes it; a form that Slurm reads stays as it is.
 
     Raises:
         UsageError: It is neither a limit of Slurm nor a duration.
@@ -173,7 +173,7 @@ def render_limit(text: str) -> str:
 
 
 def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
-    """Return the batch script, in which nothing of the user's is for the shell to expand."""
+    """Return the batch script; the shell expands no word of the user in it."""
     asked = {
         "job-name": fleet.job_id,
         "nodes": str(fleet.nnodes),
@@ -217,7 +217,7 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
 
 
 def _checked(key: str, value: str) -> str:
-    """Refuse what would end the line, or be more than one word of it."""
+    """Refuse a value that would end the line or split into several words."""
     if not value.isprintable() or any(mark in value for mark in " \"'\\#"):
         raise UsageError(
             f"{key} {shown(value)} cannot stand in a batch script",
@@ -247,7 +247,7 @@ def _sbatch(plan: FleetPlan) -> str:
 
 
 def read_state(number: str) -> str:
-    """Return what Slurm says of a job."""
+    """Return the output of `scontrol show job`."""
     done = subprocess.run(
         ["scontrol", "show", "job", number],
         stdin=subprocess.DEVNULL,
@@ -259,7 +259,7 @@ def read_state(number: str) -> str:
 
 
 def parse_end(text: str) -> int | None:
-    """Return the exit code of a job of which `scontrol show job` says that it has ended."""
+    """Return the exit code in the output of `scontrol show job`; None while the job runs."""
     fields = dict(_FIELD.findall(text))
     state = fields.get("JobState", "")
     match = _EXIT_CODE.fullmatch(fields.get("ExitCode", ""))

@@ -41,7 +41,7 @@ _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this process is in a job, as whatever started it says.
+    """The place of this process in its job, as its starter describes it.
 
     Args:
         source: The starter, as a person calls it.
@@ -72,7 +72,7 @@ class _Starter(msgspec.Struct, frozen=True, kw_only=True):
         rank: Set, as are `world_size` and `proof`, in each process of this starter.
         world_size: As the fields of `RankIdentity`, like those that follow.
         local_rank: Without it every rank is the first of its node.
-        local_world_size: Without it as many as are known to be there.
+        local_world_size: Without it, the ranks that are known to run on the node.
         node_rank: Unknown without it.
         proof: A further variable that others who set `rank` and `world_size` do not.
     """

@@ -1,4 +1,4 @@
-"""Who this process is in a job, and where its ranks meet, as whatever started it says.
+"""The rank of this process in its job, and the address where the ranks meet, from its starter.
 
 The environment alone tells it, with the file of a rank table where that names one; only where
 ranks meet is asked of Hydra, the mpirun of MPICH and Intel MPI, which tells no rank of another.
@@ -80,7 +80,7 @@ def read_identity(env: Mapping[str, str]) -> RankIdentity:
 
 
 def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, int]:
-    """Return host and port at which the ranks meet: as set, or else found alike by each of them.
+    """Return host and port at which the ranks meet: as set, else as each rank derives them.
 
     Every rank of the job must call this where Hydra started it: they wait for each other.
 
@@ -211,7 +211,8 @@ def _check_device(device: TableDevice, path: str, env: Mapping[str, str]) -> Non
 
 # -- where ranks meet ------------------------------------------------------------------
 
-# Each returns the host of rank 0, empty when nobody says, and a text that only this job has.
+# Each returns the host of rank 0, empty when the starter does not name it, and a text that only
+# this job has.
 
 
 def _of_table(env: Mapping[str, str]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a backend is: render a plan, then submit it.
+"""The protocol of a backend, which renders a plan and then submits it; and the table of backends.
 
 Backends live in `launchers/`, one file each, and are loaded by dotted name when
 they are asked for; other distributions add theirs under the entry-point group
@@ -65,8 +65,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         job: What was asked for.
         machine: What this node offers.
-        workers: This node's ranks, by local rank; without `has_ranks` what they get
-            whatever their ranks.
+        workers: This node's ranks, by local rank; without `has_ranks`, only the fields that do
+            not depend on the rank are valid.
         argv: The command of every worker.
         containment: How the process tree is held together.
         notes: What the user should know, one sentence each.
@@ -106,7 +106,7 @@ def open_fleet(name: str, options: Mapping[str, str]) -> FleetLauncher:
         options: What its user asks of it, by the names of the options.
 
     Raises:
-        UsageError: The backend has no such option, or what it needs is not there.
+        UsageError: The backend has no such option, or a program or file that it needs is missing.
     """
     function: Callable[[Mapping[str, str]], FleetLauncher] = _attribute(FLEETS[name])
     return function(options)
@@ -155,7 +155,7 @@ def _entry_points() -> EntryPoints:
 
 
 def _check_ours(package: str, file: str | None) -> None:
-    """Refuse a package that lies elsewhere than beside `msrun`."""
+    """Refuse a package that is not in the directory of `msrun`, such as one of the user's."""
     expected = Path(__file__).parent.parent / package
     actual = Path(file or "").parent
     if actual != expected:

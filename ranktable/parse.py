@@ -49,7 +49,7 @@ def parse_table(text: str | bytes, *, is_part: bool = False) -> RankTable:
     Raises:
         UnknownVersionError: The version is neither 1.0 nor 1.2.
         RankTableError: Anything else is wrong.  First all wrong types and missing fields
-            are told, then, once there are none, all that `check_table` finds; 10,000 at most.
+            are reported, then, once there are none, all that `check_table` finds; 10,000 at most.
     """
     problems: list[TableProblem] = []
     table = _read_table(_load(text), problems)
@@ -224,7 +224,7 @@ class _Fields:
             self.problem(key, "is missing")
 
     def extra(self) -> Extra:
-        """Return the fields nobody asked for, as `model.Extra`."""
+        """Return the fields that were not read, as `model.Extra`."""
         kept: list[tuple[str, str]] = []
         for key, value in sorted(self._values.items()):
             trouble = _check_foreign(value)

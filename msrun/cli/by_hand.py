@@ -1,4 +1,4 @@
-"""A process of a cluster that is started by hand: variables in the place of options.
+"""A process of a cluster that is started by hand: variables take the place of options.
 
 `msrun.worker.by_hand` makes it of a script.  With `MS_ROLE=MS_WORKER` it is the agent of
 a node with one worker, which runs that script; with `MS_ROLE=MS_SCHED` it keeps the
@@ -35,7 +35,7 @@ from msrun.units import PORT_MAX, shown
 
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
 _SERVERS = ("MS_PSERVER", "MS_SERVER")
-# The program is a command of Python, whatever programs msrun is told to expect.
+# The program is always a Python command, even if the environment has one of these options.
 _OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
 _WORKERS_MAX = 999_999
 _NUMBER = re.compile(r"[0-9]{1,9}")

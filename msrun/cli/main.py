@@ -32,7 +32,7 @@ def console() -> NoReturn:
                 sys.stdout.flush()
                 sys.stderr.flush()
             except OSError:
-                return  # Python tells of it
+                return  # Python reports it
             os._exit(code)
 
     # Registered first, it is called last: behind what torch and the model's file registered.
@@ -60,7 +60,7 @@ def _call(place: str, words: Sequence[str], system: System) -> int:
 
 
 def guarded(verb: VerbFunction, words: Sequence[str], system: System) -> int:
-    """Return the exit code of `verb`, after one sentence on whatever went wrong."""
+    """Return the exit code of `verb`, after one sentence on any failure."""
     try:
         return verb(words, system)
     except MsrunError as error:

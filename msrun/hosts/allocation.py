@@ -1,4 +1,4 @@
-"""The nodes that a batch system has given to a job, as its environment tells them."""
+"""The nodes that a batch system has given to a job, from its environment."""
 
 from __future__ import annotations
 

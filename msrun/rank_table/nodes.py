@@ -1,4 +1,4 @@
-"""A rank table as the list of nodes: which host is which node, with how many workers.
+"""A rank table as a list of nodes: the host, the devices and the workers of each.
 
 `msrun --rank-table-file t.json` on each node finds its own entry by the node's addresses;
 from one node, the hosts of the table are those of ssh.

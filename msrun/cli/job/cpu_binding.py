@@ -1,4 +1,4 @@
-"""CPU and memory binding: what the three options that ask for it say together."""
+"""CPU and memory binding of workers, from the three options that ask for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def choose_binding(
 
 
 def _half(given: Given[BindRequest] | None, half: Binding | None) -> Given[Binding] | None:
-    """Return one half of what an option asks for; None when it says nothing of it."""
+    """Return the CPU or the memory half of an option; None where it asks for no such binding."""
     return None if given is None or half is None else Given(half, given.source, given.text)
 
 

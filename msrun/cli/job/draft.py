@@ -68,8 +68,8 @@ def draft_job(
 ) -> JobDraft:
     """Return the job that `settings` ask for on `machine`.
 
-    An option that names a field of `JobSpec` fills it: with what `_decide` makes of it, else
-    as it was given; where nobody gave it, the default of `JobSpec` stands.
+    An option that names a field of `JobSpec` fills it with the value from `_decide`, else with
+    the value given; an option that was not given leaves the default of `JobSpec`.
 
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
@@ -110,9 +110,9 @@ def _decide(
     machine: Machine,
     system: System,
 ) -> tuple[Decided, list[str]]:
-    """Return the value of each option that other options or the machine decide as well, and notes.
+    """Return the values of the options that depend on other options or on the machine, and notes.
 
-    None stands where nobody says, so that the default holds.
+    None keeps the default of `JobSpec`.
     """
     fewest, most = size.nnodes.value
     job_id = _job_id(settings, chosen, size, rendezvous, system)
@@ -151,7 +151,7 @@ def _given(option: Option[object], settings: Settings, decided: Decided) -> Give
 
 
 def _fields(part: str, settings: Settings, decided: Decided) -> dict[str, Any]:
-    """Return the fields of `part` of `JobSpec`, itself if empty, that somebody gave."""
+    """Return the given fields of `part` of `JobSpec`, or of `JobSpec` itself if `part` is empty."""
     fields = {}
     for option in settings.table:
         above, _, field = option.field.rpartition(".")
@@ -163,9 +163,9 @@ def _fields(part: str, settings: Settings, decided: Decided) -> dict[str, Any]:
 def _values(
     settings: Settings, decided: Decided, job: JobSpec
 ) -> Iterator[tuple[str, Given[object]]]:
-    """Yield what `plan` shows of each setting, the name of the job first.
+    """Yield each setting that `plan` shows, the name of the job first.
 
-    What one node has no use for is left out.
+    A job of one node has no settings that concern several nodes.
     """
     hidden = {
         *(_HIDDEN_ALONE if job.is_alone else ()),
@@ -218,7 +218,7 @@ def _insecure(settings: Settings) -> Iterator[str]:
 
 
 def _rank_table(settings: Settings, machine: Machine) -> str:
-    """Return the table that workers are told of: a given one, or that of the job for HCCL."""
+    """Return the file that workers get as RANK_TABLE_FILE: the given table, or the emitted one."""
     given, emitted = settings.get(RANK_TABLE_FILE), settings.get(options.EMIT_RANK_TABLE)
     is_npu = any(device.kind is DeviceKind.NPU for device in machine.devices)
     named = given or (emitted if is_npu else None)
@@ -246,7 +246,7 @@ def _emitted(settings: Settings, rendezvous: Rendezvous) -> str:
 
 
 def _secret_file(settings: Settings) -> Given[str] | None:
-    """Return the file of the job's secret, which holds one; None when none is named."""
+    """Return the file of --secret-file after reading it once; None without the option."""
     named, insecure = settings.get(options.SECRET_FILE), settings.get(options.INSECURE)
     if named is None:
         return None
@@ -262,7 +262,7 @@ def _secret_file(settings: Settings) -> Given[str] | None:
 def _job_id(
     settings: Settings, chosen: ChosenProgram, size: Size, rendezvous: Rendezvous, system: System
 ) -> Given[str]:
-    """Return the job's name: on several nodes, what the same words on all of them make of it."""
+    """Return the job's name; on several nodes it follows from the command, so that all agree."""
     named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
     if named:
         return named
@@ -320,7 +320,7 @@ def _directory_problem(path: Path) -> str | None:
 def _start_method(
     settings: Settings, chosen: ChosenProgram
 ) -> tuple[Given[StartMethod], list[str]]:
-    """Return how workers start, and why it is not what was asked for."""
+    """Return how workers start, with a note where that differs from the option."""
     given: Given[StartMethod] = settings.get(options.START_METHOD) or Given(StartMethod.FORK)
     reason = ""
     if chosen.program.kind is ProgramKind.COMMAND:

@@ -23,9 +23,9 @@ class Size:
     Args:
         nnodes: Fewest and most nodes.
         workers: Workers of this node.
-        total: Workers of all nodes, None when nobody says.
-        world_size: The same as far as it follows from the words; None where the other
-            nodes decide.
+        total: Workers of all nodes, None without --worker-num.
+        world_size: Workers of all nodes, as far as the options determine them; None where the
+            other nodes decide.
     """
 
     nnodes: Given[tuple[int, int]]

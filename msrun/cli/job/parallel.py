@@ -1,4 +1,4 @@
-"""How the workers of one job divide their work: `--parallel` over the workers that there are."""
+"""How the workers of one job divide their work: the mesh of `--parallel` over their number."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _GUESS_CUTOFF = 0.85
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What was asked for, before anything of it is looked up.
+    """The words, options and job file of one command, before anything is looked up.
 
     Args:
         settings: All options.
@@ -74,10 +74,10 @@ class Prepared:
 
 
 def read_request(line: CommandLine, table: Table, system: System) -> JobRequest:
-    """Return what `line`, the environment and the job file say.
+    """Return the options of `line`, the environment and the job file.
 
     Raises:
-        UsageError: It cannot be understood, or is refused.
+        UsageError: An option is malformed, or is refused.
     """
     _check_directory()
     environment = system.environment()
@@ -136,7 +136,7 @@ def _check_refused(settings: Settings, table: Table) -> None:
 
 
 def _check_fleet(settings: Settings) -> None:
-    """Refuse what only backends that start other nodes understand."""
+    """Refuse options that only backends which start other nodes understand."""
     for option in FLEET_TABLE:
         given = settings.get(option)
         if given and option is not RANK_TABLE_FILE:

@@ -1,4 +1,4 @@
-"""What every worker runs: the first word that is no option, and everything after it.
+"""The program of every worker: the first word that is not an option, and all words after it.
 
 A peer's way of writing it (`python -u train.py`, `pytest tests`) becomes script or
 module; what does not exist is refused before anything is started.
@@ -185,7 +185,7 @@ def _check_script(target: str) -> None:
 
 
 def _mode(path: Path, noun: str) -> int | None:
-    """Return what kind of file is at `path`, None when there is nothing."""
+    """Return the mode bits of the file at `path`, None when there is no file."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -197,7 +197,7 @@ def _mode(path: Path, noun: str) -> int | None:
 
 
 def _hint(target: str) -> str | None:
-    """Return what the user of a missing script may have meant."""
+    """Return a guess at the intended program where the script does not exist."""
     is_name = re.fullmatch(r"\w[\w.-]*", target) and not target.endswith(".py")
     if is_name and shutil.which(target):
         return f"{target} is a command; start it with --no-python"

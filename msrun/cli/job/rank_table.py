@@ -1,4 +1,4 @@
-"""`--rank-table-file` on each node: what the table says of it stands where its options would."""
+"""`--rank-table-file` on each node: the table stands in for --nnodes, --node-rank and others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _find(settings: Settings, table: RankTable, machine: Machine, system: System
 
 
 def _values(table: RankTable, node_rank: int) -> dict[Option[object], tuple[object, str]]:
-    """Return what the table says instead of options, each with words for it."""
+    """Return the value that the table has for each option, with words for a refusal."""
     nnodes, here = len(table.server_list), len(servers_of(table)[node_rank].device)
     return {
         options.NNODES: ((nnodes, nnodes), f"has {counted(nnodes, 'server')}"),

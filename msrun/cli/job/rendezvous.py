@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: the scheduler's address, who starts it, how we are reached."""
+"""Where the nodes of a job meet: address of the scheduler, node that starts it, own address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rendezvous:
     """Where the nodes of a job meet.
 
     Args:
-        host: Node of the scheduler as its user wrote it, None when nobody names one.
+        host: Node of the scheduler as its user wrote it, None when no option names one.
         port: Port of the scheduler.
         serves: As of `JobSpec`, like those that follow.
         listen_host: Numeric address of the scheduler.

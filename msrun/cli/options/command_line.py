@@ -40,7 +40,7 @@ class CommandLine:
     Args:
         texts: Option -> its values, in the order given.
         spellings: Option -> how it was written last.
-        program: First word that is no option, and everything after it, untouched.
+        program: First word that is not an option, and all words after it, untouched.
     """
 
     texts: dict[Option[object], tuple[str, ...]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What one option of the command line is, as a value."""
+"""One option of the command line, as a value."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Option(Generic[T_co]):
         group: Heading in the help.
         help: Noun phrase, ends in a period.
         parse: Text to value; raises UsageError whose message starts with the quoted text.
-        field: Field of `JobSpec` that it fills, with a dot that of a part: `restarts.window`; empty
-            where what it means is not one field.
-        default: Value when nobody gives one; of an option with a field, `JobSpec` has it, and
-            only what is read before the job exists has it here too.
+        field: Field of `JobSpec` that it fills, or of a part of it: `restarts.window`; empty where
+            the value is not one field.
+        default: Value when none is given.  The default of an option with a field stands in
+            `JobSpec`, and here too only if the value is read before there is a `JobSpec`.
         default_text: How help shows the default; empty shows none.
         metavar: Noun for the value.
         aliases: Further spellings as they are typed, dashes included.

@@ -31,7 +31,7 @@ def parse_parallel(value: str) -> ParallelConfig:
     try:
         return read_config(path)
     except UsageError as error:
-        # A message on the file itself begins with its path, one on what it says with a key.
+        # A message about the file begins with its path, one about its content with a key.
         about_file = error.message.removeprefix(path)
         colon = ": " if about_file == error.message else ""
         raise UsageError(f"{quoted(value)}{colon}{about_file}", hint=error.hint) from None

@@ -1,4 +1,4 @@
-"""The words of one verb, read by click; what click refuses becomes one sentence of ours."""
+"""The words of one verb, read by click; a refusal by click becomes one UsageError."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _noted(notes: tuple[str, ...]) -> list[TextSection]:
     return [TextSection(heading="notes", rows=tuple((note,) for note in notes))] if notes else []
 
 
-# Shown even where they are defaults: whoever asks for a plan wants to know these.
+# Shown even where they are defaults: these are what a user of `plan` looks for first.
 _ALWAYS = frozenset({"job-id", "workers-per-node", "start-method", "log-dir"})
 
 

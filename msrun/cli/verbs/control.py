@@ -1,4 +1,4 @@
-"""The verbs that control a job from outside: which job they mean, and those that only order."""
+"""Verbs that control a running job: how they find it; `stop`, `drain` and `signal`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def parse(
 
 
 def split(given: dict[str, Any], name: str, wanted: str) -> str:
-    """Return the last word, which is what a verb is about; what is before it stays as the job."""
+    """Return the last word, such as the node of `drain`; the words before it name the job."""
     words = given["words"]
     if not words:
         raise UsageError(f"msrun {name} needs a {wanted}: msrun {name} [JOB] {wanted}")
@@ -171,7 +171,7 @@ def send_signal(args: Sequence[str], system: System) -> int:
 
 
 def _order(given: dict[str, Any], order: AnyRequest, system: System) -> int:
-    """Have the job do what it is told, and say what it does."""
+    """Send `order` to the job, and print its answer."""
     from msrun.cluster.wire.control_messages import Done
 
     with connected(given, system) as client:

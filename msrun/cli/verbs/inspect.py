@@ -1,4 +1,4 @@
-"""`msrun logs` and `msrun stacks`: what ranks write, and where they are."""
+"""`msrun logs` and `msrun stacks`: the output and the stacks of ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _show_logs(
 
 
 def _follow(client: ControlClient, readers: dict[int, _LogReader], system: System) -> None:
-    """Show what is added to the logs, until the job is gone."""
+    """Show new lines of the logs until the job has ended."""
     from msrun.cluster.wire.control_messages import GetLog, Log
 
     while True:
@@ -106,7 +106,7 @@ def _follow(client: ControlClient, readers: dict[int, _LogReader], system: Syste
 
 @dataclass(slots=True)
 class _LogReader:
-    """One log: what was shown, and the line that is not whole yet."""
+    """One log: the bytes shown so far, and the incomplete line at its end."""
 
     prefix: str
     offset: int = 0

@@ -56,7 +56,7 @@ def _plan_job(request: JobRequest, system: System) -> None:
 
 
 def _plan_mesh(request: JobRequest, system: System) -> None:
-    """Print what `--parallel` makes of a job of any size, whose program is not known yet."""
+    """Print the mesh of `--parallel` for a job without a program."""
     from msrun.cli.job.draft import merge_env
     from msrun.cli.job.formation import count_ranks
     from msrun.cli.job.parallel import fit_parallel

@@ -1,4 +1,4 @@
-"""`msrun search`: the best parallel plan for a model on any cluster, without the cluster."""
+"""`msrun search`: the fastest parallel plan of a model for any cluster, found without it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _params() -> tuple[click.Parameter, ...]:
 
 
 def _check_files(given: Mapping[str, Any]) -> None:
-    """Refuse what could not be written when the search is over."""
+    """Refuse files that cannot be written, before the search and not after it."""
     if given["plot"] and Path(given["plot"]).suffix != ".svg":
         other = Path(given["plot"]).with_suffix(".svg")
         raise UsageError(f"--plot {given['plot']}: a picture is SVG (choose such as {other})")
@@ -140,7 +140,7 @@ def _draw(plan: SavedPlan, path: Path) -> None:
 
 @contextmanager
 def _rare_collection() -> Iterator[None]:
-    """Look for garbage seldom, and not at the end: almost all that is made stays till then."""
+    """Collect garbage rarely, and not at the end: almost every object lives until then."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 100)
     try:
@@ -196,7 +196,7 @@ def _mesh(text: str | None) -> dict[str, int]:
     return sizes
 
 
-# What is shown.
+# Output.
 
 
 def _sections(plan: SavedPlan) -> list[TextSection]:
@@ -253,7 +253,7 @@ def _diff(words: list[str], system: System) -> int:
     plans = [read_plan(Path(given[name])) for name in names]
     rows = tuple(differences(*plans))
     if not rows:
-        say("the plans are alike")
+        say("the plans are equal")
         return 0
     columns = ("", given["one"], given["other"])
     show(

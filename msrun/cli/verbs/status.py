@@ -1,4 +1,4 @@
-"""`msrun status` and `msrun ls`: where jobs stand."""
+"""`msrun status` and `msrun ls`: phase, nodes and ranks of jobs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _watch(given: dict[str, Any], system: System) -> int:
 
 
 def _ending(card: Card) -> str:
-    """Return what became of a job that does not answer any more."""
+    """Return how a job ended whose scheduler no longer answers."""
     from msrun.processes import ending
 
     verdict = ending.read(card.log_dir, card.job_id) if card.log_dir else None
