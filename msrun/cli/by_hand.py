@@ -25,7 +25,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine
 from msrun.cli.options.option import Option
 from msrun.cli.options.parsers import span
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 from msrun.cli.output import say_notes
 from msrun.cli.system import RealSystem, System
 from msrun.errors import UsageError

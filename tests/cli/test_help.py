@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from msrun import __version__
-from msrun.cli.options.peers import PLAN_TABLE, TABLE
+from msrun.cli.options.table import PLAN_TABLE, TABLE
 from msrun.cli.verb_table import VERBS
 
 HELP = Path(__file__).with_name("help.txt")

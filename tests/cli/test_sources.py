@@ -9,7 +9,7 @@ import pytest
 
 from msrun.cli.options.fleet import FLEET_TABLE
 from msrun.cli.options.option import FileForm
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 from msrun.job import JobSpec, RestartLimits
 
 # One good text an option that is not refused.

@@ -19,8 +19,8 @@ from msrun.cli.job.draft import merge_env
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
 from msrun.cli.options import fleet as fleet_options
-from msrun.cli.options.peers import ALL, ENV_OF, JSON
 from msrun.cli.options.settings import Given, Settings, strongest
+from msrun.cli.options.table import ALL, ENV_OF, JSON
 from msrun.cli.output import answer, say_notes
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan

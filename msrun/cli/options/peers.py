@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from msrun.cli.options import parsers
-from msrun.cli.options.catalog import WORKING
-from msrun.cli.options.fleet import FLEET_TABLE
-from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup, options_in
+from msrun.cli.options.option import FileForm, Option, OptionGroup, options_in
 
 REDIRECTS = Option(
     name="redirects",
@@ -107,33 +105,4 @@ NOTED: dict[Option[object], str] = {
     MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
 }
 
-# Every option of a job; it is made before the module defines those of `plan` alone.
-TABLE = (*WORKING, *FLEET_TABLE, *options_in(globals()))
-
-ALL = Option(
-    name="all",
-    group=OptionGroup.PLAN,
-    help="Defaults and the whole mesh too.",
-    parse=parsers.boolean,
-    default=False,
-    arity=Arity.SWITCH,
-    file=FileForm.ABSENT,
-)
-ENV_OF = Option(
-    name="env-of",
-    group=OptionGroup.PLAN,
-    metavar="RANK",
-    help="Environment of that worker too.",
-    parse=parsers.whole(0),
-    file=FileForm.ABSENT,
-)
-JSON = Option(
-    name="json",
-    group=OptionGroup.PLAN,
-    help="One JSON document instead of text.",
-    parse=parsers.boolean,
-    default=False,
-    arity=Arity.SWITCH,
-    file=FileForm.ABSENT,
-)
-PLAN_TABLE: tuple[Option[object], ...] = (*TABLE, ALL, ENV_OF, JSON)
+PEERS = options_in(globals())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msrun.cli.options.catalog import PARALLEL
 from msrun.cli.options.command_line import read_command_line
 from msrun.cli.options.parsers import span
-from msrun.cli.options.peers import ALL, ENV_OF, JSON, PLAN_TABLE
+from msrun.cli.options.table import ALL, ENV_OF, JSON, PLAN_TABLE
 from msrun.cli.output import answer
 from msrun.errors import UsageError
 
