@@ -93,6 +93,10 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One job, as its user asked for it.
 
+    The fields are flat because an `Option` of the command line names the one that it fills: a new
+    flag is a field here and an `Option` there.  `restarts` is a value of its own because it goes to
+    the scheduler as a whole.
+
     Args:
         job_id: Name of this launch, unique on the machine.
         program: What every worker runs.

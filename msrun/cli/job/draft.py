@@ -43,6 +43,7 @@ _HIDDEN_ALONE: frozenset[Option[object]] = frozenset(
     }
 )
 
+# Option -> the value that takes the place of the one given, None for the default of `JobSpec`.
 Decided = Mapping[Option[object], Given[object] | None]
 
 

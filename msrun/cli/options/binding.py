@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from msrun.bounded_file import read_bounded
-from msrun.cli.options.parsers import choose, is_boolean
+from msrun.cli.options.parsers import choose, is_boolean, number_ranges
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
 from msrun.units import quoted
@@ -21,7 +21,7 @@ from msrun.units import quoted
 Numbers = tuple[int, ...]
 
 _DEVICE = re.compile(r"device_?([0-9]{1,5})")
-_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_NUMBER_MAX = 99_999
 _SWITCHES = {"auto": BindMode.AUTO, "off": BindMode.OFF}
 _SCHEDULER_NOTE = "the scheduler is not bound, so its entry is not used"
 
@@ -131,13 +131,10 @@ def _number_lists(entry: object) -> Numbers | None:
 
 def _numbers(text: str) -> Numbers | None:
     """Return the numbers of `0-3,8`, ascending and each once; None when it is no such list."""
-    numbers: set[int] = set()
-    for part in text.replace(" ", "").split(","):
-        match = _RANGE.fullmatch(part)
-        if not match or int(match[1]) > int(match[2] or match[1]):
-            return None
-        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(sorted(numbers))
+    ranges = number_ranges(text.replace(" ", ""), most=_NUMBER_MAX)
+    if ranges is None:
+        return None
+    return tuple(sorted({n for first, last in ranges for n in range(first, last + 1)}))
 
 
 def _numa_nodes(entry: object) -> Numbers | None:

@@ -18,7 +18,8 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
-_RANK_PART = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
+_RANK_MAX = 999_999
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -302,16 +303,27 @@ def ranks(value: str) -> RankChoice:
         return RankChoice(every=True)
     if value.lower() == "none":
         return RankChoice()
-    chosen: set[int] = set()
+    ranges = number_ranges(value, most=_RANK_MAX)
+    if ranges is None:
+        raise UsageError(f"{quoted(value)} is no list of ranks (choose such as 0,2-3, all or none)")
+    return RankChoice(ranks=frozenset(n for first, last in ranges for n in range(first, last + 1)))
+
+
+def number_ranges(value: str, *, most: int) -> list[tuple[int, int]] | None:
+    """Return first and last number of each part of `0,2-3`; None if `value` has another form.
+
+    Args:
+        value: The text.
+        most: Largest number, which bounds the memory of a caller that counts a range out.
+    """
+    ranges: list[tuple[int, int]] = []
     for part in value.split(","):
-        match = _RANK_PART.fullmatch(part.strip())
+        match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            raise UsageError(
-                f"{quoted(value)} is no list of ranks (choose such as 0,2-3, all or none)"
-            )
-        chosen.update(range(first, last + 1))
-    return RankChoice(ranks=frozenset(chosen))
+        if not first <= last <= most:
+            return None
+        ranges.append((first, last))
+    return ranges
 
 
 def signals(value: str) -> frozenset[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Of the JSON of all verbs.
 SCHEMA = 1
 SIGNUM_MAX = 64
+_RANK_MAX = (1 << 31) - 1
 PATIENCE = 8.0
 _CHOICES_MAX = 8
 
@@ -192,16 +193,9 @@ def rank_option(what: str, default: str) -> click.Option:
 
 def parse_ranks(text: str) -> list[tuple[int, int]]:
     """Return the first and last rank of each range in `text`, such as `0,2-3`."""
-    ranges: list[tuple[int, int]] = []
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        bounds = (low, high if dash else low)
-        if not all(bound.isascii() and bound.isdecimal() for bound in bounds):
-            raise UsageError(f"--rank {text!r} is no list of ranks (choose such as 0,2-3)")
-        first, last = int(bounds[0]), int(bounds[1])
-        if not first <= last < 1 << 31:
-            raise UsageError(f"--rank {part!r} is no range of ranks (choose FIRST-LAST)")
-        ranges.append((first, last))
+    ranges = parsers.number_ranges(text, most=_RANK_MAX)
+    if ranges is None:
+        raise UsageError(f"--rank {text!r} is no list of ranks (choose such as 0,2-3)")
     from msrun.cluster.bounds import RANGES_MAX
 
     if len(ranges) > RANGES_MAX:
