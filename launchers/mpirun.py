@@ -60,9 +60,11 @@ def parse_flavour(printed: str, program: str) -> Flavour:
     if "HYDRA build details" in printed:
         return Flavour.MPICH
     first = printed.strip().partition("\n")[0]
-    msg = f"--mpirun {program} says {shown(first or 'nothing')} for --version"
     choices = ", ".join(flavour.value for flavour in Flavour)
-    raise UsageError(f"{msg}, which is none of {choices}")
+    raise UsageError(
+        f"--mpirun {program} says {shown(first or 'nothing')} for --version, "
+        f"which is none of {choices}"
+    )
 
 
 def ask_flavour(program: str) -> Flavour:
@@ -143,8 +145,11 @@ class MpirunLauncher:
         names = ",".join(host.name for host in fleet.hosts)
         for what, text in (("words", env[environ.ORDER]), ("hosts", names)):
             if len(text) > VARIABLE_BYTES_MAX:
-                msg = f"the job's {what} are {len(text)} bytes (at most {VARIABLE_BYTES_MAX})"
-                raise UsageError(f"{msg} for mpirun", hint="use --launcher ssh")
+                raise UsageError(
+                    f"the job's {what} are {len(text)} bytes (at most {VARIABLE_BYTES_MAX}) "
+                    "for mpirun",
+                    hint="use --launcher ssh",
+                )
         if self._flavour is Flavour.INTEL:
             env["I_MPI_PIN"] = "0"  # The agent divides all CPUs of its node.
         number = ("-n", str(fleet.nnodes))
@@ -156,8 +161,10 @@ class MpirunLauncher:
     def _plan_ranks(self, fleet: Fleet) -> FleetPlan:
         for host in fleet.hosts:
             if host.devices is not None:
-                msg = f"devices of host {host.name} are chosen, and mpirun tells its ranks of none"
-                raise UsageError(msg, hint="leave --ranks-by mpi out, or name hosts alone")
+                raise UsageError(
+                    f"devices of host {host.name} are chosen, and mpirun tells its ranks of none",
+                    hint="leave --ranks-by mpi out, or name hosts alone",
+                )
         names = ",".join(f"{host.name}:{host.slots or 1}" for host in fleet.hosts)
         flags: tuple[str, ...] = ("-hosts", names) if names else ()
         slots = {host.slots or 1 for host in fleet.hosts}
@@ -198,11 +205,15 @@ class MpirunLauncher:
 
 
 def _check_host(host: Host) -> None:
-    """Refuse what a list of hosts for mpirun cannot say."""
+    """Refuse hosts that a host list of mpirun cannot express."""
     for field, value in (("user", host.user), ("port", host.port)):
         if value is not None:
-            msg = f"host {host.name} has {field}={value}, which mpirun is not told"
-            raise UsageError(msg, hint="say so in ~/.ssh/config, or use --launcher ssh")
+            raise UsageError(
+                f"host {host.name} has {field}={value}, which mpirun is not told",
+                hint="say so in ~/.ssh/config, or use --launcher ssh",
+            )
     if ":" in host.name:
-        msg = f"host {host.name} is an IPv6 address, which mpirun's lists cannot have"
-        raise UsageError(msg, hint="give its name, or use --launcher ssh")
+        raise UsageError(
+            f"host {host.name} is an IPv6 address, which mpirun's lists cannot have",
+            hint="give its name, or use --launcher ssh",
+        )

@@ -21,7 +21,7 @@ from importlib import metadata
 
 from msgspec.structs import replace
 
-from msrun import __version__, environ
+from msrun import environ
 from msrun.errors import ExitCode, UsageError
 from msrun.fleet import (
     ORDER_BYTES_MAX,
@@ -35,6 +35,7 @@ from msrun.identity import find_master, read_identity
 from msrun.supervise import network
 from msrun.supervise.process import die_with_parent
 from msrun.units import shown
+from msrun.version import __version__
 
 _SECRET_CHARS_MAX = 256
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -94,8 +95,10 @@ def _prepare(words: Sequence[str], order: NodeInstructions) -> tuple[int, NodeIn
         raise UsageError(f"directory {shown(order.cwd)}: {error.strerror}") from None
     table = order.env.get(environ.RANK_TABLE_FILE)
     if table and not os.access(table, os.R_OK):
-        msg = f"rank table {shown(table)} cannot be read here"
-        raise UsageError(msg, hint="it must be at the same path on every node")
+        raise UsageError(
+            f"rank table {shown(table)} cannot be read here",
+            hint="it must be at the same path on every node",
+        )
     return node_rank, order
 
 
@@ -170,16 +173,18 @@ def _installed(name: str) -> str:
         return "none"
 
 
-def check_versions(wanted: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Refuse a node on which a program is not the launcher's.
+def check_versions(wanted: Mapping[str, str], present: Mapping[str, str]) -> None:
+    """Refuse a node that has another version of a program than the launcher.
 
     Raises:
         UsageError: A version differs.
     """
     for name, version in wanted.items():
-        if found[name] != version:
-            msg = f"{name} is {shown(found[name])} here and {shown(version)} at the launcher"
-            raise UsageError(msg, hint=f"this node runs {sys.executable}")
+        if present[name] != version:
+            raise UsageError(
+                f"{name} is {shown(present[name])} here and {shown(version)} at the launcher",
+                hint=f"this node runs {sys.executable}",
+            )
 
 
 def _read_line(most: int) -> str:
@@ -199,7 +204,7 @@ def hold(secret: str) -> str:
 
 
 def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
-    """Return the agent's exit code; end it when the launcher, or what it writes, has ended."""
+    """Return the agent's exit code; end the agent when the launcher or our stdin has ended."""
     for signum in _FORWARDED:
         signal.signal(signum, lambda signum, _: agent.send_signal(signum))
     end = os.pidfd_open(agent.pid)
@@ -207,7 +212,7 @@ def _wait(agent: subprocess.Popen[bytes], launcher: int) -> int:
     if end not in ready:
         agent.send_signal(signal.SIGTERM)
     code = agent.wait()
-    # What an agent was killed by is its node's affair: to the job, the node is lost.
+    # Whatever signal killed the agent, the job has lost a node.
     return ExitCode.NODE_LOST if code < 0 else code
 
 

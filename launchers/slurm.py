@@ -125,8 +125,10 @@ class SlurmLauncher:
             UsageError: Hosts are given, or the order is too long for a variable.
         """
         if fleet.hosts:
-            msg = "--launcher slurm takes the nodes that Slurm gives"
-            raise UsageError(msg, hint="leave --hostfile out, or give --nodelist to sbatch")
+            raise UsageError(
+                "--launcher slurm takes the nodes that Slurm gives",
+                hint="leave --hostfile out, or give --nodelist to sbatch",
+            )
         order = render_order(replace(make_order(fleet), hides_code=True))
         if len(order) > VARIABLE_BYTES_MAX:
             raise UsageError(
@@ -152,7 +154,7 @@ class SlurmLauncher:
 
 
 def render_limit(text: str) -> str:
-    """Return a time limit as Slurm writes it; what it would understand stays as it is.
+    """Return a time limit as Slurm writes it; a form that Slurm reads stays as it is.
 
     Raises:
         UsageError: It is neither a limit of Slurm nor a duration.
@@ -171,7 +173,7 @@ def render_limit(text: str) -> str:
 
 
 def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
-    """Return the batch script, in which nothing of the user's is for the shell to expand."""
+    """Return the batch script; the shell expands no word of the user in it."""
     asked = {
         "job-name": fleet.job_id,
         "nodes": str(fleet.nnodes),
@@ -215,10 +217,12 @@ def render_script(fleet: Fleet, options: SlurmOptions, order: str) -> str:
 
 
 def _checked(key: str, value: str) -> str:
-    """Refuse what would end the line, or be more than one word of it."""
+    """Refuse a value that would end the line or split into several words."""
     if not value.isprintable() or any(mark in value for mark in " \"'\\#"):
-        msg = f"{key} {shown(value)} cannot stand in a batch script"
-        raise UsageError(msg, hint="it may have no spaces, quotes, backslashes or #")
+        raise UsageError(
+            f"{key} {shown(value)} cannot stand in a batch script",
+            hint="it may have no spaces, quotes, backslashes or #",
+        )
     return value
 
 
@@ -233,8 +237,7 @@ def _sbatch(plan: FleetPlan) -> str:
             check=False,
         )
     except FileNotFoundError:
-        msg = "--launcher slurm needs sbatch, which is not on PATH"
-        raise UsageError(msg) from None
+        raise UsageError("--launcher slurm needs sbatch, which is not on PATH") from None
     except subprocess.TimeoutExpired:
         raise MsrunError(f"sbatch gave no answer within {_SECONDS:g}s") from None
     if done.returncode:
@@ -244,7 +247,7 @@ def _sbatch(plan: FleetPlan) -> str:
 
 
 def read_state(number: str) -> str:
-    """Return what Slurm says of a job."""
+    """Return the output of `scontrol show job`."""
     done = subprocess.run(
         ["scontrol", "show", "job", number],
         stdin=subprocess.DEVNULL,
@@ -256,7 +259,7 @@ def read_state(number: str) -> str:
 
 
 def parse_end(text: str) -> int | None:
-    """Return the exit code of a job of which `scontrol show job` says that it has ended."""
+    """Return the exit code in the output of `scontrol show job`; None while the job runs."""
     fields = dict(_FIELD.findall(text))
     state = fields.get("JobState", "")
     match = _EXIT_CODE.fullmatch(fields.get("ExitCode", ""))

@@ -1,4 +1,4 @@
-"""Files that users write are read whole, and never more of one than it can rightly have."""
+"""Files that users write, read whole up to a limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIB = 2**20
 
 
 def read_bounded(path: str | Path, name: str, *, mebibytes: int) -> bytes:
-    """Return what is in the file, which messages call `name`.
+    """Return the content of the file, which messages call `name`.
 
     Raises:
         UsageError: It cannot be read, or is larger.

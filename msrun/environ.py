@@ -1,5 +1,7 @@
 """Names of environment variables: the only file that reads, builds or writes an environment."""
 
+# tidy: long file, the one file that knows the names of environment variables, by decision
+
 from __future__ import annotations
 
 import os
@@ -39,7 +41,7 @@ _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this process is in a job, as whatever started it says.
+    """The place of this process in its job, as its starter describes it.
 
     Args:
         source: The starter, as a person calls it.
@@ -70,7 +72,7 @@ class _Starter(msgspec.Struct, frozen=True, kw_only=True):
         rank: Set, as are `world_size` and `proof`, in each process of this starter.
         world_size: As the fields of `RankIdentity`, like those that follow.
         local_rank: Without it every rank is the first of its node.
-        local_world_size: Without it as many as are known to be there.
+        local_world_size: Without it, the ranks that are known to run on the node.
         node_rank: Unknown without it.
         proof: A further variable that others who set `rank` and `world_size` do not.
     """
@@ -333,8 +335,10 @@ def rank_identity(env: Mapping[str, str]) -> RankIdentity:
         if env.get(rank) and _whole(env, rank) > 0:
             raise UsageError(f"environment {rank}={env[rank]} is set and {world_size} is not")
     if role := env.get("MS_ROLE"):
-        msg = f"environment MS_ROLE={shown(role)}, and this process has not joined its cluster"
-        raise UsageError(msg, hint="call msrun.join(), or msrun.init(), which does it first")
+        raise UsageError(
+            f"environment MS_ROLE={shown(role)}, and this process has not joined its cluster",
+            hint="call msrun.join(), or msrun.init(), which does it first",
+        )
     return RankIdentity(source="plain python")
 
 

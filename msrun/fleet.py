@@ -1,8 +1,8 @@
 """A fleet: agents that a launcher starts on several nodes, and the order that each of them gets.
 
-The order has everything that an agent is told, so that no launcher writes options of its
-own: the words a user would type on that node, where, and with which variables.  The secret
-travels beside it and stands in no file, argument or plan.
+The order is complete, so that no launcher writes options of its own: the words that a user
+would type on that node, the directory, and the variables.  The secret travels beside it and
+appears in no file, argument or plan.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 class NodeInstructions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What one node, or each by its node_rank, is told; the fields are those of `Fleet`.
+    """The order of one node, or of each by its node_rank; the fields are those of `Fleet`.
 
     Args:
         hosts: Name of each node by node_rank, where the launcher numbers them otherwise.
         own: Words of each node beside those of all, by node_rank; empty adds none.
         own_env: Variables of each node, likewise.
-        hides_code: The agents end with 0 whatever became of the job, because what started
-            them kills the others when one fails; the code stands in the last `Report`.
+        hides_code: The agents always end with 0, because their starter kills the others when
+            one fails; the exit code of the job is in the last `Report`.
     """
 
     words: tuple[str, ...]
@@ -228,7 +228,7 @@ def agent_words(order: NodeInstructions, node_rank: int, secret_file: str) -> tu
     """Return what follows `msrun` on the node of `node_rank`.
 
     Raises:
-        UsageError: There is no such node, or nobody says where the scheduler is.
+        UsageError: There is no such node, or the order does not name the scheduler's node.
     """
     if not 0 <= node_rank < order.nnodes:
         raise UsageError(f"node_rank {node_rank} is outside 0 to {order.nnodes - 1}")
@@ -236,7 +236,7 @@ def agent_words(order: NodeInstructions, node_rank: int, secret_file: str) -> tu
     if order.nnodes == 1:
         return (*own, *order.words)
     if not order.master_addr:
-        raise UsageError("nobody says on which node the scheduler is to run")
+        raise UsageError("the order does not say which node runs the scheduler")
     port = ("--master-port", str(order.master_port)) if order.master_port else ()
     return (
         *("--nnodes", str(order.nnodes)),

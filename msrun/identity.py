@@ -1,4 +1,4 @@
-"""Who this process is in a job, and where its ranks meet, as whatever started it says.
+"""The rank of this process in its job, and the address where the ranks meet, from its starter.
 
 The environment alone tells it, with the file of a rank table where that names one; only where
 ranks meet is asked of Hydra, the mpirun of MPICH and Intel MPI, which tells no rank of another.
@@ -80,15 +80,15 @@ def read_identity(env: Mapping[str, str]) -> RankIdentity:
 
 
 def find_master(env: Mapping[str, str], identity: RankIdentity) -> tuple[str, int]:
-    """Return host and port at which the ranks meet: as set, or else found alike by each of them.
+    """Return host and port at which the ranks meet: as set, else as each rank derives them.
 
     Every rank of the job must call this where Hydra started it: they wait for each other.
 
     Raises:
         UsageError: Neither is set, and the starter does not tell what they could be.
     """
-    if found := _told(env, identity):
-        return found
+    if endpoint := _told(env, identity):
+        return endpoint
     if identity.source != "MPI" or not env.get("PMI_FD", "").isdecimal():
         ranks = f"{identity.source} started {identity.world_size} ranks"
         hint = "set both to a free port on the node of rank 0, or start one msrun on each node"
@@ -129,18 +129,18 @@ def step_options(env: Mapping[str, str]) -> dict[str, str]:
         who = environ.rank_identity(env)
         if who.source not in _AGENT_STARTERS or who.world_size < 2 or who.local_world_size > 1:  # noqa: PLR2004 - one is alone
             return {}
-        found = _told(env, who)
+        endpoint = _told(env, who)
         _, key = _FINDERS[who.source](env)
     except UsageError:
         return {}
-    if found is None:
+    if endpoint is None:
         return {}
     name = f"slurm-{key}" if who.source == "Slurm" else f"mpi-{zlib.crc32(key.encode()):08x}"
     return {
         "MSRUN_NNODES": str(who.world_size),
         "MSRUN_NODE_RANK": str(who.rank),
-        "MSRUN_MASTER_ADDR": found[0],
-        "MSRUN_MASTER_PORT": str(found[1]),
+        "MSRUN_MASTER_ADDR": endpoint[0],
+        "MSRUN_MASTER_PORT": str(endpoint[1]),
         "MSRUN_JOB_ID": name,
     }
 
@@ -211,7 +211,8 @@ def _check_device(device: TableDevice, path: str, env: Mapping[str, str]) -> Non
 
 # -- where ranks meet ------------------------------------------------------------------
 
-# Each returns the host of rank 0, empty when nobody says, and a text that only this job has.
+# Each returns the host of rank 0, empty when the starter does not name it, and a text that only
+# this job has.
 
 
 def _of_table(env: Mapping[str, str]) -> tuple[str, str]:
@@ -247,9 +248,10 @@ def _of_open_mpi(env: Mapping[str, str]) -> tuple[str, str]:
     host = next(filter(None, match.groups())) if match else ""
     has_others = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") != env["OMPI_COMM_WORLD_SIZE"]
     if host and has_others and not is_there and env["OMPI_COMM_WORLD_RANK"] == "0":
-        message = f"Open MPI placed rank 0 on another node than mpirun's, {shown(host)}"
-        hint = "set MASTER_ADDR and MASTER_PORT, or let mpirun's node be the first of the hosts"
-        raise UsageError(message, hint=hint)
+        raise UsageError(
+            f"Open MPI placed rank 0 on another node than mpirun's, {shown(host)}",
+            hint="set MASTER_ADDR and MASTER_PORT, or let mpirun's node be the first of the hosts",
+        )
     return host, name
 
 

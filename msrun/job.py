@@ -1,4 +1,4 @@
-"""JobSpec: everything one launch was asked to do, checked when it is built."""
+"""JobSpec: everything that the user asked of one launch, checked when it is built."""
 
 from __future__ import annotations
 
@@ -93,34 +93,37 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One job, as its user asked for it.
 
+    The fields are flat because an `Option` of the command line names the one that it fills: a new
+    flag is a field here and an `Option` there.  `restarts` is a value of its own because it goes to
+    the scheduler as a whole.
+
     Args:
         job_id: Name of this launch, unique on the machine.
         program: What every worker runs.
         nnodes_min: Fewest nodes the job runs on.
-        nnodes_max: Most nodes the job runs on; as many as `world_size` where nobody says.
-        world_size: Workers that all nodes bring together, None when nobody says; with it
-            the job runs on nodes whose workers sum to it, on no fewer and no more.
+        nnodes_max: Most nodes the job runs on; `world_size` without --nnodes.
+        world_size: Workers of all nodes, if --worker-num fixes it: then the job forms when the
+            workers of its nodes sum to exactly this number.
         workers_per_node: Workers this node starts, at least 1; other nodes may start others.
         node_rank: Rank of this node, None when the scheduler decides.
-        node_name: Name of this node, one process that was started by hand, among others on its
-            machine, with whose workers it counts local ranks; empty for a node of msrun.
-        device: Index of the device of this node's only worker, which sees no other; None
-            follows the local rank.
+        node_name: Name of a process that was started by hand, which is a node of its own; local
+            ranks count over all such nodes of one machine.  Empty for a node of msrun.
+        device: Index of the only device that this node's only worker sees; None takes the
+            device of its local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
             this node alone.
-        master_port: Port of the scheduler; 0, on one node only, takes a free one.
+        master_port: Port of the scheduler; 0 takes a free port, on one node only.
         serves: This node starts the scheduler.
-        listen_host: Numeric address of the scheduler: it binds this one where `serves`, and
-            other nodes connect to it.
+        listen_host: Numeric address of the scheduler, which binds it; other nodes connect to it.
         address: Numeric address by which other nodes reach this one.
-        secret_file: File with the job's secret; None takes the user's own of several nodes,
-            and a fresh one on one node.
+        secret_file: File with the job's secret; None takes the user's own secret on several
+            nodes and a fresh one on one node.
         join_timeout: Seconds in which all nodes must register.
-        last_call: Seconds in which further nodes may join when `nnodes_min` are there.
-        lease: Seconds without a sign of life after which a node is lost, at least 1.
+        last_call: Seconds in which further nodes may join once `nnodes_min` have registered.
+        lease: Seconds without a heartbeat after which a node is lost, at least 1.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
-        hang_timeout: Seconds without a beat after which a worker hangs that has ever beaten;
-            None follows from its beats, inf never.
+        hang_timeout: Seconds without msrun.beat() after which a worker hangs that has ever
+            called it; None derives them from the intervals between its calls, inf never.
         detect_idle: Seconds with hardly any CPU time after which a worker hangs; inf never.
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
@@ -128,16 +131,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         cwd: Working directory of every worker.
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
-        tail: Ranks shown on the console; None shows rank 0 at a terminal and none in a pipe,
-            and the worker of a process that was started by hand wherever it is.
-        tail_local: Local ranks beyond which the console shows none; None sets no limit.
+        tail: Ranks shown on the console; None shows rank 0 at a terminal, no rank in a pipe, and
+            in both the worker of a process that was started by hand.
+        tail_local: Local ranks that may appear on the console; None sets no limit.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
         virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
         env: Variables every worker gets on top of the launcher's own environment.
         parallel: Parallel configuration of the workers as JSON; empty without one.
-        rank_table: File with the rank table that workers are told of; empty tells them of none.
+        rank_table: RANK_TABLE_FILE of the workers; empty sets none.
         emit_rank_table: Where the node of the scheduler writes the rank table of each generation;
             empty writes none.
         insecure: Control messages are not authenticated; loopback only.
@@ -190,33 +193,28 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     launcher: str = "dynamic"
 
     def __post_init__(self) -> None:
-        """Refuse what no later stage could carry out."""
+        """Check the ranges of single fields, and the fields that must fit each other."""
         if not JOB_ID_PATTERN.fullmatch(self.job_id):
-            msg = f"--job-id {self.job_id!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
-            raise UsageError(msg)
+            raise UsageError(
+                f"--job-id {self.job_id!r} must be 1 to 64 letters, digits, '_', '.' or '-'"
+            )
         if self.workers_per_node < 1:
-            msg = f"--workers-per-node {self.workers_per_node} must be at least 1"
-            raise UsageError(msg)
+            raise UsageError(f"--workers-per-node {self.workers_per_node} must be at least 1")
         if not 1 <= self.nnodes_min <= self.nnodes_max:
-            msg = (
+            raise UsageError(
                 f"--nnodes {self.nnodes_min}:{self.nnodes_max} must be MIN:MAX with 1 <= MIN <= MAX"
             )
-            raise UsageError(msg)
         if self.world_size is not None and self.world_size < self.workers_per_node:
-            msg = (
+            raise UsageError(
                 f"--worker-num {self.world_size} is fewer than --workers-per-node "
                 f"{self.workers_per_node}"
             )
-            raise UsageError(msg)
         if not 0 <= self.master_port <= PORT_MAX:
-            msg = f"--master-port {self.master_port} is outside 0 to {PORT_MAX}"
-            raise UsageError(msg)
+            raise UsageError(f"--master-port {self.master_port} is outside 0 to {PORT_MAX}")
         if self.restarts.max_restarts < 0:
-            msg = f"--max-restarts {self.restarts.max_restarts} must be at least 0"
-            raise UsageError(msg)
+            raise UsageError(f"--max-restarts {self.restarts.max_restarts} must be at least 0")
         if not self.join_timeout > 0:
-            msg = f"--join-timeout {self.join_timeout:g}s must be above zero"
-            raise UsageError(msg)
+            raise UsageError(f"--join-timeout {self.join_timeout:g}s must be above zero")
         least = (
             ("last-call", self.last_call, 0),
             ("lease", self.lease, 1),
@@ -224,8 +222,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name, value, limit in least:
             if not value >= limit:
-                msg = f"--{name} {value:g}s must be at least {limit:g}s"
-                raise UsageError(msg)
+                raise UsageError(f"--{name} {value:g}s must be at least {limit:g}s")
 
     def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
         """Tell whether the console, which may be a terminal, shows the log of a worker."""

@@ -1,4 +1,4 @@
-"""What a backend is: render a plan, then submit it.
+"""The protocol of a backend, which renders a plan and then submits it; and the table of backends.
 
 Backends live in `launchers/`, one file each, and are loaded by dotted name when
 they are asked for; other distributions add theirs under the entry-point group
@@ -65,13 +65,13 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         job: What was asked for.
         machine: What this node offers.
-        workers: This node's ranks, by local rank; without `has_ranks` what they get
-            whatever their ranks.
+        workers: This node's ranks, by local rank; without `has_ranks`, only the fields that do
+            not depend on the rank are valid.
         argv: The command of every worker.
         containment: How the process tree is held together.
         notes: What the user should know, one sentence each.
         has_ranks: The ranks of `workers` follow from the job; otherwise the scheduler assigns
-            them when the nodes are there.
+            them when all nodes have registered.
     """
 
     job: JobSpec
@@ -106,7 +106,7 @@ def open_fleet(name: str, options: Mapping[str, str]) -> FleetLauncher:
         options: What its user asks of it, by the names of the options.
 
     Raises:
-        UsageError: The backend has no such option, or what it needs is not there.
+        UsageError: The backend has no such option, or a program or file that it needs is missing.
     """
     function: Callable[[Mapping[str, str]], FleetLauncher] = _attribute(FLEETS[name])
     return function(options)
@@ -128,8 +128,7 @@ def load(name: str) -> Launcher:
     for entry_point in _entry_points():
         if entry_point.name == name:
             return _load_foreign(entry_point)
-    msg = f"--launcher {name!r} is not installed (choose {', '.join(names())})"
-    raise UsageError(msg)
+    raise UsageError(f"--launcher {name!r} is not installed (choose {', '.join(names())})")
 
 
 def _attribute(dotted: str) -> Any:
@@ -143,9 +142,10 @@ def _load_foreign(entry_point: EntryPoint) -> Launcher:
     try:
         return cast("Launcher", entry_point.load()())
     except Exception as error:
-        msg = f"--launcher {entry_point.name} ({entry_point.value}) cannot be loaded"
-        hint = f"{type(error).__name__}: {error}"
-        raise UsageError(msg, hint=hint) from error
+        raise UsageError(
+            f"--launcher {entry_point.name} ({entry_point.value}) cannot be loaded",
+            hint=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def _entry_points() -> EntryPoints:
@@ -154,10 +154,12 @@ def _entry_points() -> EntryPoints:
     return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
 
 
-def _check_ours(package: str, found: str | None) -> None:
-    """Refuse a package that lies elsewhere than beside `msrun`."""
+def _check_ours(package: str, file: str | None) -> None:
+    """Refuse a package that is not in the directory of `msrun`, such as one of the user's."""
     expected = Path(__file__).parent.parent / package
-    actual = Path(found or "").parent
+    actual = Path(file or "").parent
     if actual != expected:
-        msg = f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}'
-        raise UsageError(msg, hint=f"remove {actual.parent} from PYTHONPATH")
+        raise UsageError(
+            f'"{package}" resolves to {actual}, which hides msrun\'s own at {expected}',
+            hint=f"remove {actual.parent} from PYTHONPATH",
+        )

@@ -42,8 +42,8 @@ def meet(descriptor: int, rank: int) -> tuple[str, str]:
         own = f"kvsname={space} key={_KEY} value={_own_host()}"
         _ask(descriptor, f"cmd=put {own}", "put_result")
     _ask(descriptor, "cmd=barrier_in", "barrier_out")
-    found = _ask(descriptor, f"cmd=get kvsname={space} key={_KEY}", "get_result")
-    return found.get("value", ""), space
+    reply = _ask(descriptor, f"cmd=get kvsname={space} key={_KEY}", "get_result")
+    return reply.get("value", ""), space
 
 
 def _ask(descriptor: int, line: str, expected: str) -> dict[str, str]:
@@ -78,10 +78,10 @@ def _own_host() -> str:
     """Return an address at which other nodes may reach this one, else its name."""
     name = socket.gethostname()
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, 0, socket.AF_INET)]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(name, 0, socket.AF_INET)]
     except OSError:
-        found = []
-    return next((address for address in found if not ip_address(address).is_loopback), name)
+        addresses = []
+    return next((address for address in addresses if not ip_address(address).is_loopback), name)
 
 
 def _finalize(descriptor: int, pid: int) -> None:

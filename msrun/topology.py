@@ -1,4 +1,4 @@
-"""What one machine has, as values: CPUs, NUMA nodes, devices, limits."""
+"""The resources of one machine, as values: CPUs, NUMA nodes, devices, limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         kind: Its family.
         index: Position among the visible devices, from 0: what `local_rank` selects.
-        physical: Its number before any visibility variable; `index` when nobody says.
+        physical: Its number before any visibility variable; `index` when unknown.
         numa_node: NUMA node it hangs on, None when the machine does not say.
     """
 

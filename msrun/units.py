@@ -48,6 +48,11 @@ def shown(text: str) -> str:
     return text if is_bare else quoted(text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `number` with its noun, such as `1 node` or `4 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds that `text` says: `90s`, `10m`, `1h30m`, `0.5`, or `inf`.
 
@@ -64,8 +69,9 @@ def parse_duration(text: str) -> float:
     units = [_SECONDS[unit] for _, unit in parts]
     is_whole = "".join(number + unit for number, unit in parts) == text
     if not parts or not is_whole or units != sorted(set(units), reverse=True):
-        msg = f"{quoted(text)} is no duration (choose such as 90s, 10m, 1h30m, 0.5 or inf)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(text)} is no duration (choose such as 90s, 10m, 1h30m, 0.5 or inf)"
+        )
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
@@ -97,11 +103,11 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _BYTES.get(match[2]) if match else None
     if match is None or factor is None:
-        msg = f"{quoted(text)} is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(text)} is no size (choose such as 4GiB, 512MiB, 64kB or a number of bytes)"
+        )
     whole, _, fraction = match[1].partition(".")
     scaled, rest = divmod(int(whole + fraction) * factor, int(10 ** len(fraction)))
     if rest:
-        msg = f"{quoted(text)} is not a whole number of bytes"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(text)} is not a whole number of bytes")
     return scaled

@@ -117,8 +117,11 @@ def convert_table(
     """
     if version is Version.V1_0:
         if super_pod_id is not None:
-            text = f'{quote(super_pod_id)} is asked for, and version "1.0" has no super pods'
-            raise RankTableError((TableProblem("super_pod_list", text),))
+            problem = TableProblem(
+                "super_pod_list",
+                f'{quote(super_pod_id)} is asked for, and version "1.0" has no super pods',
+            )
+            raise RankTableError((problem,))
         servers = tuple(_without_fabric(server) for server in table.server_list)
         table = replace(table, version=version, server_list=servers, super_pod_list=())
     else:

@@ -1,4 +1,4 @@
-"""What must hold in a rank table.
+"""The rules that a rank table must keep.
 
 Every function returns problems, at most `PROBLEMS_MAX`, and raises nothing.
 """
@@ -11,7 +11,7 @@ from itertools import chain, islice, pairwise
 
 from ranktable.model import RankTable, Server, TableDevice, TableProblem, TableStatus, Version
 
-# A hostile file could hold millions, and nobody reads that many.
+# A hostile file could hold millions of problems; a person reads a few.
 PROBLEMS_MAX = 10_000
 
 _UINT32_MAX = 2**32 - 1
@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9_.-]{1,15})?")
 
 
 def check_table(table: RankTable, *, is_part: bool = False) -> tuple[TableProblem, ...]:
-    """Return what is wrong with `table`, whoever is to use it.
+    """Return the problems of `table` for any user of it.
 
     Single values are checked always.  How they fit together is checked in a
     completed table only, and once the values are right, so that one mistake is

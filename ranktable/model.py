@@ -1,8 +1,8 @@
 """The rank table as values: one model for file versions 1.0 and 1.2.
 
 Attributes carry the names of the file's fields.  The values do not check
-themselves: whoever edits a table wants all its mistakes at once, each with its
-JSON path, and that is `ranktable.check`.
+themselves: `ranktable.check` reports all mistakes of a table at once, each with its
+JSON path.
 """
 
 import enum

@@ -49,7 +49,7 @@ def parse_table(text: str | bytes, *, is_part: bool = False) -> RankTable:
     Raises:
         UnknownVersionError: The version is neither 1.0 nor 1.2.
         RankTableError: Anything else is wrong.  First all wrong types and missing fields
-            are told, then, once there are none, all that `check_table` finds; 10,000 at most.
+            are reported, then, once there are none, all that `check_table` finds; 10,000 at most.
     """
     problems: list[TableProblem] = []
     table = _read_table(_load(text), problems)
@@ -224,7 +224,7 @@ class _Fields:
             self.problem(key, "is missing")
 
     def extra(self) -> Extra:
-        """Return the fields nobody asked for, as `model.Extra`."""
+        """Return the fields that were not read, as `model.Extra`."""
         kept: list[tuple[str, str]] = []
         for key, value in sorted(self._values.items()):
             trouble = _check_foreign(value)
@@ -304,15 +304,23 @@ def _read_version(fields: _Fields, *, is_needed: bool) -> Version:
     if fields.has("version"):
         text = fields.optional_text("version")
         if text is not None and text not in _VERSIONS:
-            message = f'{quote(text)} is not read (choose "1.0" or "1.2")'
-            raise UnknownVersionError((TableProblem(fields.path("version"), message),))
+            raise _unknown_version(
+                fields, "version", f'{quote(text)} is not read (choose "1.0" or "1.2")'
+            )
         return _VERSIONS.get(text or "", Version.V1_0)
     if fields.has("group_list"):
-        message = "is the form older than version 1.0, which is not read; write the table anew"
-        raise UnknownVersionError((TableProblem(fields.path("group_list"), message),))
+        raise _unknown_version(
+            fields,
+            "group_list",
+            "is the form older than version 1.0, which is not read; write the table anew",
+        )
     if is_needed:
         fields.problem("version", 'is missing (choose "1.0" or "1.2")')
     return Version.V1_0
+
+
+def _unknown_version(fields: _Fields, key: str, message: str) -> UnknownVersionError:
+    return UnknownVersionError((TableProblem(fields.path(key), message),))
 
 
 def _read_server(fields: _Fields) -> Server:

@@ -1,4 +1,4 @@
-"""A process of a cluster that is started by hand: variables in the place of options.
+"""A process of a cluster that is started by hand: variables take the place of options.
 
 `msrun.worker.by_hand` makes it of a script.  With `MS_ROLE=MS_WORKER` it is the agent of
 a node with one worker, which runs that script; with `MS_ROLE=MS_SCHED` it keeps the
@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from msgspec import structs
 
-import msrun
 from msrun import environ
 from msrun.cli.job.prepare import Prepared, prepare, read_request
 from msrun.cli.main import guarded
@@ -26,7 +25,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine
 from msrun.cli.options.option import Option
 from msrun.cli.options.parsers import span
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 from msrun.cli.output import say_notes
 from msrun.cli.system import RealSystem, System
 from msrun.errors import UsageError
@@ -36,7 +35,7 @@ from msrun.units import PORT_MAX, shown
 
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
 _SERVERS = ("MS_PSERVER", "MS_SERVER")
-# The program is a command of Python, whatever programs msrun is told to expect.
+# The program is always a Python command, even if the environment has one of these options.
 _OF_PROGRAMS = (options.MODULE, options.NO_PYTHON, options.RUN_PATH)
 _WORKERS_MAX = 999_999
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -47,7 +46,7 @@ _ALIKE = f"{Hand.HOST}, {Hand.PORT} and {Hand.WORKERS} are the same in every pro
 def main(words: list[str]) -> NoReturn:
     """Do what the environment says for `python WORDS`, and end with the job's exit code."""
     # The backends lie beside this package, which a script's own directory may have been.
-    sys.path.insert(0, str(Path(msrun.__file__).parent.parent))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     sys.exit(guarded(take_place, words, RealSystem()))
 
 
@@ -92,36 +91,42 @@ def take_place(words: Sequence[str], system: System) -> int:
     env = environ.current()
     membership = _read(env)
     prepared = _prepare(membership, words, env)
-    job = prepared.draft.job
+    job, machine = prepared.plan.job, prepared.plan.machine
     if not membership.is_worker:
         if not job.serves:
-            msg = f"environment {Hand.HOST}={membership.host} is no address of this machine"
-            raise UsageError(msg, hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there")
+            raise UsageError(
+                f"environment {Hand.HOST}={membership.host} is no address of this machine",
+                hint=f"start the process with {Hand.ROLE}={_SCHEDULER} there",
+            )
         from msrun.processes.scheduler_host import (
             serve,  # Only one process of the cluster needs it.
         )
 
-        return serve(job, prepared.draft.machine)
+        return serve(job, machine)
     say_notes(prepared.notes)
-    device = _device(env, len(prepared.draft.machine.devices))
+    device = _device(env, len(machine.devices))
     name = membership.name or f"{os.getpid():07}-{system.token()}"
     job = _as_worker(job, membership.rank, name, device)
-    return prepared.launcher.submit(prepared.launcher.plan(job, prepared.draft.machine))
+    return prepared.launcher.submit(prepared.launcher.plan(job, machine))
 
 
 def _read(env: Mapping[str, str]) -> _Membership:
     role = env.get(Hand.ROLE, "")
     if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
         asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
-        msg = f"environment {asking}={shown(env[asking])}: this version has no parameter servers"
-        raise UsageError(msg, hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}")
+        raise UsageError(
+            f"environment {asking}={shown(env[asking])}: this version has no parameter servers",
+            hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}",
+        )
     if role not in (_SCHEDULER, _WORKER):
-        msg = f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"environment {Hand.ROLE}={shown(role)} is no role (choose {_SCHEDULER} or {_WORKER})"
+        )
     for needed in (Hand.HOST, Hand.PORT, Hand.WORKERS):
         if not env.get(needed):
-            msg = f"environment {Hand.ROLE}={role} is set and {needed} is not"
-            raise UsageError(msg, hint=_ALIKE)
+            raise UsageError(
+                f"environment {Hand.ROLE}={role} is set and {needed} is not", hint=_ALIKE
+            )
     workers = _number(env, Hand.WORKERS, 1, _WORKERS_MAX)
     is_worker = role == _WORKER
     rank, name = _node_id(env, workers) if is_worker else (None, "")
@@ -138,8 +143,9 @@ def _read(env: Mapping[str, str]) -> _Membership:
 def _number(env: Mapping[str, str], name: Hand, least: int, most: int) -> int:
     text = env[name]
     if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
-        msg = f"environment {name}={shown(text)} is no whole number from {least} to {most}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"environment {name}={shown(text)} is no whole number from {least} to {most}"
+        )
     return int(text)
 
 
@@ -148,12 +154,16 @@ def _node_id(env: Mapping[str, str], workers: int) -> tuple[int | None, str]:
     text = env.get(Hand.NODE_ID, "")
     if not _NUMBER.fullmatch(text):
         if text and not _NAME.fullmatch(text):
-            msg = f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters"
-            raise UsageError(f"{msg}, digits, '_', '.' or '-'")
+            raise UsageError(
+                f"environment {Hand.NODE_ID}={shown(text)} must be a rank, or 1 to 64 letters, "
+                "digits, '_', '.' or '-'"
+            )
         return None, text
     if int(text) >= workers:
-        msg = f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers}"
-        raise UsageError(f"{msg} (choose {span(workers)})")
+        raise UsageError(
+            f"environment {Hand.NODE_ID}={text} is no rank of {Hand.WORKERS}={workers} "
+            f"(choose {span(workers)})"
+        )
     return int(text), ""
 
 
@@ -163,8 +173,10 @@ def _device(env: Mapping[str, str], devices: int) -> int | None:
     if not devices or not text:
         return None
     if not _NUMBER.fullmatch(text) or int(text) >= devices:
-        msg = f"environment {Hand.DEVICE}={shown(text)} is no device of this machine"
-        raise UsageError(f"{msg} (choose {span(devices)})")
+        raise UsageError(
+            f"environment {Hand.DEVICE}={shown(text)} is no device of this machine "
+            f"(choose {span(devices)})"
+        )
     return int(text)
 
 
@@ -200,8 +212,10 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
     request = read_request(line, TABLE, system)
     stays = request.settings.get(options.JOIN)
     if stays and not stays.value:
-        msg = f"{stays.cite()}: a process that is started by hand stays until the job is over"
-        raise UsageError(msg, hint="end its command with & instead")
+        raise UsageError(
+            f"{stays.cite()}: a process that is started by hand waits for the end of the job",
+            hint="end its command with & instead",
+        )
     return prepare(request, system)
 
 

@@ -15,26 +15,10 @@ import click
 
 from msrun.cli.output import say, say_error
 from msrun.cli.system import RealSystem, System
+from msrun.cli.verb_table import VERBS
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
 
-Verb = Callable[[Sequence[str], System], int]
-
-# Verb -> where it is; only the one that is called is loaded, since all of them take their time.
-VERBS: dict[str, str] = {
-    "run": "msrun.cli.verbs.run:run",
-    "plan": "msrun.cli.verbs.plan:plan",
-    "ls": "msrun.cli.verbs.status:ls",
-    "status": "msrun.cli.verbs.status:status",
-    "logs": "msrun.cli.verbs.inspect:logs",
-    "stacks": "msrun.cli.verbs.inspect:stacks",
-    "signal": "msrun.cli.verbs.control:send_signal",
-    "drain": "msrun.cli.verbs.control:drain",
-    "stop": "msrun.cli.verbs.control:stop",
-    "convert": "msrun.cli.verbs.convert:convert",
-    "ranktable": "msrun.cli.verbs.ranktable:ranktable",
-    "search": "msrun.cli.verbs.search:search",
-    "calibrate": "msrun.cli.verbs.calibrate:calibrate",
-}
+VerbFunction = Callable[[Sequence[str], System], int]
 
 
 def console() -> NoReturn:
@@ -48,7 +32,7 @@ def console() -> NoReturn:
                 sys.stdout.flush()
                 sys.stderr.flush()
             except OSError:
-                return  # Python tells of it
+                return  # Python reports it
             os._exit(code)
 
     # Registered first, it is called last: behind what torch and the model's file registered.
@@ -62,21 +46,21 @@ def main(argv: Sequence[str] | None = None, *, system: System | None = None) -> 
 
     Args:
         argv: Words after `msrun`; None takes this process's.
-        world: What to ask about the machine; None asks the machine.
+        system: Answers what the verb asks about the machine; None asks the machine itself.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in VERBS else "run"
-    return guarded(partial(_call, VERBS[name]), words, system or RealSystem())
+    return guarded(partial(_call, VERBS[name].place), words, system or RealSystem())
 
 
 def _call(place: str, words: Sequence[str], system: System) -> int:
     module, _, function = place.partition(":")
-    verb: Verb = getattr(importlib.import_module(module), function)
+    verb: VerbFunction = getattr(importlib.import_module(module), function)
     return verb(words, system)
 
 
-def guarded(verb: Verb, words: Sequence[str], system: System) -> int:
-    """Return the exit code of `verb`, after one sentence on whatever went wrong."""
+def guarded(verb: VerbFunction, words: Sequence[str], system: System) -> int:
+    """Return the exit code of `verb`, after one sentence on any failure."""
     try:
         return verb(words, system)
     except MsrunError as error:

@@ -1,4 +1,4 @@
-"""What the command line asks of the world outside; tests answer in its place."""
+"""The operating system, network, clock and jobs as verbs see them; tests pass a fake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class System(Protocol):
-    """Everything a verb needs besides its words and the files they name."""
+    """Everything a verb asks of the outside, besides the files that its words name."""
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options."""
@@ -69,7 +69,10 @@ class System(Protocol):
 
 
 class RealSystem:
-    """The world as it is."""
+    """This machine and the processes on it.
+
+    Each method imports what it needs, so that `--help` and `plan` load no more than they use.
+    """
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options."""
@@ -129,8 +132,8 @@ class RealSystem:
     def port_problem(self, host: str, port: int) -> str | None:
         """Try to have `port` for a moment; say who has it when that does not work."""
         name = "127.0.0.1" if host == socket.gethostname() else host
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-        codes = [_bind(family, address) for family, _, _, _, address in found]
+        endpoints = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        codes = [_bind(family, address) for family, _, _, _, address in endpoints]
         if errno.EADDRINUSE in codes:
             return f"is in use{_holder(port)}"
         if errno.EACCES in codes:
@@ -140,7 +143,7 @@ class RealSystem:
         return None
 
     def device_addresses(self, numbers: Sequence[int]) -> Mapping[int, str]:
-        """Return what /etc/hccn.conf or hccn_tool tells."""
+        """Read /etc/hccn.conf, else ask hccn_tool."""
         from pathlib import Path
 
         from msrun.supervise.hccn import ask_hccn_tool, read_device_ips

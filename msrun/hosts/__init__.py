@@ -1,1 +1,1 @@
-"""Host names: lists, hostfiles, and what batch systems allot."""
+"""Host names: lists, hostfiles, and the allocations of batch systems."""

@@ -1,4 +1,4 @@
-"""The nodes that a batch system has given to a job, as its environment tells them."""
+"""The nodes that a batch system has given to a job, from its environment."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def slurm_hosts(env: Mapping[str, str], slots: int | None = None) -> tuple[Host,
     """
     name = next((name for name in _NODES if env.get(name)), "")
     if not name:
-        msg = f"environment {_NODES[1]} is not set: this is no allocation of Slurm"
-        raise UsageError(msg, hint="run it inside of `salloc`, `sbatch` or `srun`")
+        raise UsageError(
+            f"environment {_NODES[1]} is not set: this is no allocation of Slurm",
+            hint="run it inside of `salloc`, `sbatch` or `srun`",
+        )
     try:
         names = expand(env[name])
     except UsageError as error:
@@ -53,14 +55,17 @@ def _slots(env: Mapping[str, str], nodes: int) -> list[int]:
                 times = min(int(match[2] or 1), nodes) if match else 1
                 counts += [_count(name, text, match and match[1])] * times
             if len(counts) != nodes:
-                msg = f"environment {name}={shown(text)} is about {len(counts)} nodes of {nodes}"
-                raise UsageError(msg)
+                raise UsageError(
+                    f"environment {name}={shown(text)} is about {len(counts)} nodes of {nodes}"
+                )
             return counts
     raise UsageError("Slurm does not say how many GPUs or tasks a node has", hint="give --slots")
 
 
 def _count(name: str, text: str, number: str | None) -> int:
     if not number or not 1 <= int(number) <= SLOTS_MAX:
-        msg = f"environment {name}={shown(text)} does not give each node 1 to {SLOTS_MAX} slots"
-        raise UsageError(msg, hint="give --slots")
+        raise UsageError(
+            f"environment {name}={shown(text)} does not give each node 1 to {SLOTS_MAX} slots",
+            hint="give --slots",
+        )
     return int(number)

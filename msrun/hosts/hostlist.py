@@ -278,20 +278,20 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
     """
     if len(text) > TEXT_MAX:
         raise UsageError(f"{name} has {len(text)} characters (at most {TEXT_MAX})")
-    found: dict[str, tuple[Host, int]] = {}
+    hosts: dict[str, tuple[Host, int]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         try:
             for host in _read_line(words):
-                earlier = found.get(host.name)
-                found[host.name] = (_repeated(earlier, host), earlier[1] if earlier else number)
+                earlier = hosts.get(host.name)
+                hosts[host.name] = (_repeated(earlier, host), earlier[1] if earlier else number)
         except UsageError as error:
             raise UsageError(f"{name}:{number}: {error.message}", hint=error.hint) from None
-        if len(found) > HOSTS_MAX:
+        if len(hosts) > HOSTS_MAX:
             raise UsageError(f"{name}:{number}: there are more than {HOSTS_MAX} hosts")
-    if not found:
+    if not hosts:
         raise UsageError(f"{name} names no host", hint="write one on each line")
-    return tuple(host for host, _ in found.values())
+    return tuple(host for host, _ in hosts.values())
 
 
 def _read_line(words: Sequence[str]) -> tuple[Host, ...]:
@@ -392,7 +392,7 @@ def _chosen(text: str, known: Mapping[str, Host]) -> dict[str, list[int]]:
         names, devices = _split_number(part)
         for name in expand(names):
             if name in chosen:
-                raise UsageError(f"{name} stands there twice")
+                raise UsageError(f"{name} is given twice")
             if name not in known:
                 raise UsageError(f"{name} is no host of the job")
             chosen[name] = _parse_devices(devices, known[name])

@@ -1,1 +1,1 @@
-"""Rank tables as files, and as nodes of a job."""
+"""Rank tables as files, and as lists of the nodes of a job."""

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from msrun.bounded_file import read_bounded
 from msrun.errors import UsageError
 from msrun.units import shown
 from ranktable import (
@@ -18,21 +19,14 @@ from ranktable import (
     render_table,
 )
 
-_BYTES_MAX = 64 * 2**20
-
 
 def read_text(path: str) -> bytes:
-    """Return what is in the file, one byte more than is allowed at most.
+    """Return what is in the file.
 
     Raises:
-        UsageError: The file cannot be read.
+        UsageError: The file cannot be read, or is larger than any table.
     """
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(_BYTES_MAX + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"rank table {shown(path)} cannot be read: {reason}") from None
+    return read_bounded(path, f"rank table {shown(path)}", mebibytes=64)
 
 
 def read_table(path: str, *, is_part: bool = False) -> RankTable:

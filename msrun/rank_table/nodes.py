@@ -1,4 +1,4 @@
-"""A rank table as the list of nodes: which host is which node, with how many workers.
+"""A rank table as a list of nodes: the host, the devices and the workers of each.
 
 `msrun --rank-table-file t.json` on each node finds its own entry by the node's addresses;
 from one node, the hosts of the table are those of ssh.
@@ -56,29 +56,34 @@ def find_server(
         UsageError: No server, or more than one, is this node, or another one than it was told.
     """
     servers = servers_of(table)
-    found = [rank for rank, server in enumerate(servers) if any(map(is_here, addresses_of(server)))]
+    here = [rank for rank, server in enumerate(servers) if any(map(is_here, addresses_of(server)))]
     if told is not None:
-        _check_told(servers, found, told)
+        _check_told(servers, here, told)
         return told
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    if len(here) == 1:
+        return here[0]
+    if not here:
         names = shown(", ".join(server.server_id for server in servers))
-        msg = f"the rank table has no server with an address of this node (it has {names})"
-        raise UsageError(msg, hint="give --node-rank, or write the table anew")
-    first, second = (servers[rank].server_id for rank in found[:2])
-    msg = f"this node is both server {shown(first)} and server {shown(second)} of the rank table"
-    raise UsageError(msg, hint="give --node-rank")
+        raise UsageError(
+            f"the rank table has no server with an address of this node (it has {names})",
+            hint="give --node-rank, or write the table anew",
+        )
+    first, second = (servers[rank].server_id for rank in here[:2])
+    raise UsageError(
+        f"this node is both server {shown(first)} and server {shown(second)} of the rank table",
+        hint="give --node-rank",
+    )
 
 
-def _check_told(servers: Sequence[Server], found: Sequence[int], told: int) -> None:
+def _check_told(servers: Sequence[Server], ranks_here: Sequence[int], told: int) -> None:
     if told >= len(servers):
-        msg = f"the rank table has no server {told} (choose 0 to {len(servers) - 1})"
-        raise UsageError(msg)
-    if found and told not in found:
-        named, here = (shown(servers[rank].server_id) for rank in (told, found[0]))
-        msg = f"server {told} of the rank table is {named}, and this node is server {found[0]}"
-        raise UsageError(f"{msg}, {here}")
+        raise UsageError(f"the rank table has no server {told} (choose 0 to {len(servers) - 1})")
+    if ranks_here and told not in ranks_here:
+        named, here = (shown(servers[rank].server_id) for rank in (told, ranks_here[0]))
+        raise UsageError(
+            f"server {told} of the rank table is {named}, and this node is server {ranks_here[0]}, "
+            f"{here}"
+        )
 
 
 def check_devices(server: Server, present: tuple[int, ...]) -> None:
@@ -95,8 +100,9 @@ def check_devices(server: Server, present: tuple[int, ...]) -> None:
     if present and missing:
         has = ", ".join(map(str, present))
         name = shown(server.server_id)
-        msg = f"the rank table gives server {name} device {missing[0]}, and this node has {has}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"the rank table gives server {name} device {missing[0]}, and this node has {has}"
+        )
 
 
 def _by_rank(server: Server) -> list[TableDevice]:

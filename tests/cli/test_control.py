@@ -403,7 +403,7 @@ REFUSALS = {
     "signal WHAT": "'WHAT' is no signal (choose such as USR1, SIGUSR1, or 1 to 64)",
     "signal 0": "'0' is no signal (choose such as USR1, SIGUSR1, or 1 to 64)",
     "signal USR1 --rank x": "--rank 'x' is no list of ranks (choose such as 0,2-3)",
-    "signal USR1 --rank 3-2": "--rank '3-2' is no range of ranks (choose FIRST-LAST)",
+    "signal USR1 --rank 3-2": "--rank '3-2' is no list of ranks (choose such as 0,2-3)",
     "logs --lines x": "--lines 'x' is not a whole number (choose a whole number from 0 to 1000)",
     "logs --rank 0-99": "--rank 0-99 is more than 64 ranks at a time",
     "logs --follow --json": "--follow and --json exclude each other",

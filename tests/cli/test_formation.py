@@ -264,10 +264,10 @@ def test_ranks_that_no_node_has(msrun):
     words = "--nnodes 2 --master-addr node0 --nproc-per-node 2"
 
     assert msrun(f"{words} --tail 4 train.py").err == (
-        "error: --tail 4 names rank 4, which is not there (choose 0 to 3)\n"
+        "error: --tail 4 names rank 4, which does not exist (choose 0 to 3)\n"
     )
     assert msrun(f"{words} -t 2:3 train.py").err == (
-        "error: -t 2:3 names rank 2, which is not there (choose 0 to 1)\n"
+        "error: -t 2:3 names rank 2, which does not exist (choose 0 to 1)\n"
     )
     assert msrun(f"{words} --tail 0 -t 3 train.py").err == "error: -t 3 contradicts --tail 0\n"
 
@@ -275,13 +275,10 @@ def test_ranks_that_no_node_has(msrun):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("--last-call 5", "--last-call 5 has no effect: the job's nodes are as many as they are"),
+        ("--last-call 5", "--last-call 5 has no effect: the number of nodes is fixed"),
         (
             "--nnodes 2 --master-addr node0 --rdzv-conf last_call_timeout=5",
-            (
-                "--rdzv-conf last_call_timeout=5 has no effect: "
-                "the job's nodes are as many as they are"
-            ),
+            "--rdzv-conf last_call_timeout=5 has no effect: the number of nodes is fixed",
         ),
     ],
 )
@@ -332,6 +329,6 @@ def test_a_mesh_is_checked_as_soon_as_the_workers_are_known(msrun, words, is_kno
     else:
         assert outcome.code == 0
         assert outcome.err == (
-            "note: --parallel is checked when the nodes are there, "
-            "unless --worker-num says how many\n"
+            "note: --parallel is checked when all nodes have registered, "
+            "unless --worker-num gives their workers\n"
         )

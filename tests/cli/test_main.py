@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from msrun.cli.main import main
-from msrun.cli.options.peers import PLAN_TABLE
+from msrun.cli.options.table import PLAN_TABLE
 from msrun.errors import MsrunError, UsageError
 
 

@@ -10,8 +10,8 @@ job:
   job-id            train-0a1b2c                   default
   workers-per-node  2                              flag --nproc-per-node
   start-method      fork                           default
-  log-dir           HERE/msrun_logs/train-0a1b2c  default
   max-restarts      3                              environment PET_MAX_RESTARTS
+  log-dir           HERE/msrun_logs/train-0a1b2c  default
 
 command:
   python train.py --lr '1 e'
@@ -30,20 +30,17 @@ job:
   setting             value               source
   job-id              nightly             flag --job-id
   nnodes              1                   flag --nnodes
-  workers-per-node    2                   default
   master-addr         localhost           flag --rdzv-endpoint
   master-port         29500               flag --rdzv-endpoint
   join-timeout        inf                 flag --cluster_time_out
+  launcher            dynamic             default
+  insecure            false               default
+  workers-per-node    2                   default
   start-method        exec                default
+  preload             numpy,json          flag --preload
   env                 A='two words' B=''  flag --env
-  log-dir             /nowhere/logs       flag --log-dir
-  tail                none                flag --tail
-  bind-core           auto                flag --bind-core
-  bind-numa           device0=0-1         flag --bind-numa
-  parallel            -                   default
   role                default             default
   virtual-local-rank  false               default
-  preload             numpy,json          flag --preload
   join                false               flag --no-join
   max-restarts        0                   default
   restart-window      1h                  flag --restart-window
@@ -51,9 +48,12 @@ job:
   grace               10s                 default
   hang-timeout        -                   default
   detect-idle         inf                 default
+  log-dir             /nowhere/logs       flag --log-dir
   worker-log-name     w{local_rank}       flag --worker-log-name
-  insecure            false               default
-  launcher            dynamic             default
+  tail                none                flag --tail
+  bind-core           auto                flag --bind-core
+  bind-numa           device0=0-1         flag --bind-numa
+  parallel            -                   default
 
 command:
   ./prog
@@ -83,8 +83,8 @@ job:
   setting           value                         source
   job-id            nightly                       flag --job-id
   nnodes            2:4                           flag --nnodes
-  workers-per-node  2                             flag --nproc-per-node
   master-addr       node1                         flag --master-addr
+  workers-per-node  2                             flag --nproc-per-node
   start-method      fork                          default
   log-dir           HERE/msrun_logs/nightly       default
 
@@ -93,7 +93,7 @@ formation:
   started by  another node
   this node   10.0.0.1
   secret      HERE/config/msrun/secret
-  ranks       assigned when the nodes are there
+  ranks       assigned when all nodes have registered
 
 command:
   python train.py

@@ -324,11 +324,11 @@ def test_help_of_the_verbs(msrun):
     assert usage.code == 0
     assert usage.err == (
         "Usage: msrun ranktable VERB [OPTIONS] [FILE]...\n\n"
-        "  build     Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job "
-        "that runs.\n"
-        "  check     Tell everything that is wrong with tables, each with its place.\n"
-        "  show      Show which rank is where.\n"
-        "  merge     Write one table of the servers of several, in the order given, ranks from 0.\n"
+        "  build     Write the table of this node, of the nodes of a hostfile or of Slurm, or of a "
+        "running job.\n"
+        "  check     Report every problem of the tables and where it is.\n"
+        "  show      Show the server and the device of each rank.\n"
+        "  merge     Write one table with the servers of several, in their order, ranks from 0.\n"
         "  convert   Write a table in another version.\n"
     )
     assert msrun("ranktable").code == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 
 TRANSCRIPT = Path(__file__).with_name("refusals.txt")
 PROMPT = "$ msrun"

@@ -169,7 +169,7 @@ def test_plans_are_written_and_compared(capsys, here):
     assert (plan["mesh"], plan["gap"]) == ({"tp": 4}, 0.0)
     assert sum(plan["costs"].values()) == pytest.approx(plan["seconds"], rel=1e-9)
     search(capsys, *base, "dp=2,tp=2", "--mode", "recursive_programming", "-o", "b.json")
-    assert search(capsys, "diff", "a.json", "a.json") == (0, "", "the plans are alike\n")
+    assert search(capsys, "diff", "a.json", "a.json") == (0, "", "the plans are equal\n")
     code, out, _ = search(capsys, "diff", "a.json", "b.json")
     lines = out.splitlines()
     assert lines[1].split() == ["a.json", "b.json"]

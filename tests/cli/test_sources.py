@@ -2,12 +2,15 @@
 
 import json
 from itertools import product
+from operator import attrgetter
 
+import msgspec
 import pytest
 
 from msrun.cli.options.fleet import FLEET_TABLE
 from msrun.cli.options.option import FileForm
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
+from msrun.job import JobSpec, RestartLimits
 
 # One good text an option that is not refused.
 TEXTS = {
@@ -72,6 +75,42 @@ def test_every_option_is_tried():
     assert working - {"config"} - elsewhere == set(TEXTS)
 
 
+# Help describes these defaults, which the machine or the other options decide.
+DESCRIBED = {
+    *("node-rank", "worker-num", "master-addr", "master-port", "job-id", "secret-file"),
+    *("workers-per-node", "hang-timeout", "log-dir", "tail", "bind-core", "bind-numa"),
+}
+
+
+@pytest.mark.parametrize("option", [o for o in TABLE if o.field], ids=lambda option: option.name)
+def test_help_shows_the_default_that_the_job_has(msrun, option):
+    default = attrgetter(option.field)(msrun("train.py").job)
+
+    if option.name in DESCRIBED:
+        assert option.default_text
+    elif option.default_text:
+        assert option.parse(option.default_text) == default
+    else:
+        assert not default
+
+
+# What no option fills by itself.
+FILLED_BY_CODE = {
+    *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves"),
+    *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
+    *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
+}
+
+
+def test_every_field_of_a_job_is_filled():
+    parts = [f"restarts.{name}" for name in RestartLimits.__struct_fields__]
+    names = {*JobSpec.__struct_fields__, *parts} - {"restarts"}
+    fields = [option.field for option in TABLE if option.field]
+
+    assert len(fields) == len(set(fields))
+    assert names == set(fields) | FILLED_BY_CODE
+
+
 def job_file(here, text):
     (here / "job.yaml").write_text(text)
     return "--config=job.yaml"
@@ -91,7 +130,7 @@ def test_every_form_means_the_same(msrun, here, name, text):
         others.append(msrun([job_file(here, f"{name}: {value}\n"), "train.py"]))
         others.append(msrun([job_file(here, f"{name.replace('-', '_')}: {value}\n"), "train.py"]))
 
-    assert by_flag.job is not None
+    assert by_flag.job == msgspec.convert(msgspec.to_builtins(by_flag.job), JobSpec)
     assert [other.job for other in others] == [by_flag.job] * len(others)
 
 
@@ -201,7 +240,7 @@ def test_variables_of_the_workers_add_up(msrun, here):
         ),
         (
             {"MSRUN_ENV": "A='"},
-            'environment MSRUN_ENV="A=\'" has a quotation mark without its partner',
+            'environment MSRUN_ENV="A=\'" has an unmatched quotation mark',
         ),
         (
             {"MSRUN_CONFIG": "nowhere.yaml"},

@@ -176,9 +176,10 @@ def test_a_head_that_is_killed_takes_all_agents_with_it(site):
 
 
 def test_a_node_with_another_msrun_is_named(site):
-    other = "import sys, msrun; msrun.__version__ = '0.0'; from launchers.remote import main"
+    older = "import sys, msrun.version as ours; ours.__version__ = '0.0'"
+    code = f"{older}; from launchers.remote import main; sys.exit(main(sys.argv[1:]))"
     is_odd = '[ "$(hostname)$3" = blaunchers.remote ]'
-    site.use_own_python(f'{is_odd} && set -- -c "{other}; sys.exit(main(sys.argv[1:]))"')
+    site.use_own_python(f'{is_odd} && set -- -c "{code}"')
     job = site.start_shell(WAIT)
 
     assert job.wait() == 2

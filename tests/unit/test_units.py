@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.errors import UsageError
-from msrun.units import parse_duration, parse_size, quoted, render_duration, shown
+from msrun.units import counted, parse_duration, parse_size, quoted, render_duration, shown
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,7 @@ def test_quoted_is_short_and_escaped():
 
 def test_shown_quotes_only_what_needs_it():
     assert [shown("a b"), shown(""), shown("a\n")] == ["a b", "''", r"'a\n'"]
+
+
+def test_counted():
+    assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]

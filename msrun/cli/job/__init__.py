@@ -1,1 +1,1 @@
-"""From option values to a JobSpec and the plan that starts it."""
+"""From option values to the JobSpec of a job, and to the plan that starts it."""

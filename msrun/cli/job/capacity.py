@@ -1,4 +1,4 @@
-"""How many workers a machine can hold at the very most.
+"""The largest number of workers that a machine can hold.
 
 The costs are what an idle worker cannot do without, so a job that is refused here
 could not have started; one that is not refused may still be too large for its data.

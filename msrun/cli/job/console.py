@@ -53,8 +53,7 @@ def _checked(given: Given[RankChoice] | None, count: int | None) -> Given[RankCh
     everyone = frozenset(range(count))
     if beyond := sorted(given.value.ranks - everyone):
         where = f"(choose {span(count)})"
-        msg = f"{given.cite()} names rank {beyond[0]}, which is not there {where}"
-        raise UsageError(msg)
+        raise UsageError(f"{given.cite()} names rank {beyond[0]}, which does not exist {where}")
     is_every = given.value.every or given.value.ranks == everyone
     return Given(RankChoice(every=True) if is_every else given.value, given.source, given.text)
 

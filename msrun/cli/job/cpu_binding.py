@@ -1,4 +1,4 @@
-"""CPU and memory binding: what the three options that ask for it say together."""
+"""CPU and memory binding of workers, from the three options that ask for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def choose_binding(
 
 
 def _half(given: Given[BindRequest] | None, half: Binding | None) -> Given[Binding] | None:
-    """Return one half of what an option asks for; None when it says nothing of it."""
+    """Return the CPU or the memory half of an option; None where it asks for no such binding."""
     return None if given is None or half is None else Given(half, given.source, given.text)
 
 
@@ -43,10 +43,9 @@ def _cpus(numa: Given[BindRequest] | None, machine: Machine) -> Given[Binding] |
     by_device = {}
     for device, nodes in numa.value.cpu_nodes.items():
         if missing := sorted(set(nodes) - set(machine.cpus.numa)):
-            msg = (
+            raise UsageError(
                 f"{numa.cite()} names NUMA node {render_number_list(missing)}, which is not "
                 f"available (choose from {render_number_list(machine.cpus.numa)})"
             )
-            raise UsageError(msg)
         by_device[device] = tuple(sorted(cpu for n in nodes for cpu in machine.cpus.numa[n]))
     return Given(Binding(mode=BindMode.GIVEN, by_device=by_device), numa.source, numa.text)

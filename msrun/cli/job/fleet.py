@@ -1,4 +1,4 @@
-"""A job whose backend starts the agents: what every node is told, and the run or its plan."""
+"""A job whose backend starts the agents: the orders of its nodes, and the run or its plan."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from msrun import __version__, environ
+from msrun import environ
+from msrun.bounded_file import read_bounded
 from msrun.cli.job.draft import merge_env
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
 from msrun.cli.options import fleet as fleet_options
-from msrun.cli.options.peers import ALL, ENV_OF, JSON
 from msrun.cli.options.settings import Given, Settings, strongest
+from msrun.cli.options.table import ALL, ENV_OF, JSON
 from msrun.cli.output import answer, say_notes
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
-from msrun.hosts.hostlist import TEXT_MAX, Host, parse_hostfile, select
+from msrun.hosts.hostlist import Host, parse_hostfile, select
 from msrun.identity import port_of
 from msrun.job import LOOPBACK, ProgramKind, WorkerProgram
 from msrun.rank_table.file import read_table
 from msrun.rank_table.nodes import hosts_of
+from msrun.version import __version__
 
 if TYPE_CHECKING:
     from msrun.cli.job.prepare import JobRequest
     from msrun.cli.options.option import Option
     from msrun.cli.system import System
 
-# What the launcher says in its own way, or what is about this command alone.
+# The launcher passes these on in its own way, or they concern this command alone.
 _NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
     {
         *fleet_options.FLEET_TABLE,
@@ -43,7 +45,7 @@ _NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
         *(ALL, ENV_OF, JSON),
     }
 )
-# What there is of msrun where the launcher starts the ranks itself.
+# The options that still mean something where the launcher starts the ranks itself.
 _OF_RANKS: frozenset[Option[object]] = frozenset(
     {
         *fleet_options.FLEET_TABLE,
@@ -107,7 +109,8 @@ def _fleet(request: JobRequest, system: System) -> Fleet:
     hosts, program = _hosts(settings), _program(request)
     host, port = settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)
     job_id = _job_id(settings, program, system)
-    # Its own, so that jobs may share nodes; and told, since what starts agents may tell another.
+    # A port of its own, so that jobs may share nodes; passed on always, because srun or mpirun
+    # may put another one into the environment of the agents.
     own_port = port_of(job_id) if hosts else 0
     return Fleet(
         job_id=job_id,
@@ -190,7 +193,7 @@ def _job_id(settings: Settings, program: tuple[str, ...], system: System) -> str
 
 
 def _hosts(settings: Settings) -> tuple[Host, ...]:
-    """Return the nodes that are named, none where the batch system knows them."""
+    """Return the nodes that options name, none where the batch system knows them."""
     hostfile, table = (
         settings.get(fleet_options.HOSTFILE),
         settings.get(fleet_options.RANK_TABLE_FILE),
@@ -199,7 +202,7 @@ def _hosts(settings: Settings) -> tuple[Host, ...]:
         raise UsageError(f"{hostfile.cite()} contradicts {table.cite()} (choose one)")
     hosts: tuple[Host, ...] = ()
     if hostfile:
-        hosts = parse_hostfile(read_hostfile(hostfile.value), hostfile.value)
+        hosts = read_hostfile(hostfile.value)
     elif table:
         hosts = hosts_of(read_table(table.value))
     filters = [settings.get(fleet_options.INCLUDE), settings.get(fleet_options.EXCLUDE)]
@@ -218,7 +221,7 @@ def _hosts(settings: Settings) -> tuple[Host, ...]:
 
 
 def _check_workers(settings: Settings, table: Given[str], hosts: tuple[Host, ...]) -> None:
-    """Refuse other numbers of workers than the rank table's, where its devices are the workers'."""
+    """Refuse numbers of workers that differ from the rank table, which has one for each device."""
     each, total = settings.get(options.WORKERS_PER_NODE), settings.get(options.WORKER_NUM)
     other = next((host for host in hosts if each and each.value != host.slots), None)
     if each and other:
@@ -230,7 +233,7 @@ def _check_workers(settings: Settings, table: Given[str], hosts: tuple[Host, ...
 
 
 def _table_env(settings: Settings, hosts: tuple[Host, ...]) -> dict[str, str]:
-    """Return the variable that tells ranks of a table, where the job is the table's."""
+    """Return the variable that names the rank table, if the job runs on all of its nodes."""
     given, nnodes = settings.get(fleet_options.RANK_TABLE_FILE), settings.get(options.NNODES)
     is_range = nnodes is not None and len(set(nnodes.value)) > 1
     if given is None or is_range or hosts != hosts_of(read_table(given.value)):
@@ -238,18 +241,14 @@ def _table_env(settings: Settings, hosts: tuple[Host, ...]) -> dict[str, str]:
     return {environ.RANK_TABLE_FILE: str(Path(given.value).absolute())}
 
 
-def read_hostfile(path: str) -> str:
-    """Return what is in a hostfile.
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile.
 
     Raises:
-        UsageError: It cannot be read.
+        UsageError: It cannot be read, or a line is wrong.
     """
-    try:
-        with Path(path).open(encoding="utf-8", errors="replace") as file:
-            return file.read(TEXT_MAX + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"hostfile {path} cannot be read: {reason}") from None
+    content = read_bounded(path, f"hostfile {path}", mebibytes=16)
+    return parse_hostfile(content.decode(errors="replace"), path)
 
 
 def _words(settings: Settings) -> Iterator[str]:

@@ -13,6 +13,7 @@ from msrun.cli.options.parsers import WorkerWord, span
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 from msrun.topology import DeviceKind, Machine
+from msrun.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class Size:
     Args:
         nnodes: Fewest and most nodes.
         workers: Workers of this node.
-        total: Workers of all nodes, None when nobody says.
-        world_size: The same as far as it follows from the words; None where the other
-            nodes decide.
+        total: Workers of all nodes, None without --worker-num.
+        world_size: Workers of all nodes, as far as the options determine them; None where the
+            other nodes decide.
     """
 
     nnodes: Given[tuple[int, int]]
@@ -112,8 +113,10 @@ def _share(total: Given[int] | None, nnodes: Given[tuple[int, int]]) -> Given[in
         return None
     each, rest = divmod(total.value, most)
     if rest or not each:
-        msg = f"{total.cite()} cannot be shared equally by {nnodes.cite()}"
-        raise UsageError(msg, hint="give --workers-per-node on each node")
+        raise UsageError(
+            f"{total.cite()} cannot be shared equally by {nnodes.cite()}",
+            hint="give --workers-per-node on each node",
+        )
     return Given(each, total.source, total.text)
 
 
@@ -123,26 +126,28 @@ def _check_total(
     """Refuse a total that this node and one worker on each other node exceed."""
     fewest = nnodes.value[0]
     if total and total.value < workers.value + fewest - 1:
-        msg = (
-            f"{total.cite()} is too few for {_nodes_text(fewest)}, of which this one starts "
+        raise UsageError(
+            f"{total.cite()} is too few for {counted(fewest, 'node')}, of which this one starts "
             f"{workers.value}"
         )
-        raise UsageError(msg)
 
 
 def _check_capacity(workers: Given[int], machine: Machine) -> None:
     most, limit = capacity(machine)
     if workers.value > most:
         cite = workers.cite() if workers.text else f"--workers-per-node {workers.value}"
-        msg = f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{cite} is more than this machine can hold: at most {most}, limited by {limit}"
+        )
 
 
 def _check_node_rank(settings: Settings, size: Size) -> None:
     given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
     if given and given.value >= most:
-        msg = f"{given.cite()} is no rank of {_nodes_text(most)} (choose {span(most)})"
-        raise UsageError(msg, hint="a job of several nodes needs --nnodes" if most == 1 else None)
+        raise UsageError(
+            f"{given.cite()} is no rank of {counted(most, 'node')} (choose {span(most)})",
+            hint="a job of several nodes needs --nnodes" if most == 1 else None,
+        )
 
 
 def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
@@ -157,12 +162,11 @@ def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
             "add --nnodes and --master-addr for one job of them all, or start one, such as by "
             "`srun --ntasks 1` or `mpirun -n 1`"
         )
-    msg = f"environment {variable}={number}: {number} copies of msrun run for {_nodes_text(most)}"
-    raise UsageError(msg, hint=hint)
-
-
-def _nodes_text(number: int) -> str:
-    return f"{number} node{'s' if number > 1 else ''}"
+    raise UsageError(
+        f"environment {variable}={number}: {number} copies of msrun run for "
+        f"{counted(most, 'node')}",
+        hint=hint,
+    )
 
 
 def count_ranks(settings: Settings, machine: Machine) -> int:
@@ -197,18 +201,17 @@ def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
         case WorkerWord.GPU | WorkerWord.NPU as word:
             count = sum(device.kind is kinds[word] for device in machine.devices)
             if not count:
-                msg = (
+                raise UsageError(
                     f"{given.cite()} finds no {word.value.upper()} on this machine "
                     "(choose a number, auto or cpu)"
                 )
-                raise UsageError(msg)
     return Given(count, given.source, given.text)
 
 
-def find_timeout(settings: Settings, option: Option[float]) -> Given[float]:
-    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well."""
+def find_timeout(settings: Settings, option: Option[float]) -> Given[float] | None:
+    """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well, if given."""
     conf = settings.get(options.RDZV_CONF)
     named = None
     if conf and option.name in conf.value:
         named = Given(conf.value[option.name], conf.source, conf.text)
-    return strongest(settings.get(option), named) or Given(settings.value(option))
+    return strongest(settings.get(option), named)

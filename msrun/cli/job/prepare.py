@@ -31,7 +31,7 @@ _GUESS_CUTOFF = 0.85
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What was asked for, before anything of it is looked up.
+    """The words, options and job file of one command, before anything is looked up.
 
     Args:
         settings: All options.
@@ -74,10 +74,10 @@ class Prepared:
 
 
 def read_request(line: CommandLine, table: Table, system: System) -> JobRequest:
-    """Return what `line`, the environment and the job file say.
+    """Return the options of `line`, the environment and the job file.
 
     Raises:
-        UsageError: It cannot be understood, or is refused.
+        UsageError: An option is malformed, or is refused.
     """
     _check_directory()
     environment = system.environment()
@@ -105,7 +105,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
     launcher = system.load_launcher(settings.value(options.LAUNCHER))
     machine = system.read_machine(merge_env(settings).value)
     draft = draft_job(settings, chosen, machine, system)
-    plan = launcher.plan(draft.job, draft.machine)
+    plan = launcher.plan(draft.job, machine)
     _check_env(settings, plan)
     notes = (*request.notes, *draft.notes, *plan.notes)
     return Prepared(draft=draft, launcher=launcher, plan=plan, notes=notes)
@@ -115,8 +115,7 @@ def _check_directory() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        msg = f"the current directory cannot be used: {error.strerror}"
-        raise UsageError(msg) from None
+        raise UsageError(f"the current directory cannot be used: {error.strerror}") from None
 
 
 def _settings(
@@ -133,17 +132,18 @@ def _check_refused(settings: Settings, table: Table) -> None:
     for option in table:
         given = settings.get(option)
         if given and option.refusal:
-            msg = f"{given.cite()} {option.refusal}"
-            raise UsageError(msg)
+            raise UsageError(f"{given.cite()} {option.refusal}")
 
 
 def _check_fleet(settings: Settings) -> None:
-    """Refuse what only backends that start other nodes understand."""
+    """Refuse options that only backends which start other nodes understand."""
     for option in FLEET_TABLE:
         given = settings.get(option)
         if given and option is not RANK_TABLE_FILE:
-            msg = f"{given.cite()} needs a backend that starts other nodes"
-            raise UsageError(msg, hint=f"choose --launcher {', '.join(launch.FLEETS)}")
+            raise UsageError(
+                f"{given.cite()} needs a backend that starts other nodes",
+                hint=f"choose --launcher {', '.join(launch.FLEETS)}",
+            )
 
 
 def _check_env(settings: Settings, plan: LaunchPlan) -> None:
@@ -152,8 +152,9 @@ def _check_env(settings: Settings, plan: LaunchPlan) -> None:
         for name, value in given.value.items():
             others = {worker.env.get(name, value) for worker in plan.workers}
             if plan.job.env.get(name) == value and others - {value}:
-                msg = f"{given.cite()} cannot be given: msrun sets {name} in every worker"
-                raise UsageError(msg)
+                raise UsageError(
+                    f"{given.cite()} cannot be given: msrun sets {name} in every worker"
+                )
 
 
 def _without_effect(settings: Settings) -> Iterator[str]:

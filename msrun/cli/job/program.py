@@ -1,4 +1,4 @@
-"""What every worker runs: the first word that is no option, and everything after it.
+"""The program of every worker: the first word that is not an option, and all words after it.
 
 A peer's way of writing it (`python -u train.py`, `pytest tests`) becomes script or
 module; what does not exist is refused before anything is started.
@@ -72,15 +72,13 @@ def _named(
             return _from_words(words), source
         return WorkerProgram(kind=kind, target=words[0], args=words[1:]), source
     if file.script and file.module:
-        msg = f"{file.options.path}: script and module are both given (choose one)"
-        raise UsageError(msg)
+        raise UsageError(f"{file.options.path}: script and module are both given (choose one)")
     source = Source(level=Level.FILE, place=file.options.path, key="script")
     if file.module:
         kind = ProgramKind.MODULE
     target = file.module or file.script
     if target is None:
-        msg = "no SCRIPT is given"
-        raise UsageError(msg, hint="msrun --help lists options and verbs")
+        raise UsageError("no SCRIPT is given", hint="msrun --help lists options and verbs")
     return WorkerProgram(kind=kind, target=target, args=file.args or ()), source
 
 
@@ -90,11 +88,9 @@ def _kind(settings: Settings) -> ProgramKind:
     if settings.value(options.RUN_PATH):
         is_command = False
         if is_module:
-            msg = "--run-path contradicts --module: a path is no module name"
-            raise UsageError(msg)
+            raise UsageError("--run-path contradicts --module: a path is no module name")
     if is_module and is_command:
-        msg = "--no-python contradicts --module: a module is Python"
-        raise UsageError(msg)
+        raise UsageError("--no-python contradicts --module: a module is Python")
     if is_module:
         return ProgramKind.MODULE
     return ProgramKind.COMMAND if is_command else ProgramKind.SCRIPT
@@ -131,8 +127,7 @@ def _from_python(words: tuple[str, ...]) -> WorkerProgram:
         if action:
             interpreter += [f"-{action}", value]
     if not rest or rest[0] == "-" or {"-h", "-V", "-?", "--help", "--version"} & {*interpreter}:
-        msg = f"{quoted(shlex.join(['python', *words]))} names no script"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(shlex.join(['python', *words]))} names no script")
     return WorkerProgram(
         kind=ProgramKind.SCRIPT,
         target=rest[0],
@@ -155,8 +150,7 @@ def _module_or_code(
     action: str, value: str, args: tuple[str, ...], interpreter: tuple[str, ...]
 ) -> WorkerProgram:
     if not value:
-        msg = f"'python -{action}' names no {'module' if action == 'm' else 'code'}"
-        raise UsageError(msg)
+        raise UsageError(f"'python -{action}' names no {'module' if action == 'm' else 'code'}")
     if action == "m":
         return WorkerProgram(
             kind=ProgramKind.MODULE, target=value, args=args, interpreter_options=interpreter
@@ -176,35 +170,34 @@ def _check_script(target: str) -> None:
     if stat.S_ISDIR(mode):
         path /= "__main__.py"
         if _mode(path, "script") is None:
-            msg = f"script {quoted(target)} is a directory without __main__.py"
-            raise UsageError(msg)
+            raise UsageError(f"script {quoted(target)} is a directory without __main__.py")
     elif not stat.S_ISREG(mode):
-        msg = f"script {quoted(target)} is no regular file"
-        raise UsageError(msg)
+        raise UsageError(f"script {quoted(target)} is no regular file")
     try:
         with path.open("rb") as file:
             is_binary = file.read(len(_ELF)) == _ELF
     except OSError as error:
-        msg = f"script {quoted(target)} cannot be read: {error.strerror}"
-        raise UsageError(msg) from None
+        raise UsageError(f"script {quoted(target)} cannot be read: {error.strerror}") from None
     if is_binary:
-        msg = f"script {quoted(target)} is a compiled program"
-        raise UsageError(msg, hint="start it with --no-python")
+        raise UsageError(
+            f"script {quoted(target)} is a compiled program", hint="start it with --no-python"
+        )
 
 
 def _mode(path: Path, noun: str) -> int | None:
-    """Return what kind of file is at `path`, None when there is nothing."""
+    """Return the mode bits of the file at `path`, None when there is no file."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        msg = f"{noun} {quoted(str(path))} cannot be reached: {error.strerror}"
-        raise UsageError(msg) from None
+        raise UsageError(
+            f"{noun} {quoted(str(path))} cannot be reached: {error.strerror}"
+        ) from None
 
 
 def _hint(target: str) -> str | None:
-    """Return what the user of a missing script may have meant."""
+    """Return a guess at the intended program where the script does not exist."""
     is_name = re.fullmatch(r"\w[\w.-]*", target) and not target.endswith(".py")
     if is_name and shutil.which(target):
         return f"{target} is a command; start it with --no-python"
@@ -216,13 +209,13 @@ def _hint(target: str) -> str | None:
 def _check_module(target: str) -> None:
     top, _, below = target.partition(".")
     if not all(part for part in target.split(".")) or "/" in target:
-        msg = f"module {quoted(target)} is no dotted name such as package.module"
-        raise UsageError(msg)
+        raise UsageError(f"module {quoted(target)} is no dotted name such as package.module")
     if not _is_found(top):
         raise UsageError(f"module {quoted(target)} does not exist", hint=f"looked in {Path.cwd()}")
     if below == "py" and Path(target).is_file():
-        msg = f"module {quoted(target)} is a file"
-        raise UsageError(msg, hint=f"write -m {top}, or leave -m out")
+        raise UsageError(
+            f"module {quoted(target)} is a file", hint=f"write -m {top}, or leave -m out"
+        )
 
 
 def _is_found(top: str) -> bool:
@@ -239,11 +232,12 @@ def _check_command(target: str) -> None:
     if shutil.which(target):
         return
     if "/" not in target:
-        msg = f"command {quoted(target)} is not on PATH"
-        raise UsageError(msg, hint=f"write ./{target}" if Path(target).is_file() else None)
+        raise UsageError(
+            f"command {quoted(target)} is not on PATH",
+            hint=f"write ./{target}" if Path(target).is_file() else None,
+        )
     mode = _mode(Path(target), "command")
     what = "does not exist"
     if mode is not None:
         what = "is a directory" if stat.S_ISDIR(mode) else "may not be executed by this user"
-    msg = f"command {quoted(target)} {what}"
-    raise UsageError(msg)
+    raise UsageError(f"command {quoted(target)} {what}")

@@ -1,4 +1,4 @@
-"""`--rank-table-file` on each node: what the table says of it stands where its options would."""
+"""`--rank-table-file` on each node: the table stands in for --nnodes, --node-rank and others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msrun.errors import UsageError
 from msrun.rank_table.file import read_table
 from msrun.rank_table.nodes import addresses_of, check_devices, devices_of, find_server, servers_of
 from msrun.topology import DeviceKind
+from msrun.units import counted
 
 if TYPE_CHECKING:
     from msrun.cli.options.option import Option
@@ -41,10 +42,10 @@ def with_table(settings: Settings, given: Given[str], system: System) -> Setting
         )
     except UsageError as error:
         raise UsageError(f"{given.cite()}: {error.message}", hint=error.hint) from None
-    found = _values(table, node_rank)
-    _check(settings, given, found)
+    said = _values(table, node_rank)
+    _check(settings, given, said)
     values: dict[Option[object], tuple[Given[object], ...]] = {
-        option: (Given(value, given.source, given.text),) for option, (value, _) in found.items()
+        option: (Given(value, given.source, given.text),) for option, (value, _) in said.items()
     }
     is_named = any(map(settings.get, (options.MASTER_ADDR, options.RDZV_ENDPOINT)))
     if len(table.server_list) > 1 and not is_named:
@@ -67,24 +68,20 @@ def _find(settings: Settings, table: RankTable, machine: Machine, system: System
 
 
 def _values(table: RankTable, node_rank: int) -> dict[Option[object], tuple[object, str]]:
-    """Return what the table says instead of options, each with words for it."""
+    """Return the value that the table has for each option, with words for a refusal."""
     nnodes, here = len(table.server_list), len(servers_of(table)[node_rank].device)
     return {
-        options.NNODES: ((nnodes, nnodes), f"has {_count(nnodes, 'server')}"),
-        options.WORKER_NUM: (table.world_size, f"has {_count(table.world_size, 'rank')}"),
-        options.WORKERS_PER_NODE: (here, f"gives this node {_count(here, 'rank')}"),
+        options.NNODES: ((nnodes, nnodes), f"has {counted(nnodes, 'server')}"),
+        options.WORKER_NUM: (table.world_size, f"has {counted(table.world_size, 'rank')}"),
+        options.WORKERS_PER_NODE: (here, f"gives this node {counted(here, 'rank')}"),
         options.NODE_RANK: (node_rank, f"has this node as server {node_rank}"),
     }
 
 
 def _check(
-    settings: Settings, table: Given[str], found: dict[Option[object], tuple[object, str]]
+    settings: Settings, table: Given[str], said: dict[Option[object], tuple[object, str]]
 ) -> None:
-    for option, (value, words) in found.items():
+    for option, (value, words) in said.items():
         other = settings.get(option)
         if other and other.value != value:
             raise UsageError(f"{other.cite()} contradicts {table.cite()}, which {words}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

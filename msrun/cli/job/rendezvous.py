@@ -1,4 +1,4 @@
-"""Where the nodes of a job meet: the scheduler's address, who starts it, how we are reached."""
+"""Where the nodes of a job meet: address of the scheduler, node that starts it, own address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rendezvous:
     """Where the nodes of a job meet.
 
     Args:
-        host: Node of the scheduler as its user wrote it, None when nobody names one.
+        host: Node of the scheduler as its user wrote it, None when no option names one.
         port: Port of the scheduler.
         serves: As of `JobSpec`, like those that follow.
         listen_host: Numeric address of the scheduler.
@@ -69,12 +69,16 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
         _check_port(host.value if host else LOOPBACK, port, system)
         return Rendezvous(host=host, port=port)
     if host is None:
-        msg = f"{size.nnodes.cite()} needs the node that runs the scheduler"
-        raise UsageError(msg, hint="add --master-addr HOST, the same on every node")
+        raise UsageError(
+            f"{size.nnodes.cite()} needs the node that runs the scheduler",
+            hint="add --master-addr HOST, the same on every node",
+        )
     port = port or Given(DEFAULT_PORT)
     if not port.value:
-        msg = f"{port.cite()} takes a free port, which the other nodes do not know"
-        raise UsageError(msg, hint=f"choose one, or leave it out for {DEFAULT_PORT}")
+        raise UsageError(
+            f"{port.cite()} takes a free port, which the other nodes do not know",
+            hint=f"choose one, or leave it out for {DEFAULT_PORT}",
+        )
     site = _locate(host, machine, system)
     serves = _serves(settings, host, site, system)
     if serves:
@@ -92,8 +96,9 @@ def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]
     both, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
     if both and alone and alone.value:
         if both.source.level >= alone.source.level:
-            msg = f"{both.cite()} contradicts --standalone, which takes a free port of this node"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{both.cite()} contradicts --standalone, which takes a free port of this node"
+            )
         both = None
     host, port = both.value if both else (None, None)
     return (
@@ -110,13 +115,15 @@ def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]
 
 def _check_here(host: Given[str], machine: Machine, system: System) -> None:
     """Refuse a host that is not the only node of its job."""
-    found = system.resolve(host.value)
-    if not found and host.value != machine.host:
+    addresses = system.resolve(host.value)
+    if not addresses and host.value != machine.host:
         raise UsageError(_unknown(host))
-    is_here = any(ip_address(a).is_unspecified or system.is_own(a) for a in found)
+    is_here = any(ip_address(a).is_unspecified or system.is_own(a) for a in addresses)
     if not is_here and host.value != machine.host:
-        msg = f"{host.cite()} is no address of this machine, the only node (choose localhost)"
-        raise UsageError(msg, hint="a job of several nodes needs --nnodes")
+        raise UsageError(
+            f"{host.cite()} is no address of this machine, the only node (choose localhost)",
+            hint="a job of several nodes needs --nnodes",
+        )
 
 
 def _check_port(address: str, port: Given[int], system: System, *, hint: str | None = None) -> None:
@@ -135,20 +142,22 @@ def _locate(host: Given[str], machine: Machine, system: System) -> _Site:
     name = host.value.lower().rstrip(".")
     if name == "localhost":
         return _Site(address=LOOPBACK, is_here=True, is_shared=True)
-    found = system.resolve(host.value)
-    public = [address for address in found if not ip_address(address).is_loopback]
+    addresses = system.resolve(host.value)
+    public = [address for address in addresses if not ip_address(address).is_loopback]
     if public:
         return _public_site(host, public[0], machine, system)
-    if found and (_is_literal(name) or name in _LOOPBACK_NAMES):
-        return _Site(address=found[0], is_here=True, is_shared=True)
+    if addresses and (_is_literal(name) or name in _LOOPBACK_NAMES):
+        return _Site(address=addresses[0], is_here=True, is_shared=True)
     own = machine.host.lower()
-    if name == own or (found and name.partition(".")[0] == own.partition(".")[0]):
-        address = _public_address(host, found, machine, system)
+    if name == own or (addresses and name.partition(".")[0] == own.partition(".")[0]):
+        address = _public_address(host, addresses, machine, system)
         return _Site(address=address, is_here=True, is_shared=True)
-    if not found:
+    if not addresses:
         raise UsageError(_unknown(host))
-    msg = f"{host.cite()} resolves to {found[0]} here, but this machine is {machine.host}"
-    raise UsageError(msg, hint=f"correct /etc/hosts, or give the address of {host.value}")
+    raise UsageError(
+        f"{host.cite()} resolves to {addresses[0]} here, but this machine is {machine.host}",
+        hint=f"correct /etc/hosts, or give the address of {host.value}",
+    )
 
 
 def _public_site(host: Given[str], address: str, machine: Machine, system: System) -> _Site:
@@ -157,29 +166,32 @@ def _public_site(host: Given[str], address: str, machine: Machine, system: Syste
         raise UsageError(f"{host.cite()} is the address of no node (choose that of the scheduler)")
     is_here = system.is_own(address)
     if not is_here and host.value.lower() == machine.host.lower():
-        msg = (
+        raise UsageError(
             f"{host.cite()} is this machine, but resolves to {address}, which it does not have "
-            f"{_choices(system.own_addresses())}"
+            f"{_choices(system.own_addresses())}",
+            hint=f"correct what {host.value} resolves to, or give an address",
         )
-        raise UsageError(msg, hint=f"correct what {host.value} resolves to, or give an address")
     return _Site(address=address, is_here=is_here)
 
 
 def _public_address(
-    host: Given[str], found: Sequence[str], machine: Machine, system: System
+    host: Given[str], addresses: Sequence[str], machine: Machine, system: System
 ) -> str:
     """Return this machine's address for a host name that means loopback here."""
     if not ip_address(machine.address).is_loopback:
         return machine.address
-    resolved = f"resolves to {found[0]}" if found else "does not resolve"
+    resolved = f"resolves to {addresses[0]}" if addresses else "does not resolve"
     own = system.own_addresses()
     if not own:
-        msg = f"{host.cite()} {resolved}, and this machine has no address that others can reach"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{host.cite()} {resolved}, and this machine has no address that others can reach"
+        )
     alike = [a for a in own if ip_address(a).version == ip_address(own[0]).version]
     if len(alike) > 1:
-        msg = f"{host.cite()} {resolved}, and this machine has several other addresses"
-        raise UsageError(msg, hint=f"give one as --master-addr {_choices(own)}")
+        raise UsageError(
+            f"{host.cite()} {resolved}, and this machine has several other addresses",
+            hint=f"give one as --master-addr {_choices(own)}",
+        )
     return alike[0]
 
 
@@ -188,11 +200,10 @@ def _serves(settings: Settings, host: Given[str], site: _Site, system: System) -
     node_rank = settings.get(options.NODE_RANK)
     if node_rank and node_rank.value == 0 and not site.is_here:
         resolved = "" if site.address == host.value else f", which resolves to {site.address},"
-        msg = (
+        raise UsageError(
             f"{node_rank.cite()} runs the scheduler, but {host.cite()}{resolved} is not this "
             f"machine {_choices(system.own_addresses())}"
         )
-        raise UsageError(msg)
     is_further = node_rank is not None and node_rank.value > 0
     return site.is_here and not (site.is_shared and is_further)
 
@@ -200,8 +211,10 @@ def _serves(settings: Settings, host: Given[str], site: _Site, system: System) -
 def _check_insecure(settings: Settings, site: _Site) -> None:
     insecure = settings.get(options.INSECURE)
     if insecure and insecure.value and not ip_address(site.address).is_loopback:
-        msg = f"{insecure.cite()} is for one machine, and the scheduler would be at {site.address}"
-        raise UsageError(msg, hint="leave --insecure out, or choose --master-addr localhost")
+        raise UsageError(
+            f"{insecure.cite()} is for one machine, and the scheduler would be at {site.address}",
+            hint="leave --insecure out, or choose --master-addr localhost",
+        )
 
 
 def _own_address(settings: Settings, host: Given[str], site: _Site, system: System) -> str:
@@ -212,15 +225,17 @@ def _own_address(settings: Settings, host: Given[str], site: _Site, system: Syst
         if address is None:
             raise UsageError(f"{host.cite()}: this machine has no route to {site.address}")
         return address
-    found = system.resolve(given.value)
-    if not found:
+    candidates = system.resolve(given.value)
+    if not candidates:
         raise UsageError(_unknown(given))
     is_local = ip_address(site.address).is_loopback
-    for address in found:
+    for address in candidates:
         if ip_address(address).is_loopback == is_local and system.is_own(address):
             return address
-    msg = f"{given.cite()} is no address by which another node reaches this one"
-    raise UsageError(f"{msg} {_choices(system.own_addresses())}")
+    raise UsageError(
+        f"{given.cite()} is no address by which another node reaches this one "
+        f"{_choices(system.own_addresses())}"
+    )
 
 
 def _unknown(given: Given[str]) -> str:

@@ -1,1 +1,1 @@
-"""Options: what exists, and how flags, variables and job files become values."""
+"""The table of options, and how flags, variables and job files become their values."""

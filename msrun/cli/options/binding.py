@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from msrun.bounded_file import read_bounded
-from msrun.cli.options.parsers import choose, is_boolean
+from msrun.cli.options.parsers import choose, is_boolean, number_ranges
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
 from msrun.units import quoted
@@ -21,7 +21,7 @@ from msrun.units import quoted
 Numbers = tuple[int, ...]
 
 _DEVICE = re.compile(r"device_?([0-9]{1,5})")
-_RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_NUMBER_MAX = 99_999
 _SWITCHES = {"auto": BindMode.AUTO, "off": BindMode.OFF}
 _SCHEDULER_NOTE = "the scheduler is not bound, so its entry is not used"
 
@@ -87,14 +87,15 @@ def _given(by_device: dict[int, Numbers]) -> Binding:
 def _json_object(text: str, value: str) -> dict[str, object]:
     """Return the JSON object in `text`, which `value` is or names."""
     try:
-        found = json.loads(text)
+        root = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        root = None
+    if not isinstance(root, dict):
         example = '{"device0": ["0-3"]}'
-        msg = f"{quoted(value)} is no JSON object (choose true, false, auto or such as {example})"
-        raise UsageError(msg)
-    return cast("dict[str, object]", found)
+        raise UsageError(
+            f"{quoted(value)} is no JSON object (choose true, false, auto or such as {example})"
+        )
+    return cast("dict[str, object]", root)
 
 
 def _devices(
@@ -107,16 +108,17 @@ def _devices(
         match = _DEVICE.fullmatch(key)
         if numbers is None:
             wanted = '["0-3", "8,9"]'
-            msg = f"{quoted(value)}: {key}: {json.dumps(entry)} is no list such as {wanted}"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(value)}: {key}: {json.dumps(entry)} is no list such as {wanted}"
+            )
         if match:
             by_device[int(match[1])] = numbers
         elif key != "scheduler":
-            msg = f"{quoted(value)}: {quoted(key)} is no device (choose keys such as device0)"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(value)}: {quoted(key)} is no device (choose keys such as device0)"
+            )
     if not by_device:
-        msg = f"{quoted(value)} names no device (choose keys such as device0)"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} names no device (choose keys such as device0)")
     return by_device, (_SCHEDULER_NOTE,) if "scheduler" in entries else ()
 
 
@@ -129,13 +131,10 @@ def _number_lists(entry: object) -> Numbers | None:
 
 def _numbers(text: str) -> Numbers | None:
     """Return the numbers of `0-3,8`, ascending and each once; None when it is no such list."""
-    found: set[int] = set()
-    for part in text.replace(" ", "").split(","):
-        match = _RANGE.fullmatch(part)
-        if not match or int(match[1]) > int(match[2] or match[1]):
-            return None
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(sorted(found))
+    ranges = number_ranges(text.replace(" ", ""), most=_NUMBER_MAX)
+    if ranges is None:
+        return None
+    return tuple(sorted({n for first, last in ranges for n in range(first, last + 1)}))
 
 
 def _numa_nodes(entry: object) -> Numbers | None:
@@ -153,8 +152,9 @@ def _from_file(path: str) -> BindRequest:
     cpu_mode = _mode(config, "bind_cpu_mode", ("cpu", "numa", "none"), path)
     memory_mode = _mode(config, "bind_memory_mode", ("numa", "none"), path)
     if config.get("actor_thread_fix_bind"):
-        msg = f"{quoted(path)}: actor_thread_fix_bind is for MindSpore's own threads (leave it out)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(path)}: actor_thread_fix_bind is for MindSpore's own threads (leave it out)"
+        )
     cpus: Binding | None = None
     memory: Binding | None = None
     cpu_nodes: dict[int, Numbers] = {}
@@ -173,36 +173,33 @@ def _from_file(path: str) -> BindRequest:
 def _section(parent: dict[str, object], key: str, path: str, above: str = "") -> dict[str, object]:
     section = parent.get(key)
     if not isinstance(section, dict):
-        msg = f"{quoted(path)}: {above}{key}: {json.dumps(section)} is no JSON object"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(path)}: {above}{key}: {json.dumps(section)} is no JSON object")
     return cast("dict[str, object]", section)
 
 
 def _mode(config: dict[str, object], key: str, choices: tuple[str, ...], path: str) -> str:
     mode = config.get(key, "none")
     if mode not in choices:
-        msg = (
+        raise UsageError(
             f"{quoted(path)}: bind_config.{key}: {json.dumps(mode)} is unknown ({choose(choices)})"
         )
-        raise UsageError(msg)
     return str(mode)
 
 
 def _main_modules(root: dict[str, object], path: str) -> dict[str, object]:
     """Return device -> CPUs of its `main` module, the only one that is a whole process."""
     section = _section(root, "bind_cpu", path)
-    found = {}
+    cpus_by_device = {}
     for device in section:
         modules = _section(section, device, path, "bind_cpu.")
         if others := sorted(modules.keys() - {"main"}):
-            msg = (
+            raise UsageError(
                 f"{quoted(path)}: bind_cpu.{device}.{others[0]} binds threads of MindSpore's own "
                 "(choose main)"
             )
-            raise UsageError(msg)
         if "main" in modules:
-            found[device] = modules["main"]
-    return found
+            cpus_by_device[device] = modules["main"]
+    return cpus_by_device
 
 
 def _number_text(entry: object) -> Numbers | None:

@@ -1,17 +1,18 @@
 """The options that do something.  Flags, variables, job file, help and `plan` follow from them.
 
-`peer_options` has the rest: what the peers know and msrun needs no more, or refuses.
+An option that names a field of `JobSpec` fills it without further code; `job/draft.py` says
+which of them other options or the machine decide as well.  `peers` has the options that only
+torchrun or MindSpore need, accepted with a note or refused.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from msrun.cli.options import parsers
 from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
 from msrun.cli.options.log_name import parse_log_name
-from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
+from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup, options_in
 from msrun.cli.options.parallel import parse_parallel
 from msrun.units import PORT_MAX, parse_duration
 
@@ -19,7 +20,7 @@ NNODES = Option(
     name="nnodes",
     group=OptionGroup.CLUSTER,
     metavar="N|MIN:MAX",
-    help="Nodes in the job; with MIN:MAX they may come and go.",
+    help="Nodes in the job; with MIN:MAX, nodes may join and leave.",
     parse=parsers.nodes,
     default=(1, 1),
     default_text="1",
@@ -32,6 +33,7 @@ NODE_RANK = Option(
     metavar="N",
     help="Rank of this node.",
     parse=parsers.whole(0),
+    field="node_rank",
     default_text="assigned",
     torchrun="node_rank",
     unset=frozenset({"-1"}),
@@ -40,17 +42,19 @@ WORKER_NUM = Option(
     name="worker-num",
     group=OptionGroup.CLUSTER,
     metavar="N",
-    help="Workers in the whole job, on however many nodes unless --nnodes says.",
+    help="Workers in the whole job, on any number of nodes unless --nnodes fixes it.",
     parse=parsers.whole(1),
-    default_text="what the nodes bring",
+    field="world_size",
+    default_text="the sum over the nodes",
     aliases=("-n",),
 )
 MASTER_ADDR = Option(
     name="master-addr",
     group=OptionGroup.CLUSTER,
     metavar="HOST",
-    help="Node that runs the scheduler, the same word on every node.",
+    help="Node that runs the scheduler; give every node the same name or address.",
     parse=parsers.host,
+    field="master_addr",
     default_text="this node alone",
     torchrun="master_addr",
 )
@@ -58,17 +62,17 @@ MASTER_PORT = Option(
     name="master-port",
     group=OptionGroup.CLUSTER,
     metavar="PORT",
-    help="Port of the scheduler; 0, on one node, takes a free one.",
+    help="Port of the scheduler; on one node, 0 takes a free port.",
     parse=parsers.whole(0, PORT_MAX),
-    default=0,
-    default_text="0, 29500 of several nodes",
+    field="master_port",
+    default_text="0 on one node, 29500 on several",
     torchrun="master_port",
 )
 RDZV_ENDPOINT = Option(
     name="rdzv-endpoint",
     group=OptionGroup.CLUSTER,
     metavar="HOST[:PORT]",
-    help="Both of the above in torchrun's form.",
+    help="--master-addr and --master-port in torchrun's form.",
     parse=parsers.endpoint,
     torchrun="rdzv_endpoint",
     unset=frozenset({""}),
@@ -79,13 +83,13 @@ LOCAL_ADDR = Option(
     metavar="HOST",
     help="Address by which the other nodes reach this one.",
     parse=parsers.host,
-    default_text="that of the route to --master-addr",
+    default_text="the one on the route to --master-addr",
     torchrun="local_addr",
 )
 STANDALONE = Option(
     name="standalone",
     group=OptionGroup.CLUSTER,
-    help="This node alone, on a free port.",
+    help="A job of this node alone, on a free port.",
     parse=parsers.boolean,
     default=False,
     arity=Arity.SWITCH,
@@ -97,7 +101,7 @@ JOIN_TIMEOUT = Option(
     metavar="DURATION",
     help="Time for all nodes to register.",
     parse=parsers.patience,
-    default=600.0,
+    field="join_timeout",
     default_text="10m",
     aliases=("--cluster-time-out",),
 )
@@ -105,25 +109,25 @@ LAST_CALL = Option(
     name="last-call",
     group=OptionGroup.CLUSTER,
     metavar="DURATION",
-    help="Time for more nodes to join when MIN of MIN:MAX are there.",
+    help="Time for more nodes to register once MIN of MIN:MAX have.",
     parse=parse_duration,
-    default=30.0,
+    field="last_call",
     default_text="30s",
 )
 LEASE = Option(
     name="lease",
     group=OptionGroup.CLUSTER,
     metavar="DURATION",
-    help="Silence after which a node is lost, the same on every node.",
+    help="Time without a heartbeat after which a node is lost; the same on every node.",
     parse=parsers.lease,
-    default=10.0,
+    field="lease",
     default_text="10s",
 )
 RDZV_CONF: Option[Mapping[str, float]] = Option(
     name="rdzv-conf",
     group=OptionGroup.CLUSTER,
     metavar="K=V,...",
-    help="Both timeouts in torchrun's form: join_timeout=300,last_call_timeout=5.",
+    help="--join-timeout and --last-call in torchrun's form: join_timeout=300,last_call_timeout=5.",
     parse=parsers.rdzv_conf,
     torchrun="rdzv_conf",
     file=FileForm.PAIRS,
@@ -135,6 +139,7 @@ JOB_ID = Option(
     metavar="NAME",
     help="Name of this launch.",
     parse=parsers.job_id,
+    field="job_id",
     default_text="the script's name and 6 hex digits",
 )
 RDZV_ID = Option(
@@ -152,6 +157,7 @@ LAUNCHER = Option(
     metavar="NAME",
     help="Backend that starts the nodes.",
     parse=parsers.text,
+    field="launcher",
     default="dynamic",
     default_text="dynamic",
 )
@@ -161,14 +167,15 @@ SECRET_FILE = Option(
     metavar="FILE",
     help="Secret of the job, 32 bytes or more, the same on every node.",
     parse=parsers.text,
-    default_text="of several nodes ~/.config/msrun/secret, made on first use",
+    field="secret_file",
+    default_text="on several nodes ~/.config/msrun/secret, made on first use",
 )
 INSECURE = Option(
     name="insecure",
     group=OptionGroup.CLUSTER,
     help="Control messages without authentication, on the loopback interface only.",
     parse=parsers.boolean,
-    default=False,
+    field="insecure",
     arity=Arity.SWITCH,
 )
 
@@ -186,7 +193,7 @@ MODULE = Option(
 NO_PYTHON = Option(
     name="no-python",
     group=OptionGroup.PROGRAM,
-    help="SCRIPT as a command that is no Python.",
+    help="SCRIPT as any command, which Python does not run.",
     parse=parsers.boolean,
     default=False,
     arity=Arity.SWITCH,
@@ -216,6 +223,7 @@ WORKERS_PER_NODE = Option(
     metavar="N|auto|gpu|npu|cpu",
     help="Workers each node starts.",
     parse=parsers.workers,
+    field="workers_per_node",
     default_text="one per device, else 1",
     aliases=("--nproc-per-node", "--local-worker-num"),
     torchrun="nproc_per_node",
@@ -226,7 +234,7 @@ START_METHOD = Option(
     metavar="fork|exec",
     help="Workers forked from a parent that has torch loaded, or one interpreter each.",
     parse=parsers.start_method,
-    default=None,
+    field="start_method",
     default_text="fork",
     torchrun="start_method",
 )
@@ -234,9 +242,9 @@ PRELOAD: Option[tuple[str, ...]] = Option(
     name="preload",
     group=OptionGroup.WORKERS,
     metavar="MODULE,...",
-    help="Modules that the parent loads besides torch.",
+    help="Modules that the parent of forked workers imports besides torch.",
     parse=parsers.module_names,
-    default=(),
+    field="preload",
     file=FileForm.LIST,
 )
 ENV = Option(
@@ -245,6 +253,7 @@ ENV = Option(
     metavar="NAME=VALUE",
     help="Variable of every worker; may be given several times.",
     parse=parsers.variable,
+    field="env",
     repeated=True,
     file=FileForm.VARIABLES,
 )
@@ -254,7 +263,7 @@ ROLE = Option(
     metavar="NAME",
     help="ROLE_NAME of the workers.",
     parse=parsers.text,
-    default="default",
+    field="role",
     default_text="default",
     torchrun="role",
 )
@@ -263,7 +272,7 @@ VIRTUAL_LOCAL_RANK = Option(
     group=OptionGroup.WORKERS,
     help="One visible device and LOCAL_RANK 0 in every worker.",
     parse=parsers.boolean,
-    default=False,
+    field="virtual_local_rank",
     arity=Arity.SWITCH,
     torchrun="virtual_local_rank",
 )
@@ -285,7 +294,7 @@ MAX_RESTARTS = Option(
     metavar="N",
     help="Restarts of all workers after failures.",
     parse=parsers.whole(0),
-    default=0,
+    field="restarts.max_restarts",
     default_text="0",
     torchrun="max_restarts",
 )
@@ -295,25 +304,25 @@ RESTART_WINDOW = Option(
     metavar="DURATION",
     help="Time over which restarts are counted.",
     parse=parsers.positive_seconds,
-    default=math.inf,
+    field="restarts.window",
     default_text="inf",
 )
 NO_PROGRESS_LIMIT = Option(
     name="no-progress-limit",
     group=OptionGroup.STOPPING,
     metavar="N",
-    help="Equal early failures in a row that end the job; 0 never ends it.",
+    help="Equal early failures in a row after which the job ends; 0 sets no limit.",
     parse=parsers.whole(0),
-    default=3,
+    field="restarts.no_progress_limit",
     default_text="3",
 )
 EXCLUDE_AFTER = Option(
     name="exclude-after",
     group=OptionGroup.STOPPING,
     metavar="N",
-    help="Failures that began on one node and leave it out; 0 leaves none out.",
+    help="Failures starting on one node after which the job leaves it out; 0 sets no limit.",
     parse=parsers.whole(0),
-    default=2,
+    field="restarts.exclude_after",
     default_text="2",
 )
 GRACE = Option(
@@ -322,7 +331,7 @@ GRACE = Option(
     metavar="DURATION",
     help="Time between SIGTERM and SIGKILL.",
     parse=parse_duration,
-    default=10.0,
+    field="grace",
     default_text="10s",
     aliases=("--shutdown-timeout",),
     torchrun="shutdown_timeout",
@@ -332,17 +341,18 @@ HANG_TIMEOUT: Option[float | None] = Option(
     name="hang-timeout",
     group=OptionGroup.STOPPING,
     metavar="DURATION|auto|off",
-    help="Time without msrun.beat() after which a worker that ever beat hangs.",
+    help="Time without msrun.beat() after which a worker hangs, if it has ever called it.",
     parse=parsers.hang_timeout,
-    default_text="auto: 60s, or 5 times its longest interval",
+    field="hang_timeout",
+    default_text="auto: 60s, or 5 times the longest interval between two calls",
 )
 DETECT_IDLE = Option(
     name="detect-idle",
     group=OptionGroup.STOPPING,
     metavar="DURATION|off",
-    help="Time with less than 1 % of a CPU after which any worker hangs.",
+    help="Time below 1 % of a CPU after which a worker hangs.",
     parse=parsers.idle_timeout,
-    default=math.inf,
+    field="detect_idle",
     default_text="off",
 )
 
@@ -352,6 +362,7 @@ LOG_DIR = Option(
     metavar="DIR",
     help="Directory of the logs.",
     parse=parsers.text,
+    field="log_dir",
     default_text="msrun_logs/JOB_ID",
     torchrun="log_dir",
     unset=frozenset({""}),
@@ -360,7 +371,7 @@ EMIT_RANK_TABLE = Option(
     name="emit-rank-table",
     group=OptionGroup.LOGS,
     metavar="FILE",
-    help="HCCL rank table of the job that formed; the node of the scheduler writes it.",
+    help="HCCL rank table of the job, written by the node of the scheduler.",
     parse=parsers.text,
     default_text="none",
     unset=frozenset({""}),
@@ -371,7 +382,7 @@ WORKER_LOG_NAME = Option(
     metavar="PATTERN",
     help="Name of a worker's log, with {rank} {local_rank} {host} {hostname} {ip}.",
     parse=parse_log_name,
-    default="worker_{rank}",
+    field="worker_log_name",
     default_text="worker_{rank}",
     unset=frozenset({""}),
 )
@@ -381,6 +392,7 @@ TAIL = Option(
     metavar="RANKS",
     help="Ranks shown on the console, such as 0,2-3, all or none.",
     parse=parsers.ranks,
+    field="tail",
     default_text="0 at a terminal",
     aliases=("--tail-worker-log",),
     file=FileForm.LIST,
@@ -389,7 +401,7 @@ TEE = Option(
     name="tee",
     group=OptionGroup.LOGS,
     metavar="STD",
-    help="The same in torchrun's form: 3 shows all, 0:3,1:3 local ranks 0 and 1.",
+    help="--tail in torchrun's form: 3 shows all ranks; 0:3,1:3 local ranks 0 and 1.",
     parse=parsers.std_by_rank,
     aliases=("-t",),
     torchrun="tee",
@@ -398,8 +410,9 @@ LOCAL_RANKS_FILTER = Option(
     name="local-ranks-filter",
     group=OptionGroup.LOGS,
     metavar="RANKS",
-    help="Local ranks beyond which the console shows none.",
+    help="Local ranks that may appear on the console.",
     parse=parsers.ranks,
+    field="tail_local",
     torchrun="local_ranks_filter",
     file=FileForm.LIST,
     unset=frozenset({""}),
@@ -409,8 +422,9 @@ BIND_CORE = Option(
     name="bind-core",
     group=OptionGroup.PLACEMENT,
     metavar="auto|JSON",
-    help='CPUs of each worker: near its device, or given: {"device0": ["0-3"]}.',
+    help='CPUs of each worker: auto takes those near its device; or {"device0": ["0-3"]}.',
     parse=parse_bind_core,
+    field="bind_core",
     default_text="off",
     arity=Arity.OPTIONAL,
     is_value=is_bind_value,
@@ -420,8 +434,9 @@ BIND_NUMA = Option(
     name="bind-numa",
     group=OptionGroup.PLACEMENT,
     metavar="auto|JSON|FILE",
-    help='Memory of each worker: near its CPUs, or given: {"device0": [0]}.',
+    help='Memory of each worker: auto takes that near its CPUs; or {"device0": [0]}.',
     parse=parse_bind_numa,
+    field="bind_numa",
     default_text="off",
     arity=Arity.OPTIONAL,
     is_value=is_numa_value,
@@ -431,7 +446,7 @@ NUMA_BINDING = Option(
     name="numa-binding",
     group=OptionGroup.PLACEMENT,
     metavar="node",
-    help="Both of the above, automatic.",
+    help="--bind-core auto and --bind-numa auto in torchrun's form.",
     parse=parsers.numa_binding,
     torchrun="numa_binding",
 )
@@ -440,55 +455,9 @@ PARALLEL = Option(
     name="parallel",
     group=OptionGroup.PARALLEL,
     metavar="FILE|JSON",
-    help="What msrun.init() makes of the workers: mesh, operator plan, optimizer, pipeline.",
+    help="Configuration of msrun.init(): mesh, operator plan, optimizer, pipeline.",
     parse=parse_parallel,
     file=FileForm.TREE,
 )
 
-WORKING: tuple[Option[object], ...] = (
-    NNODES,
-    NODE_RANK,
-    WORKER_NUM,
-    MASTER_ADDR,
-    MASTER_PORT,
-    RDZV_ENDPOINT,
-    LOCAL_ADDR,
-    STANDALONE,
-    JOIN_TIMEOUT,
-    LAST_CALL,
-    LEASE,
-    RDZV_CONF,
-    JOB_ID,
-    RDZV_ID,
-    LAUNCHER,
-    SECRET_FILE,
-    INSECURE,
-    MODULE,
-    NO_PYTHON,
-    RUN_PATH,
-    CONFIG,
-    WORKERS_PER_NODE,
-    START_METHOD,
-    PRELOAD,
-    ENV,
-    ROLE,
-    VIRTUAL_LOCAL_RANK,
-    JOIN,
-    MAX_RESTARTS,
-    RESTART_WINDOW,
-    NO_PROGRESS_LIMIT,
-    EXCLUDE_AFTER,
-    GRACE,
-    HANG_TIMEOUT,
-    DETECT_IDLE,
-    LOG_DIR,
-    EMIT_RANK_TABLE,
-    WORKER_LOG_NAME,
-    TAIL,
-    TEE,
-    LOCAL_RANKS_FILTER,
-    BIND_CORE,
-    BIND_NUMA,
-    NUMA_BINDING,
-    PARALLEL,
-)
+WORKING = options_in(globals())

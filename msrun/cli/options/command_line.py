@@ -15,28 +15,13 @@ from itertools import zip_longest
 
 import click
 
-from msrun import __version__
 from msrun.cli.options.option import Arity, Option, OptionGroup
-from msrun.cli.options.parsers import guess
+from msrun.cli.options.words import SETTINGS, read_params, with_hyphens
+from msrun.cli.verb_table import VERBS
 from msrun.errors import UsageError
+from msrun.version import __version__
 
 Table = tuple[Option[object], ...]
-
-VERBS = (
-    ("run", "Start the job; this is what a first word means that is no verb."),
-    ("plan", "Show what run would do."),
-    ("ls", "List your jobs on this machine."),
-    ("status", "Show where a job stands."),
-    ("logs", "Show what ranks have written."),
-    ("stacks", "Show where all ranks are in their programs."),
-    ("signal", "Send a signal to workers."),
-    ("drain", "Let a node leave a job, which goes on."),
-    ("stop", "Stop a job."),
-    ("convert", "Turn a checkpoint into one file, or back."),
-    ("ranktable", "Build, check, show, merge or convert rank tables."),
-    ("search", "Find the fastest parallel plan of a model."),
-    ("calibrate", "Measure devices and links for such plans."),
-)
 
 _OWN = ("--help", "-h", "--version")
 _OTHER = (("-h, --help", "This text."), ("--version", "Version of msrun."))
@@ -55,7 +40,7 @@ class CommandLine:
     Args:
         texts: Option -> its values, in the order given.
         spellings: Option -> how it was written last.
-        program: First word that is no option, and everything after it, untouched.
+        program: First word that is not an option, and all words after it, untouched.
     """
 
     texts: dict[Option[object], tuple[str, ...]] = field(default_factory=dict)
@@ -77,19 +62,12 @@ def read_command_line(name: str, summary: str, table: Table, args: Sequence[str]
         click.exceptions.Exit: Help or the version was asked for, and printed.
     """
     words, spellings = _with_values(args, table)
-    try:
-        context = _Verb(name, summary, table).make_context(name, words)
-    except click.NoSuchOption as error:
-        msg = f"there is no option {error.option_name}{guess(error.possibilities or ())}"
-        raise UsageError(msg) from None
-    except click.UsageError as error:
-        msg = error.format_message().rstrip(".")
-        raise UsageError(msg[:1].lower() + msg[1:]) from None
-    texts = {option: context.params[_key(option)] for option in table}
+    params = read_params(_Verb(name, summary, table), name, words)
+    texts = {option: params[_key(option)] for option in table}
     return CommandLine(
         texts={option: given for option, given in texts.items() if given},
         spellings=spellings,
-        program=context.params["program"],
+        program=params["program"],
     )
 
 
@@ -106,7 +84,7 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
     rest = deque(args)
     while rest:
         spelling, attached = _split(rest[0], known)
-        name = _normal(spelling)
+        name = with_hyphens(spelling)
         if name in _OWN:
             words.append(rest.popleft())
             continue
@@ -131,14 +109,9 @@ def _split(word: str, known: Container[str]) -> tuple[str, str | None]:
     return spelling, value if equals else None
 
 
-def _normal(spelling: str) -> str:
-    return spelling.replace("_", "-")
-
-
 def _opposite(spelling: str, attached: str | None) -> str:
     if attached is not None:
-        msg = f"{spelling} takes no value"
-        raise UsageError(msg)
+        raise UsageError(f"{spelling} takes no value")
     return "false"
 
 
@@ -147,10 +120,9 @@ def _following(
 ) -> str:
     """Return the value of an option that has none attached; takes it from `rest` if need be."""
     if option.arity is Arity.ONE:
-        following = _normal(_split(rest[0], known)[0]) if rest else ""
+        following = with_hyphens(_split(rest[0], known)[0]) if rest else ""
         if not rest or following in known or following in _OWN:
-            msg = f"{spelling} needs a value ({option.metavar})"
-            raise UsageError(msg)
+            raise UsageError(f"{spelling} needs a value ({option.metavar})")
         return rest.popleft()
     is_next = option.arity is Arity.OPTIONAL and rest and option.is_value(rest[0])
     return rest.popleft() if is_next else "true"
@@ -179,12 +151,7 @@ class _Verb(click.Command):
             params=[*options, version, program],
             help=summary,
             epilog=_EPILOG,
-            context_settings={
-                "allow_interspersed_args": False,
-                "help_option_names": ["--help", "-h"],
-                "max_content_width": 100,
-                "token_normalize_func": _normal,
-            },
+            context_settings={**SETTINGS, "allow_interspersed_args": False},
         )
         self._table = table
 
@@ -199,7 +166,7 @@ class _Verb(click.Command):
         with formatter.section("Other"):
             _write_rows(formatter, _OTHER)
         with formatter.section("Verbs, as the first word"):
-            _write_rows(formatter, VERBS)
+            _write_rows(formatter, [(name, verb.help) for name, verb in VERBS.items()])
 
 
 def _write_rows(formatter: click.HelpFormatter, rows: Iterable[tuple[str, str]]) -> None:

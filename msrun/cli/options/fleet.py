@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from msrun.cli.options import parsers
-from msrun.cli.options.option import Option, OptionGroup
+from msrun.cli.options.option import Option, OptionGroup, options_in
 
 HOSTFILE = Option(
     name="hostfile",
@@ -39,7 +39,7 @@ REMOTE_PYTHON = Option(
     name="remote-python",
     group=OptionGroup.FLEET,
     metavar="PATH",
-    help="Python on the nodes, which has msrun.",
+    help="Python interpreter on the nodes, with msrun installed.",
     parse=parsers.text,
     default_text="the path of this one",
 )
@@ -55,7 +55,7 @@ RANKS_BY = Option(
     name="ranks-by",
     group=OptionGroup.FLEET,
     metavar="msrun|mpi",
-    help="For mpirun, who starts the ranks; those of mpi are not watched and not restarted.",
+    help="For mpirun, who starts the ranks; msrun neither watches nor restarts those of mpi.",
     parse=parsers.words("msrun", "mpi"),
     default="msrun",
     default_text="msrun",
@@ -63,24 +63,16 @@ RANKS_BY = Option(
 # What one backend alone understands; the names are those of its `open_launcher`.
 OWN: tuple[Option[str], ...] = (
     _own("ssh", "WORDS", "For ssh, the client and its options, such as 'ssh -F config'."),
-    _own("mpirun", "PATH", "For mpirun, the program; Open MPI, MPICH or Intel MPI."),
-    _own("mpirun-args", "WORDS", "For mpirun, further words for it."),
+    _own("mpirun", "PATH", "For mpirun, its path; Open MPI, MPICH or Intel MPI."),
+    _own("mpirun-args", "WORDS", "For mpirun, further options of it."),
     _own("partition", "NAME", "For slurm, the partition."),
     _own("time", "LIMIT", "For slurm, the time limit, such as 1h30m or 1:30:00."),
-    _own("account", "NAME", "For slurm, who pays."),
+    _own("account", "NAME", "For slurm, the account that is charged."),
     _own("gpus-per-node", "N", "For slurm, GPUs of each node."),
     _own("cpus-per-node", "N", "For slurm, CPUs of each node, which all its workers share."),
     _own("signal-seconds", "N", "For slurm, seconds before the limit at which the job is stopped."),
     _own("requeue", "true|false", "For slurm, whether Slurm may start the job again."),
-    _own("output", "FILE", "For slurm, the job's console, %j for its number."),
+    _own("output", "FILE", "For slurm, the file of the console; %j is the number of the job."),
     _own("sbatch-args", "WORDS", "For slurm, further options of sbatch."),
 )
-FLEET_TABLE: tuple[Option[object], ...] = (
-    HOSTFILE,
-    RANK_TABLE_FILE,
-    INCLUDE,
-    EXCLUDE,
-    REMOTE_PYTHON,
-    RANKS_BY,
-    *OWN,
-)
+FLEET_TABLE = (*options_in(globals()), *OWN)

@@ -65,8 +65,7 @@ def parse_job_file(content: str, path: str, table: Table) -> JobFile:
     """Return what `content` says; `path` is for messages."""
     tree = _YamlReader(path).read(content)
     if not isinstance(tree, dict):
-        msg = f"{path}: the file is no mapping of option names to values"
-        raise UsageError(msg)
+        raise UsageError(f"{path}: the file is no mapping of option names to values")
     options = {key: option for option in table for key in option.keys}
     texts: dict[Option[object], tuple[str, ...]] = {}
     keys: dict[Option[object], str] = {}
@@ -78,8 +77,7 @@ def parse_job_file(content: str, path: str, table: Table) -> JobFile:
         if option is None:
             raise _unknown(path, key, [*options, *_PROGRAM_KEYS])
         if option in texts:
-            msg = f"{path}: {key} is the same option as {keys[option]}"
-            raise UsageError(msg)
+            raise UsageError(f"{path}: {key} is the same option as {keys[option]}")
         if value is not None:
             texts[option] = tuple(_texts(option, value, f"{path}: {key}"))
             keys[option] = key
@@ -96,8 +94,9 @@ def _read(given: Given[str]) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        msg = f"{given.cite()} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
-        raise UsageError(msg) from None
+        raise UsageError(
+            f"{given.cite()} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
 
 
 def _unknown(path: str, key: str, choices: list[str]) -> UsageError:
@@ -106,8 +105,9 @@ def _unknown(path: str, key: str, choices: list[str]) -> UsageError:
     close = difflib.get_close_matches(key.replace("_", "-"), choices)
     is_parallel = key in ParallelConfig.__struct_fields__
     hint = "a parallel configuration stands under parallel, or in the file of --parallel"
-    msg = f"{path}: {quoted(key)} is no option{guess(close)}"
-    return UsageError(msg, hint=hint if is_parallel else None)
+    return UsageError(
+        f"{path}: {quoted(key)} is no option{guess(close)}", hint=hint if is_parallel else None
+    )
 
 
 def _name(tree: dict[str, Tree], key: str, path: str) -> str | None:
@@ -115,8 +115,7 @@ def _name(tree: dict[str, Tree], key: str, path: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value:
-        msg = f"{path}: {key}: {_shown(value)} is no text"
-        raise UsageError(msg)
+        raise UsageError(f"{path}: {key}: {_shown(value)} is no text")
     return value
 
 
@@ -124,8 +123,7 @@ def _args(value: Tree, path: str) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        msg = f"{path}: args: {_shown(value)} is no list"
-        raise UsageError(msg)
+        raise UsageError(f"{path}: args: {_shown(value)} is no list")
     return tuple(_scalar(item, f"{path}: args[{i}]") for i, item in enumerate(value))
 
 
@@ -154,8 +152,7 @@ def _texts(option: Option[object], value: Tree, where: str) -> Iterator[str]:
 
 def _scalar(value: Tree, where: str) -> str:
     if not isinstance(value, str):
-        msg = f"{where}: {_shown(value)} is not text or a number"
-        raise UsageError(msg)
+        raise UsageError(f"{where}: {_shown(value)} is not text or a number")
     return value
 
 
@@ -193,11 +190,10 @@ class _YamlReader:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if aliases > ALIASES_MAX or depth > DEPTH_MAX:
-                msg = (
+                raise UsageError(
                     f"{self._path}: a job file has at most {ALIASES_MAX} aliases "
                     f"and {DEPTH_MAX} levels"
                 )
-                raise UsageError(msg)
 
     def _plain(self, node: yaml.Node, depth: int) -> Tree:
         """Return `node` as a plain value; an alias counts as often as it is used."""
@@ -205,11 +201,11 @@ class _YamlReader:
 
         self._nodes += 1
         if self._nodes > NODES_MAX:
-            msg = f"{self._path}: a job file has at most {NODES_MAX} values, aliases included"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{self._path}: a job file has at most {NODES_MAX} values, aliases included"
+            )
         if depth > DEPTH_MAX:
-            msg = f"{self._path}: an alias contains itself"
-            raise UsageError(msg)
+            raise UsageError(f"{self._path}: an alias contains itself")
         tag = node.tag.rpartition(":")[2]
         if isinstance(node, yaml.SequenceNode) and tag == "seq":
             return [self._plain(item, depth + 1) for item in node.value]
@@ -219,28 +215,28 @@ class _YamlReader:
             return self._text(str(node.value))
         if isinstance(node, yaml.ScalarNode) and tag == "null":
             return None
-        msg = f"{self._path}, line {node.start_mark.line + 1}: the tag {node.tag} is not used here"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{self._path}, line {node.start_mark.line + 1}: the tag {node.tag} is not used here"
+        )
 
     def _text(self, value: str) -> str:
         if "\0" in value:
-            msg = f"{self._path}: {quoted(value)} holds a NUL, which no argument or variable can"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{self._path}: {quoted(value)} holds a NUL, which no argument or variable can"
+            )
         return value
 
     def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Tree]:
-        found: dict[str, Tree] = {}
+        mapping: dict[str, Tree] = {}
         for key_node, value_node in node.value:
             key = self._plain(key_node, depth + 1)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                msg = f"{self._path}, line {line}: the key {_shown(key)} is no text"
-                raise UsageError(msg)
-            if key in found:
-                msg = f"{self._path}, line {line}: the key {quoted(key)} stands there twice"
-                raise UsageError(msg)
-            found[key] = self._plain(value_node, depth + 1)
-        return found
+                raise UsageError(f"{self._path}, line {line}: the key {_shown(key)} is no text")
+            if key in mapping:
+                raise UsageError(f"{self._path}, line {line}: the key {quoted(key)} is given twice")
+            mapping[key] = self._plain(value_node, depth + 1)
+        return mapping
 
 
 def _problem(error: yaml.YAMLError) -> str:

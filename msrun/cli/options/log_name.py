@@ -18,8 +18,9 @@ def parse_log_name(value: str) -> str:
     """
     pattern = value.removesuffix(".log")
     if "/" in pattern or not pattern.isprintable() or not 0 < len(pattern) <= _LENGTH_MAX:
-        msg = f"{quoted(value)} is no file name (choose a name without '/'; --log-dir has the path)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is no file name (choose a name without '/'; --log-dir has the path)"
+        )
     names = _placeholders(value, pattern)
     return pattern if names & {"rank", "local_rank"} else pattern + "_{rank}"
 
@@ -36,12 +37,14 @@ def _placeholders(value: str, pattern: str) -> set[str]:
     try:
         fields = list(Formatter().parse(pattern))
     except ValueError:
-        msg = f"{quoted(value)} has a brace without its partner (choose from {choices})"
-        raise UsageError(msg) from None
+        raise UsageError(
+            f"{quoted(value)} has an unmatched brace (choose from {choices})"
+        ) from None
     names = {name for _, name, _, _ in fields if name is not None}
     for _, name, form, conversion in fields:
         if name is not None and (name not in PLACEHOLDERS or form or conversion):
             text = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            msg = f"{quoted(value)} has the unknown placeholder {{{text}}} (choose from {choices})"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(value)} has the unknown placeholder {{{text}}} (choose from {choices})"
+            )
     return names

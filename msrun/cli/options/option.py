@@ -1,9 +1,9 @@
-"""What one option of the command line is, as a value."""
+"""One option of the command line, as a value."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -54,7 +54,10 @@ class Option(Generic[T_co]):
         group: Heading in the help.
         help: Noun phrase, ends in a period.
         parse: Text to value; raises UsageError whose message starts with the quoted text.
-        default: Value when nobody gives one; None lets the job decide.
+        field: Field of `JobSpec` that it fills, or of a part of it: `restarts.window`; empty where
+            the value is not one field.
+        default: Value when none is given.  The default of an option with a field stands in
+            `JobSpec`, and here too only if the value is read before there is a `JobSpec`.
         default_text: How help shows the default; empty shows none.
         metavar: Noun for the value.
         aliases: Further spellings as they are typed, dashes included.
@@ -72,6 +75,7 @@ class Option(Generic[T_co]):
     group: OptionGroup
     help: str
     parse: Callable[[str], T_co]
+    field: str = ""
     default: T_co | None = None
     default_text: str = ""
     metavar: str = ""
@@ -108,3 +112,8 @@ class Option(Generic[T_co]):
             return ()
         long = [alias.removeprefix("--") for alias in self.aliases if alias.startswith("--")]
         return (self.name, *long)
+
+
+def options_in(module: Mapping[str, object]) -> tuple[Option[object], ...]:
+    """Return the options that `module` has defined so far, in the order in which they stand."""
+    return tuple(value for value in module.values() if isinstance(value, Option))

@@ -1,4 +1,4 @@
-"""`--parallel`: the configuration of the workers, checked against the size of their job.
+"""`--parallel`: the configuration of the workers, from text or a file.
 
 It is a YAML file, or the mapping itself as JSON, which is how a job file hands it on.
 """
@@ -6,37 +6,15 @@ It is a YAML file, or the mapping itself as JSON, which is how a job file hands 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrun.cli.options import parsers
-from msrun.cli.options.settings import Given
 from msrun.errors import UsageError
 from msrun.units import quoted
 
 if TYPE_CHECKING:
     from msrun.parallel.config import ParallelConfig
-    from msrun.parallel.layout import MeshLayout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallel:
-    """How the workers of one job divide their work.
-
-    Args:
-        config: As it was given.
-        layout: The mesh over all of them, None while their number is unknown.
-    """
-
-    config: ParallelConfig
-    layout: MeshLayout | None
-
-    def render(self) -> str:
-        """Return the configuration as a worker reads it."""
-        from msrun.parallel.config_file import render_config
-
-        return render_config(self.config)
 
 
 def parse_parallel(value: str) -> ParallelConfig:
@@ -53,7 +31,7 @@ def parse_parallel(value: str) -> ParallelConfig:
     try:
         return read_config(path)
     except UsageError as error:
-        # A message on the file itself begins with its path, one on what it says with a key.
+        # A message about the file begins with its path, one about its content with a key.
         about_file = error.message.removeprefix(path)
         colon = ": " if about_file == error.message else ""
         raise UsageError(f"{quoted(value)}{colon}{about_file}", hint=error.hint) from None
@@ -69,24 +47,3 @@ def _json_object(value: str) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         raise UsageError(f"{quoted(value)} is no JSON object") from None
-
-
-def fit_parallel(given: Given[ParallelConfig] | None, world_size: int | None) -> Parallel | None:
-    """Return what `given` makes of `world_size` workers; None when nothing is given.
-
-    Without a number it stays to be seen whether it fits them.
-
-    Raises:
-        UsageError: It does not fit them.
-    """
-    if given is None:
-        return None
-    if world_size is None or given.value.mesh == "auto":
-        return Parallel(config=given.value, layout=None)
-    from msrun.parallel.layout import resolve
-
-    try:
-        layout = resolve(given.value, world_size)
-    except UsageError as error:
-        raise UsageError(f"{given.cite()}: {error.message}", hint=error.hint) from None
-    return Parallel(config=given.value, layout=layout)

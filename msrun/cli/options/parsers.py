@@ -18,7 +18,8 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
-_RANK_PART = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
+_RANK_MAX = 999_999
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -49,8 +50,7 @@ class RankChoice:
 def text(value: str) -> str:
     """Return `value`, which must not be empty."""
     if not value:
-        msg = "'' is empty"
-        raise UsageError(msg)
+        raise UsageError("'' is empty")
     return value
 
 
@@ -60,12 +60,10 @@ def whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
     def parse(value: str) -> int:
         if not _WHOLE.fullmatch(value):
-            msg = f"{quoted(value)} is not a whole number ({choices})"
-            raise UsageError(msg)
+            raise UsageError(f"{quoted(value)} is not a whole number ({choices})")
         number = int(value)
         if number < low or (high is not None and number > high):
-            msg = f"{quoted(value)} is out of range ({choices})"
-            raise UsageError(msg)
+            raise UsageError(f"{quoted(value)} is out of range ({choices})")
         return number
 
     return parse
@@ -105,8 +103,7 @@ def span(count: int, first: int = 0) -> str:
 def boolean(value: str) -> bool:
     """Return the truth of `value`: true or false, 1 or 0, yes or no, on or off."""
     if not is_boolean(value):
-        msg = f"{quoted(value)} is neither true nor false"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} is neither true nor false")
     return value.lower() in _TRUE
 
 
@@ -121,8 +118,9 @@ def workers(value: str) -> int | WorkerWord:
     if value.lower() in known:
         return WorkerWord(value.lower())
     if not _WHOLE.fullmatch(value) or int(value) < 1:
-        msg = f"{quoted(value)} is no number of workers ({choose(('1 or more', *known))})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is no number of workers ({choose(('1 or more', *known))})"
+        )
     return int(value)
 
 
@@ -131,12 +129,14 @@ def nodes(value: str) -> tuple[int, int]:
     low, colon, high = value.partition(":")
     bounds = (low, high if colon else low)
     if not all(_WHOLE.fullmatch(bound) for bound in bounds):
-        msg = f"{quoted(value)} is no number of nodes (choose N or MIN:MAX, such as 4 or 2:4)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is no number of nodes (choose N or MIN:MAX, such as 4 or 2:4)"
+        )
     fewest, most = map(int, bounds)
     if not 1 <= fewest <= most:
-        msg = f"{quoted(value)} is no range of nodes (choose MIN:MAX with 1 <= MIN <= MAX)"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is no range of nodes (choose MIN:MAX with 1 <= MIN <= MAX)"
+        )
     return fewest, most
 
 
@@ -144,8 +144,7 @@ def host(value: str) -> str:
     """Return a host name or address; an IPv6 address without its brackets."""
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if not bare or any(c.isspace() or not c.isprintable() or c in "[]/" for c in bare):
-        msg = f"{quoted(value)} is no host name or address"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} is no host name or address")
     return bare
 
 
@@ -157,16 +156,14 @@ def endpoint(value: str) -> tuple[str, int | None]:
     try:
         return host(name), whole(0, PORT_MAX)(port)
     except UsageError as error:
-        msg = f"{quoted(value)} is no HOST[:PORT]: {error.message}"
-        raise UsageError(msg) from None
+        raise UsageError(f"{quoted(value)} is no HOST[:PORT]: {error.message}") from None
 
 
 def positive_seconds(value: str) -> float:
     """Return a duration above zero."""
     seconds = parse_duration(value)
     if seconds <= 0:
-        msg = f"{quoted(value)} must be above zero"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} must be above zero")
     return seconds
 
 
@@ -203,8 +200,7 @@ def lease(value: str) -> float:
     """Return a duration of a second or more, within which a busy machine is still heard."""
     seconds = parse_duration(value)
     if not 1 <= seconds < math.inf:
-        msg = f"{quoted(value)} is out of range (choose a duration from 1s)"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} is out of range (choose a duration from 1s)")
     return seconds
 
 
@@ -215,31 +211,28 @@ def rdzv_conf(value: str) -> Mapping[str, float]:
         "join_timeout": ("join-timeout", patience),
         "last_call_timeout": ("last-call", parse_duration),
     }
-    found = {}
+    seconds_by_name = {}
     for part in filter(None, value.split(",")):
         key, equals, number = (word.strip() for word in part.partition("="))
         if not equals:
-            msg = f"{quoted(value)}: {quoted(part)} is no KEY=VALUE"
-            raise UsageError(msg)
+            raise UsageError(f"{quoted(value)}: {quoted(part)} is no KEY=VALUE")
         if key not in known:
             choices = choose(("join_timeout", "last_call_timeout"))
-            msg = f"{quoted(value)}: {quoted(key)} means nothing here ({choices})"
-            raise UsageError(msg)
+            raise UsageError(f"{quoted(value)}: {quoted(key)} is not known to msrun ({choices})")
         name, parse = known[key]
         # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
-        if key != "timeout" or name not in found:
-            found[name] = parse(number)
-    return found
+        if key != "timeout" or name not in seconds_by_name:
+            seconds_by_name[name] = parse(number)
+    return seconds_by_name
 
 
 def job_id(value: str) -> str:
     """Return a name that can stand in paths and messages."""
     if not JOB_ID_PATTERN.fullmatch(value):
-        msg = (
+        raise UsageError(
             f"{quoted(value)} is no job id "
             "(choose 1 to 64 letters, digits, '_', '.' or '-', first a letter or digit)"
         )
-        raise UsageError(msg)
     return value
 
 
@@ -247,8 +240,9 @@ def rdzv_backend(value: str) -> str:
     """Return the name of a rendezvous that one of ours stands for."""
     known = ("c10d", "static", "dynamic")
     if value.lower().startswith("etcd"):
-        msg = f"{quoted(value)} is not used: msrun brings its own rendezvous ({choose(known)})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is not used: msrun brings its own rendezvous ({choose(known)})"
+        )
     return words(*known)(value)
 
 
@@ -268,8 +262,9 @@ def module_names(value: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in value.split(",") if name.strip())
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            msg = f"{quoted(name)} is no module name (choose names such as numpy,my.package)"
-            raise UsageError(msg)
+            raise UsageError(
+                f"{quoted(name)} is no module name (choose names such as numpy,my.package)"
+            )
     return names
 
 
@@ -277,8 +272,7 @@ def variable(value: str) -> Mapping[str, str]:
     """Return the one variable that `NAME=VALUE` sets."""
     name, equals, setting = value.partition("=")
     if not equals or not _VARIABLE.fullmatch(name) or "\0" in setting:
-        msg = f"{quoted(value)} is no NAME=VALUE"
-        raise UsageError(msg)
+        raise UsageError(f"{quoted(value)} is no NAME=VALUE")
     return {name: setting}
 
 
@@ -287,8 +281,7 @@ def shell_words(value: str) -> list[str]:
     try:
         return shlex.split(value)
     except ValueError:
-        msg = f"{quoted(value)} has a quotation mark without its partner"
-        raise UsageError(msg) from None
+        raise UsageError(f"{quoted(value)} has an unmatched quotation mark") from None
 
 
 def std_by_rank(value: str) -> RankChoice:
@@ -296,11 +289,10 @@ def std_by_rank(value: str) -> RankChoice:
     if _STD.fullmatch(value):
         return RankChoice(every=value != "0")
     if not _STD_BY_RANK.fullmatch(value):
-        msg = (
+        raise UsageError(
             f"{quoted(value)} selects no streams (choose 0 none, 1 stdout, 2 stderr, 3 both, "
             "or by local rank, such as 0:3,1:1)"
         )
-        raise UsageError(msg)
     chosen = dict(part.split(":") for part in value.split(","))
     return RankChoice(ranks=frozenset(int(rank) for rank, std in chosen.items() if std != "0"))
 
@@ -311,15 +303,27 @@ def ranks(value: str) -> RankChoice:
         return RankChoice(every=True)
     if value.lower() == "none":
         return RankChoice()
-    chosen: set[int] = set()
+    ranges = number_ranges(value, most=_RANK_MAX)
+    if ranges is None:
+        raise UsageError(f"{quoted(value)} is no list of ranks (choose such as 0,2-3, all or none)")
+    return RankChoice(ranks=frozenset(n for first, last in ranges for n in range(first, last + 1)))
+
+
+def number_ranges(value: str, *, most: int) -> list[tuple[int, int]] | None:
+    """Return first and last number of each part of `0,2-3`; None if `value` has another form.
+
+    Args:
+        value: The text.
+        most: Largest number, which bounds the memory of a caller that counts a range out.
+    """
+    ranges: list[tuple[int, int]] = []
     for part in value.split(","):
-        match = _RANK_PART.fullmatch(part.strip())
+        match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if first > last:
-            msg = f"{quoted(value)} is no list of ranks (choose such as 0,2-3, all or none)"
-            raise UsageError(msg)
-        chosen.update(range(first, last + 1))
-    return RankChoice(ranks=frozenset(chosen))
+        if not first <= last <= most:
+            return None
+        ranges.append((first, last))
+    return ranges
 
 
 def signals(value: str) -> frozenset[str]:
@@ -328,11 +332,10 @@ def signals(value: str) -> frozenset[str]:
     for part in filter(None, (word.strip().upper() for word in value.split(","))):
         name = part if part.startswith("SIG") else f"SIG{part}"
         if name in ("SIGUSR1", "SIGUSR2"):
-            msg = (
+            raise UsageError(
                 f"{quoted(value)} names {name}, which is always forwarded to the workers and "
                 f"never ends a job ({choose(SIGNALS)})"
             )
-            raise UsageError(msg)
         if name not in SIGNALS:
             raise UsageError(f"{quoted(value)} names {quoted(part)} ({choose(SIGNALS)})")
         chosen.add(name)
@@ -342,6 +345,7 @@ def signals(value: str) -> frozenset[str]:
 def numa_binding(value: str) -> str:
     """Return `node`, the only one of torchrun's modes that msrun has."""
     if value.lower() in ("socket", "exclusive", "core-complex"):
-        msg = f"{quoted(value)} is a mode that msrun does not have ({choose(('node',))})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{quoted(value)} is a mode that msrun does not have ({choose(('node',))})"
+        )
     return words("node")(value)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from msrun.cli.options import parsers
-from msrun.cli.options.catalog import WORKING
-from msrun.cli.options.fleet import FLEET_TABLE
-from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup
+from msrun.cli.options.option import FileForm, Option, OptionGroup, options_in
 
 REDIRECTS = Option(
     name="redirects",
@@ -28,7 +26,7 @@ SIGNALS_TO_HANDLE = Option(
     name="signals-to-handle",
     group=OptionGroup.PEERS,
     metavar="NAMES",
-    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 are forwarded.",
+    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 reach workers.",
     parse=parsers.signals,
     torchrun="signals_to_handle",
     file=FileForm.LIST,
@@ -45,7 +43,7 @@ LOGS_SPECS = Option(
     name="logs-specs",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Nothing but default.",
+    help="Only default is accepted.",
     parse=parsers.words("default"),
     torchrun="logs_specs",
 )
@@ -53,7 +51,7 @@ EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Nothing but null: verdict.json and the scheduler's log have the events.",
+    help="Only null is accepted: verdict.json and the scheduler's log have the events.",
     parse=parsers.words("null"),
     torchrun="event_log_handler",
 )
@@ -107,45 +105,4 @@ NOTED: dict[Option[object], str] = {
     MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
 }
 
-TABLE: tuple[Option[object], ...] = (
-    *WORKING,
-    *FLEET_TABLE,
-    REDIRECTS,
-    MONITOR_INTERVAL,
-    SIGNALS_TO_HANDLE,
-    RDZV_BACKEND,
-    LOGS_SPECS,
-    EVENT_LOG_HANDLER,
-    SIM_LEVEL,
-    SIM_RANK_ID,
-    DUPLICATE_STDOUT_FILTERS,
-    DUPLICATE_STDERR_FILTERS,
-)
-
-ALL = Option(
-    name="all",
-    group=OptionGroup.PLAN,
-    help="Defaults and the whole mesh too.",
-    parse=parsers.boolean,
-    default=False,
-    arity=Arity.SWITCH,
-    file=FileForm.ABSENT,
-)
-ENV_OF = Option(
-    name="env-of",
-    group=OptionGroup.PLAN,
-    metavar="RANK",
-    help="Environment of that worker too.",
-    parse=parsers.whole(0),
-    file=FileForm.ABSENT,
-)
-JSON = Option(
-    name="json",
-    group=OptionGroup.PLAN,
-    help="One JSON document instead of text.",
-    parse=parsers.boolean,
-    default=False,
-    arity=Arity.SWITCH,
-    file=FileForm.ABSENT,
-)
-PLAN_TABLE: tuple[Option[object], ...] = (*TABLE, ALL, ENV_OF, JSON)
+PEERS = options_in(globals())

@@ -141,8 +141,7 @@ def strongest(*candidates: Given[T] | None) -> Given[T] | None:
     )
     for other in given[1:]:
         if other.source.level == given[0].source.level and other.value != given[0].value:
-            msg = f"{other.cite()} contradicts {given[0].cite()}"
-            raise UsageError(msg)
+            raise UsageError(f"{other.cite()} contradicts {given[0].cite()}")
     return given[0] if given else None
 
 

@@ -6,8 +6,9 @@ from itertools import islice
 
 import msgspec
 
-from msrun.cli.options.parallel import Parallel
+from msrun.cli.job.parallel import Parallel
 from msrun.cli.render.section import TextSection
+from msrun.units import counted
 
 # Rows of a table, and ranks of a row; a mesh of thousands repeats itself soon.
 SHOWN_MAX = 16
@@ -35,9 +36,9 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     layout = parallel.layout
     axes, world_size = layout.axes, layout.world_size
     most = world_size if is_all else SHOWN_MAX
-    found = [
+    tables = [
         TextSection(
-            heading=f"mesh of {world_size} rank{'s' if world_size > 1 else ''}",
+            heading=f"mesh of {counted(world_size, 'rank')}",
             columns=("axis", "size"),
             rows=tuple((axis, str(size)) for axis, size in axes.items()),
         )
@@ -45,14 +46,14 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
     # An axis of size 1 has groups of one, which say nothing.
     for axis in (name for name, size in axes.items() if size > 1):
         groups = islice(layout.groups(axis), most)
-        found.append(
+        tables.append(
             TextSection(
                 heading=_heading(f"groups along {axis}", world_size // axes[axis], most),
                 rows=tuple((_ranks(group, most),) for group in groups),
             )
         )
     coordinates = (layout.coordinate(rank) for rank in range(min(world_size, most)))
-    found.append(
+    tables.append(
         TextSection(
             heading=_heading("coordinates", world_size, most),
             columns=("rank", *axes),
@@ -62,7 +63,7 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
             ),
         )
     )
-    return found
+    return tables
 
 
 def _heading(what: str, count: int, most: int) -> str:

@@ -1,4 +1,4 @@
-"""A picture of a plan: where its time goes, what memory it takes, and how every tensor lies.
+"""A picture of a plan: where its time goes, what memory it takes, and every tensor's placement.
 
 It is SVG that nothing but this file makes, so the same plan always gives the same bytes.
 """
@@ -106,11 +106,11 @@ def _draw_legend(page: _Page) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """How one thing lies in each block.
+    """The placements of one parameter or output in each block of the model.
 
     Args:
         label: Its name, with `*` for the number of the block.
-        blocks: That there are; 1 for what is in none.
+        blocks: Number of blocks; 1 for a tensor outside of all blocks.
         placed: Block -> its placement on each axis.
     """
 
@@ -119,29 +119,29 @@ class _Row:
     placed: dict[int, list[str]]
 
     def runs(self, axis: int) -> Iterator[tuple[int, int, str]]:
-        """Yield first block, number of blocks and placement of neighbours that are alike."""
-        lies = {block: placed[axis] for block, placed in self.placed.items()}
-        for text, run in groupby(range(self.blocks), lies.get):
+        """Yield first block, number of blocks and placement of each run of equal blocks."""
+        placement = {block: placed[axis] for block, placed in self.placed.items()}
+        for text, run in groupby(range(self.blocks), placement.get):
             blocks = list(run)
             if text is not None:
                 yield blocks[0], len(blocks), text
 
 
 def _rows(named: Iterable[tuple[str, list[str]]]) -> list[_Row]:
-    """Return a row for what has one name but for the number of the block."""
-    found: dict[tuple[str, str], dict[int, list[str]]] = {}
+    """Return one row for all names that differ only in the number of the block."""
+    placed_by_block: dict[tuple[str, str], dict[int, list[str]]] = {}
     blocks: Counter[str] = Counter()
     for name, placed in named:
         block = _BLOCK.match(name)
         group, number = (block[1], int(block[2])) if block else ("", 0)
         form = f"{group}.*{name[block.end() :]}" if block else name
         blocks[group] = max(blocks[group], number + 1)
-        found.setdefault((group, form), {})[number] = placed
-    return [_Row(form, blocks[group], placed) for (group, form), placed in found.items()]
+        placed_by_block.setdefault((group, form), {})[number] = placed
+    return [_Row(form, blocks[group], placed) for (group, form), placed in placed_by_block.items()]
 
 
 def _made(plan: SavedPlan) -> Iterator[tuple[str, list[str]]]:
-    """Yield each operator's name, made of its module, and how its first output lies."""
+    """Yield each operator's name, made of its module, and the placement of its first output."""
     seen: Counter[tuple[str, str]] = Counter()
     for operator in plan.operators.values():
         seen[operator.module, operator.op] += 1
@@ -178,9 +178,9 @@ class _Page:
         """Add a line of text."""
         self.words([(_MARGIN, text)])
 
-    def words(self, found: Iterable[tuple[float, str]]) -> None:
+    def words(self, texts: Iterable[tuple[float, str]]) -> None:
         """Add a line with texts at some places."""
-        for x, text in found:
+        for x, text in texts:
             self._write(x, text)
         self._y += _ROW
 

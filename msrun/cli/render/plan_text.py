@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import shlex
 
+from msrun.cli.job.parallel import Parallel
 from msrun.cli.job.prepare import Prepared
 from msrun.cli.options import catalog as options
-from msrun.cli.options.parallel import Parallel
 from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection
@@ -62,7 +62,7 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
         for name, given in prepared.draft.values.items()
         if is_all or given.source.level > Level.DEFAULT or name in _ALWAYS
     }
-    found = [
+    tables = [
         TextSection(
             heading="job",
             columns=("setting", "value", "source"),
@@ -84,8 +84,8 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
     for worker in plan.workers:
         if worker.rank == env_of:
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
-            found.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
-    return [*found, *_noted(prepared.notes)]
+            tables.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
+    return [*tables, *_noted(prepared.notes)]
 
 
 def _formation(plan: LaunchPlan) -> list[TextSection]:
@@ -93,7 +93,7 @@ def _formation(plan: LaunchPlan) -> list[TextSection]:
     job = plan.job
     if job.is_alone:
         return []
-    ranks = "assigned when the nodes are there"
+    ranks = "assigned when all nodes have registered"
     if plan.has_ranks:
         ranks = f"if every node starts {job.workers_per_node}"
     host = f"[{job.listen_host}]" if ":" in job.listen_host else job.listen_host
@@ -140,7 +140,7 @@ def _noted(notes: tuple[str, ...]) -> list[TextSection]:
     return [TextSection(heading="notes", rows=tuple((note,) for note in notes))] if notes else []
 
 
-# Shown even where they are defaults: whoever asks for a plan wants to know these.
+# Shown even where they are defaults: these are what a user of `plan` looks for first.
 _ALWAYS = frozenset({"job-id", "workers-per-node", "start-method", "log-dir"})
 
 

@@ -23,12 +23,12 @@ class TextSection:
     rows: tuple[tuple[str, ...], ...]
 
 
-def show(found: Sequence[TextSection], *, is_terminal: bool) -> None:
+def show(sections: Sequence[TextSection], *, is_terminal: bool) -> None:
     """Print `found`, with colours and lines for a person at a terminal."""
     if is_terminal:
-        _show_rich(found)
+        _show_rich(sections)
     else:
-        answer("\n\n".join(_text(section) for section in found))
+        answer("\n\n".join(_text(section) for section in sections))
 
 
 def _text(section: TextSection) -> str:
@@ -41,13 +41,13 @@ def _text(section: TextSection) -> str:
     return "\n".join([f"{section.heading}:", *(f"  {line}" for line in lines)])
 
 
-def _show_rich(found: Sequence[TextSection]) -> None:
+def _show_rich(sections: Sequence[TextSection]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    for section in found:
+    for section in sections:
         # As a title of the table it would be folded to the table's width.
         console.print(Text(section.heading, style="bold"))
         table = Table(show_header=bool(section.columns), box=None, pad_edge=False)

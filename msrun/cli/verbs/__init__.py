@@ -1,1 +1,1 @@
-"""One file a verb."""
+"""The functions that verbs call; `verb_table` names them."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import say
 from msrun.cli.verbs.run import run
 
@@ -14,35 +15,26 @@ if TYPE_CHECKING:
     from msrun.cli.system import System
 
 SUMMARY = (
-    "Measure what devices and links can do, and write it as a topology for `msrun search` and for "
-    "`mode: auto`.  It is a job: what `msrun run` takes before the script goes here too, and on "
-    "several nodes it is started on each."
+    "Measure the speed of devices and links, and write it as a topology for `msrun search` and "
+    "for `mode: auto`.  The measurement is a job: it takes the options of `msrun run`, and on "
+    "several nodes you start it on each."
 )
 PROGRAM = "msrun.parallel.calibrate"
 
 
 def calibrate(args: Sequence[str], system: System) -> int:
     """Run the job that measures."""
-    command = click.Command(
-        "calibrate",
-        params=[
-            click.Option(
-                ["-o", "--output"],
-                default="topology.yaml",
-                show_default=True,
-                metavar="FILE",
-                help="Written by the first rank.",
-            ),
-            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[RUN OPTIONS]"),
-        ],
-        help=SUMMARY,
-        context_settings={
-            "help_option_names": ["--help", "-h"],
-            "ignore_unknown_options": True,
-            "max_content_width": 100,
-        },
+    params = (
+        click.Option(
+            ["-o", "--output"],
+            default="topology.yaml",
+            show_default=True,
+            metavar="FILE",
+            help="Topology, written by rank 0.",
+        ),
+        click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="[RUN OPTIONS]"),
     )
-    given = command.make_context("msrun calibrate", list(args)).params
+    given = read_words("msrun calibrate", SUMMARY, params, args, keeps_unknown=True)
     code = run([*given["words"], "-m", PROGRAM, given["output"]], system)
     if code == 0:
         say(f"see {given['output']}")

@@ -1,4 +1,4 @@
-"""The verbs that control a job from outside: which job they mean, and those that only order."""
+"""Verbs that control a running job: how they find it; `stop`, `drain` and `signal`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 
 from msrun.cli.job.rendezvous import DEFAULT_PORT
 from msrun.cli.options import parsers
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.errors import UsageError
 from msrun.units import PORT_MAX
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 # Of the JSON of all verbs.
 SCHEMA = 1
 SIGNUM_MAX = 64
+_RANK_MAX = (1 << 31) - 1
 PATIENCE = 8.0
 _CHOICES_MAX = 8
 
-STOP = "Stop JOB as SIGTERM to its launchers does; each of them then exits with 143."
+STOP = "Stop JOB, as SIGTERM to its launchers would; each launcher exits with 143."
 DRAIN = (
     "Let NODE leave JOB, which goes on without it or with a spare.  NODE is a host name, an "
     "address or a node rank."
@@ -36,16 +38,18 @@ DRAIN = (
 SIGNAL = "Send SIGNAL, such as USR1 or 10, to the workers of JOB."
 
 _WHICH = (
-    "JOB is a job id or its beginning; one that runs alone need not be named.  From machines "
-    "without a launcher of the job, --master-addr says where it is."
+    "JOB is a job id or its beginning; leave it out when only one job runs here.  On machines "
+    "without a launcher of the job, --master-addr names the node of its scheduler."
 )
 WHERE = (
     click.Option(["--master-addr"], metavar="HOST", help="Node of the job's scheduler."),
-    click.Option(["--master-port"], metavar="PORT", help=f"Port of it.  [default: {DEFAULT_PORT}]"),
+    click.Option(
+        ["--master-port"], metavar="PORT", help=f"Port of the scheduler.  [default: {DEFAULT_PORT}]"
+    ),
     click.Option(
         ["--secret-file"],
         metavar="FILE",
-        help="Secret of the job.  [default: ~/.config/msrun/secret]",
+        help="File with the secret of the job.  [default: ~/.config/msrun/secret]",
     ),
 )
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
@@ -66,31 +70,12 @@ def parse(
     Raises:
         UsageError: An option is unknown, lacks its value or has a wrong one.
     """
-    command = click.Command(
-        name,
-        params=[
-            click.Argument(["words"], nargs=-1, metavar=words),
-            *params,
-            *WHERE,
-        ],
-        help=f"{summary}  {_WHICH}",
-        context_settings={
-            "help_option_names": ["--help", "-h"],
-            "max_content_width": 100,
-            "token_normalize_func": lambda word: word.replace("_", "-"),
-        },
-    )
-    try:
-        return command.make_context(f"msrun {name}", list(args)).params
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
+    about = click.Argument(["words"], nargs=-1, metavar=words)
+    return read_words(f"msrun {name}", f"{summary}  {_WHICH}", (about, *params, *WHERE), args)
 
 
 def split(given: dict[str, Any], name: str, wanted: str) -> str:
-    """Return the last word, which is what a verb is about; what is before it stays as the job."""
+    """Return the last word, such as the node of `drain`; the words before it name the job."""
     words = given["words"]
     if not words:
         raise UsageError(f"msrun {name} needs a {wanted}: msrun {name} [JOB] {wanted}")
@@ -159,7 +144,7 @@ def connected(
 
 def stop(args: Sequence[str], system: System) -> int:
     """Stop a job."""
-    now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without --grace.")
+    now = click.Option(["--now"], is_flag=True, help="SIGKILL at once, without waiting --grace.")
     given = parse("stop", STOP, args, now, JSON)
     from msrun.cluster.wire.control_messages import StopJob
 
@@ -177,7 +162,7 @@ def drain(args: Sequence[str], system: System) -> int:
 
 def send_signal(args: Sequence[str], system: System) -> int:
     """Send a signal to workers."""
-    ranks_option = rank_option("Ranks that get it", "all")
+    ranks_option = rank_option("Ranks that get the signal", "all")
     given = parse("signal", SIGNAL, args, ranks_option, JSON, words="[JOB] SIGNAL")
     signum = parse_signal(split(given, "signal", "SIGNAL"))
     ranks = parse_ranks(given["rank"]) if given["rank"] else []
@@ -187,7 +172,7 @@ def send_signal(args: Sequence[str], system: System) -> int:
 
 
 def _order(given: dict[str, Any], order: AnyRequest, system: System) -> int:
-    """Have the job do what it is told, and say what it does."""
+    """Send `order` to the job, and print its answer."""
     from msrun.cluster.wire.control_messages import Done
 
     with connected(given, system) as client:
@@ -208,21 +193,14 @@ def rank_option(what: str, default: str) -> click.Option:
 
 def parse_ranks(text: str) -> list[tuple[int, int]]:
     """Return the first and last rank of each range in `text`, such as `0,2-3`."""
-    found: list[tuple[int, int]] = []
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        bounds = (low, high if dash else low)
-        if not all(bound.isascii() and bound.isdecimal() for bound in bounds):
-            raise UsageError(f"--rank {text!r} is no list of ranks (choose such as 0,2-3)")
-        first, last = int(bounds[0]), int(bounds[1])
-        if not first <= last < 1 << 31:
-            raise UsageError(f"--rank {part!r} is no range of ranks (choose FIRST-LAST)")
-        found.append((first, last))
+    ranges = parsers.number_ranges(text, most=_RANK_MAX)
+    if ranges is None:
+        raise UsageError(f"--rank {text!r} is no list of ranks (choose such as 0,2-3)")
     from msrun.cluster.bounds import RANGES_MAX
 
-    if len(found) > RANGES_MAX:
-        raise UsageError(f"--rank has {len(found)} ranges of ranks, and may have {RANGES_MAX}")
-    return found
+    if len(ranges) > RANGES_MAX:
+        raise UsageError(f"--rank has {len(ranges)} ranges of ranks, and may have {RANGES_MAX}")
+    return ranges
 
 
 def parse_signal(text: str) -> int:
@@ -231,8 +209,9 @@ def parse_signal(text: str) -> int:
         return int(text)
     known: dict[str, int] = {each.name: each.value for each in signal.Signals}
     name = text.upper()
-    found = known.get(name) or known.get(f"SIG{name}")
-    if found is None:
-        msg = f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
-        raise UsageError(msg)
-    return found
+    signum = known.get(name) or known.get(f"SIG{name}")
+    if signum is None:
+        raise UsageError(
+            f"{text!r} is no signal (choose such as USR1, SIGUSR1, or 1 to {SIGNUM_MAX})"
+        )
+    return signum

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import say
-from msrun.cli.verbs.words import read_words
 
 if TYPE_CHECKING:
     from msrun.cli.system import System
 
 SUMMARY = (
     "Turn the checkpoint SRC into the file DST, which ends in .safetensors or .pt, or such a file "
-    "into a checkpoint directory that any parallel layout loads.  Of several checkpoints in SRC "
-    "the newest is taken."
+    "into a checkpoint directory that any parallel layout loads.  If there are several checkpoints "
+    "in SRC, the newest is converted."
 )
 
 
@@ -28,7 +28,9 @@ def convert(args: Sequence[str], system: System) -> int:
         click.Argument(["source"], metavar="SRC"),
         click.Argument(["target"], metavar="DST"),
         click.Option(
-            ["--optimizer"], is_flag=True, help="State of the optimizer too; not .safetensors."
+            ["--optimizer"],
+            is_flag=True,
+            help="Convert the optimizer's state too; not with .safetensors.",
         ),
     )
     given = read_words("msrun convert", SUMMARY, params, args)

@@ -1,4 +1,4 @@
-"""`msrun logs` and `msrun stacks`: what ranks write, and where they are."""
+"""`msrun logs` and `msrun stacks`: the output and the stacks of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from msrun.processes.control_client import ControlClient
 
 LOGS = "Show the last lines of the logs of JOB."
-STACKS = "Show where all ranks of JOB are in their programs, equal stacks together."
+STACKS = "Show the stacks of all ranks of JOB, ranks with equal stacks together."
 _LINES = 20
 _LINES_MAX = 1000
 _RANKS_MAX = 64
@@ -40,9 +40,9 @@ def logs(args: Sequence[str], system: System) -> int:
             ["--lines", "-n"],
             metavar="N",
             default=str(_LINES),
-            help=f"Last lines of each, at most {_LINES_MAX} or 32 KiB.  [default: {_LINES}]",
+            help=f"Last lines of each log, at most {_LINES_MAX} or 32 KiB.  [default: {_LINES}]",
         ),
-        click.Option(["--follow", "-f"], is_flag=True, help="Go on until the job ends."),
+        click.Option(["--follow", "-f"], is_flag=True, help="Show new lines until the job ends."),
         JSON,
     )
     if given["follow"] and given["json"]:
@@ -66,7 +66,7 @@ def _show_logs(
 ) -> None:
     from msrun.cluster.wire.control_messages import GetLog, Log
 
-    found = {rank: client.ask(GetLog(rank=rank, lines=lines), Log) for rank in ranks}
+    logs_by_rank = {rank: client.ask(GetLog(rank=rank, lines=lines), Log) for rank in ranks}
     if given["json"]:
         rows = [
             {
@@ -75,19 +75,19 @@ def _show_logs(
                 "log_file": log.log_file,
                 "lines": log.data.decode(errors="replace").splitlines(),
             }
-            for rank, log in found.items()
+            for rank, log in logs_by_rank.items()
         ]
         answer(json.dumps({"schema": SCHEMA, "logs": rows}))
         return
     readers = {rank: _LogReader(f"[rank {rank}] " if len(ranks) > 1 else "") for rank in ranks}
-    for rank, log in found.items():
+    for rank, log in logs_by_rank.items():
         readers[rank].show(log, is_last=not given["follow"])
     if given["follow"]:
         _follow(client, readers, system)
 
 
 def _follow(client: ControlClient, readers: dict[int, _LogReader], system: System) -> None:
-    """Show what is added to the logs, until the job is gone."""
+    """Show new lines of the logs until the job has ended."""
     from msrun.cluster.wire.control_messages import GetLog, Log
 
     while True:
@@ -106,7 +106,7 @@ def _follow(client: ControlClient, readers: dict[int, _LogReader], system: Syste
 
 @dataclass(slots=True)
 class _LogReader:
-    """One log: what was shown, and the line that is not whole yet."""
+    """One log: the bytes shown so far, and the incomplete line at its end."""
 
     prefix: str
     offset: int = 0
@@ -131,11 +131,11 @@ def stacks(args: Sequence[str], system: System) -> int:
     from msrun.cluster.wire.control_messages import GetStacks, Stacks
 
     with connected(given, system) as client:
-        found = client.ask(GetStacks(), Stacks)
+        reply = client.ask(GetStacks(), Stacks)
     if given["json"]:
-        answer(json.dumps(tagless(found)))
+        answer(json.dumps(tagless(reply)))
         return 0
-    answer(pictures.render(found.groups))
-    if found.left_out:
-        say(f"msrun: {found.left_out} more groups of ranks are not shown")
+    answer(pictures.render(reply.groups))
+    if reply.left_out:
+        say(f"msrun: {reply.left_out} more groups of ranks are not shown")
     return 0

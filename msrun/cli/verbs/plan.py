@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msrun.cli.options.catalog import PARALLEL
 from msrun.cli.options.command_line import read_command_line
 from msrun.cli.options.parsers import span
-from msrun.cli.options.peers import ALL, ENV_OF, JSON, PLAN_TABLE
+from msrun.cli.options.table import ALL, ENV_OF, JSON, PLAN_TABLE
 from msrun.cli.output import answer
 from msrun.errors import UsageError
 
@@ -56,10 +56,10 @@ def _plan_job(request: JobRequest, system: System) -> None:
 
 
 def _plan_mesh(request: JobRequest, system: System) -> None:
-    """Print what `--parallel` makes of a job of any size, whose program is not known yet."""
+    """Print the mesh of `--parallel` for a job without a program."""
     from msrun.cli.job.draft import merge_env
     from msrun.cli.job.formation import count_ranks
-    from msrun.cli.options.parallel import fit_parallel
+    from msrun.cli.job.parallel import fit_parallel
     from msrun.cli.render import plan_text
     from msrun.cli.render.section import show
 
@@ -83,10 +83,13 @@ def _env_of(request: JobRequest, prepared: Prepared) -> int | None:
     if given is None:
         return None
     if not prepared.plan.has_ranks:
-        msg = f"{given.cite()}: the ranks of this node are not known before the job forms"
-        raise UsageError(msg, hint="give it a --node-rank among a fixed number of nodes")
+        raise UsageError(
+            f"{given.cite()}: the ranks of this node are not known before the job forms",
+            hint="give it a --node-rank among a fixed number of nodes",
+        )
     ranks = [worker.rank for worker in prepared.plan.workers]
     if given.value not in ranks:
-        msg = f"{given.cite()} is no rank of this node (choose {span(len(ranks), ranks[0])})"
-        raise UsageError(msg)
+        raise UsageError(
+            f"{given.cite()} is no rank of this node (choose {span(len(ranks), ranks[0])})"
+        )
     return given.value

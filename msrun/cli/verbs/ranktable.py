@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.render.section import TextSection, show
 from msrun.cli.verbs.control import WHERE, connected
-from msrun.cli.verbs.words import read_words
 from msrun.errors import ExitCode, UsageError
+from msrun.units import counted
 
 if TYPE_CHECKING:
     from msrun.cli.system import System
@@ -69,10 +70,8 @@ def _write(table: RankTable, output: str | None) -> int:
 
 
 def _size(table: RankTable) -> str:
-    servers = len(table.server_list)
-    plural = "" if servers == 1 else "s"
-    ranks = "1 rank" if table.world_size == 1 else f"{table.world_size} ranks"
-    return f"{ranks} on {servers} server{plural}, version {table.version.value}"
+    ranks, servers = counted(table.world_size, "rank"), counted(len(table.server_list), "server")
+    return f"{ranks} on {servers}, version {table.version.value}"
 
 
 # -- build -----------------------------------------------------------------------------
@@ -115,10 +114,10 @@ def _hosts(words: Words, system: System) -> tuple[Host, ...]:
     """Return the hosts that a hostfile or Slurm names, none for this node alone."""
     from msrun.cli.job.fleet import read_hostfile
     from msrun.hosts.allocation import slurm_hosts
-    from msrun.hosts.hostlist import parse_hostfile, select
+    from msrun.hosts.hostlist import select
 
     if words["hostfile"]:
-        hosts = parse_hostfile(read_hostfile(words["hostfile"]), words["hostfile"])
+        hosts = read_hostfile(words["hostfile"])
     elif words["slurm"]:
         hosts = slurm_hosts(system.environment(), words["slots"])
     else:
@@ -184,15 +183,15 @@ def _devices_here(words: Words, system: System) -> tuple[InventoryDevice, ...]:
     from msrun.topology import DeviceKind
     from ranktable import InventoryDevice
 
-    found = system.read_machine({}).devices
-    present = [device.physical for device in found] or list(range(words["slots"] or 1))
-    if found and words["slots"]:
+    devices = system.read_machine({}).devices
+    present = [device.physical for device in devices] or list(range(words["slots"] or 1))
+    if devices and words["slots"]:
         raise UsageError(f"--slots {words['slots']} is for nodes without devices; use --devices")
     chosen = present if words["devices"] is None else _number_list(words["devices"])
     if missing := sorted(set(chosen) - set(present)):
         has = ", ".join(map(str, present))
         raise UsageError(f"--devices: this node has no device {missing[0]} (choose from {has})")
-    is_npu = any(device.kind is DeviceKind.NPU for device in found)
+    is_npu = any(device.kind is DeviceKind.NPU for device in devices)
     addresses = system.device_addresses(chosen) if is_npu else {}
     return tuple(
         InventoryDevice(device_id=number, device_ip=addresses.get(number)) for number in chosen
@@ -290,8 +289,8 @@ _FILES = click.Argument(["files"], metavar="FILE...", nargs=-1, required=True)
 ACTIONS = {
     "build": _Action(
         summary=(
-            "Write the table of this node, of a hostfile's nodes, of Slurm's, or of a job that "
-            "runs.  Ranks follow the order of nodes and devices.  Ascend devices get their "
+            "Write the table of this node, of the nodes of a hostfile or of Slurm, or of a running "
+            "job.  Ranks follow the order of nodes and devices.  Ascend devices get their "
             "addresses from /etc/hccn.conf or hccn_tool."
         ),
         params=(
@@ -322,22 +321,22 @@ ACTIONS = {
         act=_build,
     ),
     "check": _Action(
-        summary="Tell everything that is wrong with tables, each with its place.",
+        summary="Report every problem of the tables and where it is.",
         params=(
             _FILES,
-            click.Option(["--hccl"], is_flag=True, help="What HCCL itself needs, too."),
+            click.Option(["--hccl"], is_flag=True, help="Check what HCCL needs, too."),
             click.Option(["--part"], is_flag=True, help="Ranks need not start at 0."),
             _JSON,
         ),
         act=_check,
     ),
     "show": _Action(
-        summary="Show which rank is where.",
+        summary="Show the server and the device of each rank.",
         params=(_FILE, _JSON),
         act=_show,
     ),
     "merge": _Action(
-        summary="Write one table of the servers of several, in the order given, ranks from 0.",
+        summary="Write one table with the servers of several, in their order, ranks from 0.",
         params=(_FILES, _OUTPUT),
         act=_merge,
     ),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msrun.cli.options.command_line import read_command_line
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 from msrun.cli.output import say_notes
 
 if TYPE_CHECKING:

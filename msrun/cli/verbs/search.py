@@ -1,4 +1,4 @@
-"""`msrun search`: the best parallel plan for a model on any cluster, without the cluster."""
+"""`msrun search`: the fastest parallel plan of a model for any cluster, found without it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say, say_notes
 from msrun.cli.render.section import TextSection, show
 from msrun.errors import UsageError
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from msrun.parallel.search.plan.plan import SavedPlan
 
 SUMMARY = (
-    "Find the fastest parallel plan of the model that FILE:FUNCTION makes, on a cluster that need "
-    "not be there.  FUNCTION takes nothing and returns the model and a tuple of inputs; the model "
-    "gets no memory."
+    "Find the fastest parallel plan of the model that FILE:FUNCTION builds, for a cluster that "
+    "need not exist.  FUNCTION takes no arguments and returns the model and a tuple of inputs; its "
+    "tensors get no memory."
 )
 DIFF_SUMMARY = "Show what differs between two plans that `msrun search -o` wrote."
+_EPILOG = "`msrun search diff A B` compares two plans."
 MODES = {
     "exact": "exact",
     "dynamic_programming": "exact",
@@ -42,7 +44,7 @@ def search(args: Sequence[str], system: System) -> int:
     words = list(args)
     if words[:1] == ["diff"]:
         return _diff(words[1:], system)
-    given = _parse(_command(), words)
+    given = read_words("msrun search", SUMMARY, _params(), words, epilog=_EPILOG)
     _check_files(given)
     with _rare_collection():
         plan = _search(given)
@@ -62,11 +64,16 @@ def search(args: Sequence[str], system: System) -> int:
     return 0
 
 
-def _command() -> click.Command:
-    options = [
-        click.Option(["--world"], required=True, metavar="N", help="Ranks."),
-        click.Option(["--batch"], metavar="N", help="Samples of a step.  [default: the input's]"),
-        click.Option(["--memory"], metavar="SIZE", help="Of a rank.  [default: the topology's]"),
+def _params() -> tuple[click.Parameter, ...]:
+    return (
+        click.Argument(["target"], metavar="FILE:FUNCTION"),
+        click.Option(["--world"], required=True, metavar="N", help="Number of ranks."),
+        click.Option(
+            ["--batch"], metavar="N", help="Samples in a step.  [default: those of the inputs]"
+        ),
+        click.Option(
+            ["--memory"], metavar="SIZE", help="Memory of a rank.  [default: the topology's]"
+        ),
         click.Option(
             ["--topology"],
             default="a100",
@@ -77,51 +84,35 @@ def _command() -> click.Command:
         click.Option(
             ["--mesh"],
             metavar="AXIS=N,...",
-            help="Mesh, the last axis innermost.  [default: the best one, pipeline included]",
+            help="Mesh, the last axis innermost.  [default: the fastest one, pipelines included]",
         ),
         click.Option(
             ["--mode"],
             default="exact",
             show_default=True,
             metavar="MODE",
-            help="exact, or recursive: two axes at a time.  With --mesh.",
+            help="exact, or with --mesh recursive: two axes at a time.",
         ),
         click.Option(
             ["--budget"],
             default="30s",
             show_default=True,
             metavar="DURATION",
-            help="Of the search.",
+            help="Time of the search.",
         ),
-        click.Option(["-o", "--output"], metavar="FILE", help="Writes the plan as JSON."),
-        click.Option(["--plot"], metavar="FILE.svg", help="Draws the plan and what it costs."),
-        click.Option(["--explain"], metavar="NAME", help="Shows parameters and operators NAME."),
-        click.Option(["--json"], is_flag=True, help="Prints the plan as JSON."),
-    ]
-    return click.Command(
-        "search",
-        params=[click.Argument(["target"], metavar="FILE:FUNCTION"), *options],
-        help=SUMMARY,
-        epilog="`msrun search diff A B` compares two plans.",
-        context_settings=_SETTINGS,
+        click.Option(["-o", "--output"], metavar="FILE", help="File for the plan as JSON."),
+        click.Option(
+            ["--plot"], metavar="FILE.svg", help="File for a picture of the plan and its cost."
+        ),
+        click.Option(
+            ["--explain"], metavar="NAME", help="Show only parameters and operators NAME."
+        ),
+        click.Option(["--json"], is_flag=True, help="Print the plan as JSON."),
     )
 
 
-_SETTINGS: dict[str, Any] = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
-
-
-def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
-    try:
-        return command.make_context(f"msrun {command.name}", words).params
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
-
-
 def _check_files(given: Mapping[str, Any]) -> None:
-    """Refuse what could not be written when the search is over."""
+    """Refuse files that cannot be written, before the search and not after it."""
     if given["plot"] and Path(given["plot"]).suffix != ".svg":
         other = Path(given["plot"]).with_suffix(".svg")
         raise UsageError(f"--plot {given['plot']}: a picture is SVG (choose such as {other})")
@@ -149,7 +140,7 @@ def _draw(plan: SavedPlan, path: Path) -> None:
 
 @contextmanager
 def _rare_collection() -> Iterator[None]:
-    """Look for garbage seldom, and not at the end: almost all that is made stays till then."""
+    """Collect garbage rarely, and not at the end: almost every object lives until then."""
     before = gc.get_threshold()
     gc.set_threshold(1_000_000, 50, 100)
     try:
@@ -183,10 +174,10 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         budget=budget,
     )
     clock: Callable[[], float] = Loop.now
-    found: SavedPlan = module.search_model(request, clock=clock, tell=say)
-    if found.unknown:
-        say_notes([f"no rule for {', '.join(found.unknown)}: computed whole on every rank"])
-    return found
+    plan: SavedPlan = module.search_model(request, clock=clock, tell=say)
+    if plan.unknown:
+        say_notes([f"no rule for {', '.join(plan.unknown)}: computed whole on every rank"])
+    return plan
 
 
 def _number(option: str, text: str, most: int) -> int:
@@ -196,16 +187,16 @@ def _number(option: str, text: str, most: int) -> int:
 
 
 def _mesh(text: str | None) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
         name, equals, size = part.partition("=")
-        if not equals or not name.isidentifier() or name in found:
+        if not equals or not name.isidentifier() or name in sizes:
             raise UsageError(f"--mesh {quoted(text or '')} is no mesh (choose such as dp=4,tp=2)")
-        found[name] = _number(f"--mesh {name}", size, _RANKS_MAX)
-    return found
+        sizes[name] = _number(f"--mesh {name}", size, _RANKS_MAX)
+    return sizes
 
 
-# What is shown.
+# Output.
 
 
 def _sections(plan: SavedPlan) -> list[TextSection]:
@@ -257,17 +248,12 @@ def _diff(words: list[str], system: System) -> int:
     from msrun.parallel.search.plan.plan import differences, read_plan
 
     names = ("one", "other")
-    command = click.Command(
-        "search diff",
-        params=[click.Argument([name], metavar="FILE") for name in names],
-        help=DIFF_SUMMARY,
-        context_settings=_SETTINGS,
-    )
-    given = _parse(command, words)
+    params = [click.Argument([name], metavar="FILE") for name in names]
+    given = read_words("msrun search diff", DIFF_SUMMARY, params, words)
     plans = [read_plan(Path(given[name])) for name in names]
     rows = tuple(differences(*plans))
     if not rows:
-        say("the plans are alike")
+        say("the plans are equal")
         return 0
     columns = ("", given["one"], given["other"])
     show(

@@ -1,4 +1,4 @@
-"""`msrun status` and `msrun ls`: where jobs stand."""
+"""`msrun status` and `msrun ls`: phase, nodes and ranks of jobs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.verbs.control import JSON, PATIENCE, SCHEMA, connected, parse
-from msrun.errors import UnreachableError, UsageError
+from msrun.errors import UnreachableError
 
 if TYPE_CHECKING:
     from msrun.cli.render.section import TextSection
@@ -30,7 +31,9 @@ _MINUTE = 60
 
 def status(args: Sequence[str], system: System) -> int:
     """Show where a job stands."""
-    watch = click.Option(["--watch", "-w"], is_flag=True, help="Anew each second, until it ends.")
+    watch = click.Option(
+        ["--watch", "-w"], is_flag=True, help="Show it every second until the job ends."
+    )
     given = parse("status", STATUS, args, watch, JSON)
     if given["watch"]:
         return _watch(given, system)
@@ -49,25 +52,25 @@ def _watch(given: dict[str, Any], system: System) -> int:
     """Show the job anew until it has ended."""
     is_live = system.is_terminal() and not given["json"]
     with connected(given, system, _WATCH_PATIENCE) as client:
-        found = _read(client)
+        state = _read(client)
         while True:
             if is_live:
                 click.clear()
-            _show(found, as_json=given["json"], system=system)
-            if found[0].verdict:
+            _show(state, as_json=given["json"], system=system)
+            if state[0].verdict:
                 return 0
             if not is_live and not given["json"]:
                 answer("")
             system.pause(_WATCH_SECONDS)
             try:
-                found = _read(client)
+                state = _read(client)
             except UnreachableError:
                 say(_ending(client.card))
                 return 0
 
 
 def _ending(card: Card) -> str:
-    """Return what became of a job that does not answer any more."""
+    """Return how a job ended whose scheduler no longer answers."""
     from msrun.processes import ending
 
     verdict = ending.read(card.log_dir, card.job_id) if card.log_dir else None
@@ -78,14 +81,14 @@ def _ending(card: Card) -> str:
 
 
 def _show(
-    found: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
+    state: tuple[Status, list[NodeRow], list[RankRow]], *, as_json: bool, system: System
 ) -> None:
     from msrun.cli.render.section import show
 
     if as_json:
-        answer(json.dumps(document(*found)))
+        answer(json.dumps(document(*state)))
         return
-    show(sections(*found), is_terminal=system.is_terminal())
+    show(sections(*state), is_terminal=system.is_terminal())
 
 
 def document(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> dict[str, Any]:
@@ -109,9 +112,9 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
     """Return everything as tables."""
     from msrun.cli.render.section import TextSection
 
-    found = [TextSection(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
+    tables = [TextSection(heading=f"job {job.job_id}", rows=tuple(_job_rows(job)))]
     if nodes:
-        found.append(
+        tables.append(
             TextSection(
                 heading=_heading("nodes", nodes),
                 columns=("node", "host", "address", "role", "ranks", "silent"),
@@ -119,7 +122,7 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
             )
         )
     if ranks:
-        found.append(
+        tables.append(
             TextSection(
                 heading=_heading("ranks", ranks),
                 columns=("rank", "host", "local", "pid", "for", "state"),
@@ -128,8 +131,8 @@ def sections(job: Status, nodes: list[NodeRow], ranks: list[RankRow]) -> list[Te
         )
     if job.causes:
         rows = tuple((cause,) for cause in job.causes)
-        found.append(TextSection(heading="what ended earlier generations", rows=rows))
-    return found
+        tables.append(TextSection(heading="what ended earlier generations", rows=rows))
+    return tables
 
 
 def _heading(what: str, rows: Sequence[object]) -> str:
@@ -203,19 +206,7 @@ def duration(seconds: float) -> str:
 
 def ls(args: Sequence[str], system: System) -> int:
     """List the jobs on this machine."""
-    command = click.Command(
-        "ls",
-        params=[JSON],
-        help=LS,
-        context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
-    )
-    try:
-        as_json = command.make_context("msrun ls", list(args)).params["json"]
-    except click.NoSuchOption as error:
-        raise UsageError(f"there is no option {error.option_name}") from None
-    except click.UsageError as error:
-        message = error.format_message().rstrip(".")
-        raise UsageError(message[:1].lower() + message[1:]) from None
+    as_json = read_words("msrun ls", LS, (JSON,), args)["json"]
     cards = system.jobs()
     ages = [system.now() - card.began for card in cards]
     if as_json:

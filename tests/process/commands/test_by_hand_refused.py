@@ -41,7 +41,7 @@ ALIKE = "MS_SCHED_HOST, MS_SCHED_PORT and MS_WORKER_NUM are the same in every pr
         ),
         (
             {"MSRUN_JOIN": "false"},
-            "MSRUN_JOIN=false: a process that is started by hand stays until the job is over",
+            "MSRUN_JOIN=false: a process that is started by hand waits for the end of the job",
         ),
         (
             {"MS_NODE_TIMEOUT": "0"},

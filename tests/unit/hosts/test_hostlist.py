@@ -260,7 +260,7 @@ def test_a_filter_names_addresses_as_lists_do():
     ("filters", "sentence"),
     [
         ({"include": "n9"}, "--include 'n9': n9 is no host of the job"),
-        ({"exclude": "n0@n0:1"}, "--exclude 'n0@n0:1': n0 stands there twice"),
+        ({"exclude": "n0@n0:1"}, "--exclude 'n0@n0:1': n0 is given twice"),
         ({"include": "n0:4"}, "--include 'n0:4': device of n0 '4' is no number from 0 to 3"),
         ({"include": "n0:"}, "--include 'n0:': device of n0 '' is no number from 0 to 3"),
         ({"include": "n0:a"}, "--include 'n0:a': device of n0 'a' is no number from 0 to 3"),

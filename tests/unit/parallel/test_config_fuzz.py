@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrun.cli.options.job_file import JobFile, parse_job_file
-from msrun.cli.options.peers import TABLE
+from msrun.cli.options.table import TABLE
 from msrun.errors import UsageError
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.config_file import parse_config, read_config

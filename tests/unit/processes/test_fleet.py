@@ -59,7 +59,7 @@ def test_devices_that_were_chosen_are_the_ones_seen():
 @pytest.mark.parametrize(
     ("order", "node_rank", "sentence"),
     [
-        (make_order(FLEET), 0, "nobody says on which node the scheduler is to run"),
+        (make_order(FLEET), 0, "the order does not say which node runs the scheduler"),
         (make_order(replace(FLEET, hosts=HOSTS)), 2, "node_rank 2 is outside 0 to 1"),
     ],
 )
