@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def shell(tmp_path):
     """Start commands in a directory of their own, with our msrun and Python first on PATH."""
     (tmp_path / "bin").mkdir()
     for name, words in {"python": "", "msrun": "-m msrun"}.items():
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tmp_path / "bin" / name).write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n'
+        )
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "run").mkdir(mode=0o700)
     variables = environment(tmp_path / "run") | {
