@@ -1,4 +1,4 @@
-"""GPT-3, 175 billion parameters, for a search of its best parallel plan on a laptop.
+"""GPT-3 with 175 billion parameters: `msrun search` finds its best parallel plan on a laptop.
 
 msrun search examples/gpt3.py:make --world 64 --batch 256
 """
@@ -13,7 +13,7 @@ LAYERS, WIDTH, HEADS, LENGTH, WORDS = 96, 12288, 96, 2048, 50304
 
 
 class Block(nn.Module):
-    """Attention over what came before, then a perceptron, each added to its input."""
+    """Causal self-attention, then an MLP, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Return what each position takes from those before it."""
+        """Return the causal self-attention of every position."""
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
         query, key, value = (
             part(x).view(heads).transpose(1, 2) for part in (self.query, self.key, self.value)
@@ -32,13 +32,13 @@ class Block(nn.Module):
         return self.project(found.transpose(1, 2).reshape(x.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, length, width) of the same shape."""
+        """Return the output of the layer, (batch, length, width) as the input."""
         x = x + self.attend(self.norm1(x))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """The model with its loss."""
+    """The model; its forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +55,6 @@ class GPT(nn.Module):
 
 
 def make() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Return the model and a batch of one, words and what follows each."""
+    """Return the model and a batch of one: tokens and the next tokens."""
     words, target = (torch.zeros(1, LENGTH, dtype=torch.long) for _ in range(2))
     return GPT().to(torch.bfloat16), (words, target)

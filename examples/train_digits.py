@@ -2,9 +2,9 @@
 
     msrun --nproc-per-node 4 examples/train_digits.py        # or: torchrun, or plain python
 
-An ordinary `torch.distributed` script: nothing in it knows who launched it.  The data are
-the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded.  The
-global batch is the same at every world size, and therefore so is what the model learns.
+An ordinary `torch.distributed` script that depends on no particular launcher.  The data are
+the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded.  The global
+batch is the same at every world size, so the model learns the same at every world size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# DDP imports this too, but after `init_process_group`: then its default arguments hold the
-# group, `destroy_process_group` cannot end gloo's threads, and they may abort the exit.
+# DDP imports this too, but after `init_process_group`.  Default arguments of the module would
+# then hold the group, so `destroy_process_group` could not end gloo's threads, which may abort
+# the exit.
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +32,7 @@ LEARNING_RATE = 8e-3
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Return the training images and the held-out fifth, each with its labels."""
-    # The data file alone: `import sklearn.datasets` would cost every rank a second.
+    # Read the data file directly: `import sklearn.datasets` would cost every rank a second.
     package = importlib.metadata.distribution("scikit-learn")
     path = package.locate_file("sklearn/datasets/data/digits.csv.gz")
     table = torch.from_numpy(np.loadtxt(str(path), delimiter=",", dtype=np.float32))
@@ -100,7 +101,7 @@ def main() -> None:
     start = time.perf_counter()
     if "RANK" in os.environ:
         dist.init_process_group()
-    else:  # Started by hand, without a launcher: a job of one worker.
+    else:  # Without a launcher: a job of one worker.
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     share = train(pick_device())
     if dist.get_rank() == 0:

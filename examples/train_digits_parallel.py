@@ -1,11 +1,11 @@
-"""Learn to read handwritten digits, in parallel as a file says.
+"""Learn to read handwritten digits, in parallel as a configuration file says.
 
     cd examples
     msrun --nproc-per-node 4 --parallel configs/digits_dp_tp.yaml train_digits_parallel.py
 
-One script, and one file for each way to run it on four workers: `configs/digits_*.yaml`.
-Without a file it is data parallel; with plain `python` it is one process.  All of them learn
-the same.
+`configs/digits_*.yaml` has one file for each way to run this script on four workers.  Without
+a file the script is data parallel; with plain `python` it is one process.  All of these runs
+learn the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNING_RATE = 5e-3
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Return the training images and the held-out fifth, each with its labels."""
-    # The data file alone: `import sklearn.datasets` would cost every rank a second.
+    # Read the data file directly: `import sklearn.datasets` would cost every rank a second.
     package = importlib.metadata.distribution("scikit-learn")
     path = package.locate_file("sklearn/datasets/data/digits.csv.gz")
     table = torch.from_numpy(np.loadtxt(str(path), delimiter=",", dtype=np.float32))

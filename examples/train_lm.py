@@ -1,11 +1,11 @@
-"""Train a small GPT on the text of Python's own documentation, in parallel as a file says.
+"""Train a small GPT on Python's own documentation, in parallel as a configuration file says.
 
     msrun --nproc-per-node 4 --parallel examples/configs/lm_tp.yaml examples/train_lm.py
     python examples/train_lm.py                                     # one process
-    python examples/train_lm.py --draw docs/images/train_lm.svg     # all of it, and the picture
+    python examples/train_lm.py --draw docs/images/train_lm.svg     # all of them, and the chart
 
-The model knows nothing of parallelism.  `--draw` trains under every `lm_*.yaml` and draws the
-losses: they lie on top of each other.
+The model contains no parallel code.  `--draw` trains under every `lm_*.yaml` and draws the
+losses, which coincide.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Attention over what came before, then a perceptron, each added to its input."""
+    """Causal self-attention, then an MLP, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Return what each position takes from those before it."""
+        """Return the causal self-attention of every position."""
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
         query, key, value = (
             part(x).view(heads).transpose(1, 2) for part in (self.query, self.key, self.value)
@@ -83,13 +83,13 @@ class Block(nn.Module):
         return self.project(found.transpose(1, 2).reshape(x.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, sequence, width) of the same shape."""
+        """Return the output of the layer, (batch, sequence, width) as the input."""
         x = x + self.attend(self.norm1(x))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """A causal language model over characters; its head is its embedding."""
+    """A causal language model over characters; head and embedding share their weight."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return the logits (batch, sequence, characters) of what follows each character."""
+        """Return the logits (batch, sequence, characters) of the next characters."""
         x = self.embed(codes) + self.position
         for layer in self.layers:
             x = layer(x)
@@ -115,11 +115,11 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def train(path: str | None) -> None:
-    """Train, and leave the losses in the file `path`."""
+    """Train, and write the losses to the file `path`."""
     runtime = msrun.init()
     torch.manual_seed(1)
     text = Text(GLOBAL_BATCH * STEPS)
-    # A multiple of 8, so that a plan can divide the vocabulary.
+    # A multiple of 8, so that a plan can shard the vocabulary.
     model = runtime.shard(GPT(len(text.alphabet) + -len(text.alphabet) % 8))
     optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
     batch_size = GLOBAL_BATCH // runtime.layout.size("dp")
@@ -162,7 +162,7 @@ def _workers() -> dict[str, int]:
 
 
 def svg(curves: dict[str, list[float]]) -> str:
-    """Return a picture of `curves`: wide lines below narrow ones, so that equal ones all show."""
+    """Return a chart of `curves`: wide lines below narrow ones, so that equal curves all show."""
     width, height, margin = 640, 360, 48
     colors = ("#cccccc", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7")
     top = max(max(losses) for losses in curves.values())
@@ -192,7 +192,7 @@ def svg(curves: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Train, or train under everything and draw."""
+    """Train, or train under every configuration and draw the losses."""
     parser = argparse.ArgumentParser(description=__doc__, add_help=True)
     parser.add_argument("--draw", type=Path, metavar="FILE.svg")
     parser.add_argument("--losses", metavar="FILE.json")

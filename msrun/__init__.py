@@ -1,26 +1,83 @@
 """msrun: start, supervise and configure distributed PyTorch jobs.
 
-Importing this package imports no torch.
+    import msrun
+
+    rt = msrun.init()
+    model = rt.shard(Net())
+
+Importing this package imports no torch: `Runtime` and `collectives` are loaded when they are first
+used, `init` when it is called.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+from msrun.version import __version__
 
 if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
-    from msrun.worker.beat import beat as beat
+    from collections.abc import Mapping
+    from pathlib import Path
 
-__version__ = "0.1.0"
+    import torch
+
+    from msrun.errors import (
+        CheckpointError,
+        ConfigError,
+        ExitCode,
+        ModelError,
+        MsrunError,
+        RanksDisagreeError,
+        UsageError,
+    )
+    from msrun.parallel import collectives
+    from msrun.parallel.config import ParallelConfig
+    from msrun.parallel.runtime import Runtime
+    from msrun.worker.beat import beat
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ExitCode",
+    "ModelError",
+    "MsrunError",
+    "RanksDisagreeError",
+    "Runtime",
+    "UsageError",
+    "__version__",
+    "beat",
+    "collectives",
+    "init",
+    "join",
+]
+
+# Public name -> module that has it; each costs an import that not every program needs.
+_LOADED_ON_USE = {
+    "CheckpointError": "msrun.errors",
+    "ConfigError": "msrun.errors",
+    "ExitCode": "msrun.errors",
+    "ModelError": "msrun.errors",
+    "MsrunError": "msrun.errors",
+    "RanksDisagreeError": "msrun.errors",
+    "Runtime": "msrun.parallel.runtime",
+    "UsageError": "msrun.errors",
+    "beat": "msrun.worker.beat",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `beat` when it is first asked for."""
-    if name != "beat":
+    """Load a public name when it is first asked for."""
+    if name == "collectives":
+        return importlib.import_module("msrun.parallel.collectives")
+    if name not in _LOADED_ON_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = importlib.import_module("msrun.worker.beat").beat
-    return found
+    globals()[name] = value = getattr(importlib.import_module(_LOADED_ON_USE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def join() -> None:
@@ -32,16 +89,34 @@ def join() -> None:
     Raises:
         UsageError: The script cannot begin again, such as in a notebook.
     """
-    importlib.import_module("msrun.worker.by_hand").join()
+    from msrun.worker import by_hand
+
+    by_hand.join()
 
 
 def init(
-    config: Any = None,
+    config: str | Path | Mapping[str, Any] | ParallelConfig | None = None,
     backend: str | None = None,
-    device: Any = None,
+    device: str | torch.device | None = None,
     timeout: float | None = None,
 ) -> Runtime:
-    """Return this process's parallel runtime; see `join` and `msrun.parallel.runtime.init`."""
+    """Return this process's parallel runtime; the first call joins the job.
+
+    All ranks of the job call it, and each waits for the others.  Under no launcher the job is this
+    process alone.  A process that MS_ROLE makes part of a cluster takes its place there first; see
+    `join`.
+
+    Args:
+        config: Parallel configuration: path of a YAML file or a mapping; None takes the file
+            that the launcher handed over, or plain data parallel over all ranks.
+        backend: Process-group backend, such as nccl; None takes that of the device.
+        device: Device of this rank; None takes its own accelerator, or the CPU.
+        timeout: Seconds that a collective may take; None is torch's default.
+
+    Raises:
+        UsageError: The configuration, environment or device does not allow it; nothing was made.
+    """
     join()
-    runtime = importlib.import_module("msrun.parallel.runtime")
-    return cast("Runtime", runtime.init(config, backend, device, timeout))
+    from msrun.parallel import runtime
+
+    return runtime.init(config, backend, device, timeout)

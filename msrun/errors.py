@@ -46,9 +46,28 @@ class MsrunError(Exception):
 
 
 class UsageError(MsrunError):
-    """An option, file or environment variable says something that cannot be done."""
+    """Something that the user can put right: an option, a file, a model, the environment.
+
+    Its subclasses say what kind of thing, for scripts that treat some kinds otherwise.
+    """
 
     exit_code = ExitCode.USAGE
+
+
+class ConfigError(UsageError):
+    """The parallel configuration has a mistake, or does not fit the job."""
+
+
+class ModelError(UsageError):
+    """A model, batch, loss or optimizer cannot train under this configuration as in one process."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is missing, broken, does not fit, or cannot be written."""
+
+
+class RanksDisagreeError(UsageError):
+    """Ranks of one job did different things where all must do the same."""
 
 
 class ProtocolError(MsrunError):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib
 import inspect
 import io
 import re
@@ -63,15 +62,8 @@ CONSTANT = {
 }
 GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
-# What is public, as docs/reference/public_api.md lists it.
-PUBLIC = {
-    "init": "msrun",
-    "Runtime": "msrun.parallel.runtime",
-    "join": "msrun",
-    "beat": "msrun.worker.beat",
-    "collectives": "msrun.parallel",
-    "errors": "msrun",
-}
+# The names of `msrun.__all__` that a reader wants first.
+FIRST = ("init", "Runtime", "join", "beat", "collectives")
 
 
 def options() -> str:
@@ -223,23 +215,18 @@ def arguments(docstring: str) -> dict[str, str]:
 def names() -> str:
     """Return a heading for each public name, under which mkdocstrings puts its docstrings."""
     parts: list[str] = []
-    public = dict.fromkeys([*PUBLIC, *getattr(msrun, "__all__", ())])
+    public = dict.fromkeys([*FIRST, *msrun.__all__])
     for name in (name for name in public if not name.startswith("__")):
-        target, is_module = _identifier(name)
+        value = getattr(msrun, name)
         settings = ["options:", "  heading_level: 3"]
-        if is_module:
+        if inspect.ismodule(value):
             settings += ["  show_root_heading: false", "  show_root_toc_entry: false"]
+            target = value.__name__
+        else:
+            target = f"{value.__module__}.{value.__qualname__}"
         lines = [f"::: {target}", *(f"    {line}" for line in settings)]
         parts += [f"## msrun.{name}", "\n".join(lines)]
     return "\n\n".join(parts)
-
-
-def _identifier(name: str) -> tuple[str, bool]:
-    """Return where the public name `name` is defined, and whether it is a module."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(f"{PUBLIC.get(name, 'msrun')}.{name}").__name__, True
-    value = getattr(importlib.import_module(PUBLIC.get(name, "msrun")), name)
-    return f"{value.__module__}.{value.__qualname__}", False
 
 
 def exit_codes() -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from msrun.bounded_file import read_bounded
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import (
     ROOT,
     Checkpoint,
@@ -32,12 +32,14 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
-_ELSEWHERE = {
-    "cost": "automatic strategy search",
-    "copies": "multiple-copy parallel",
-    "place": "heterogeneous placement",
-    "ps": "the parameter server",
-    "alltoall": "a switch of redistribution",
+# Keys that MindSpore's configuration has, or that a reader of its manual would try.
+_REFUSED = {
+    "alltoall": "the search picks all-to-all itself where it is cheaper",
+    "copies": "multiple-copy parallel is not part of this version",
+    "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
+    "data": "arguments of rt.loader(dataset, batch_size) divide batches",
+    "place": "heterogeneous placement is not part of this version",
+    "ps": "the parameter server is not part of this version",
 }
 
 
@@ -49,7 +51,7 @@ def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) 
             stand under one key `parallel`.
 
     Raises:
-        UsageError: It cannot be read, or says something that cannot be done.
+        ConfigError: It cannot be read, or says something that cannot be done.
     """
     match source:
         case None:
@@ -68,25 +70,24 @@ def parse_config(tree: object) -> ParallelConfig:
     Numbers may be text, as they are in a job file.
 
     Raises:
-        UsageError: As of `read_config`.
+        ConfigError: As of `read_config`.
     """
     if isinstance(tree, Mapping) and set(tree) == {ROOT}:
         tree = tree[ROOT]
     tree = {} if tree is None else tree
     if not isinstance(tree, Mapping):
-        raise UsageError(f"{ROOT}: {_shown(tree)} is no mapping")
-    if "data" in tree:
-        raise UsageError(f"{ROOT}.data: arguments of rt.loader(dataset, batch_size) divide batches")
-    for key, feature in _ELSEWHERE.items():
+        raise ConfigError(f"{ROOT}: {_shown(tree)} is no mapping")
+    for key, sentence in _REFUSED.items():
         if key in tree:
-            raise UsageError(f"{ROOT}.{key}: {feature} is not part of this version")
+            raise ConfigError(f"{ROOT}.{key}: {sentence}")
     try:
         config = msgspec.convert(tree, ParallelConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(_sentence(str(error), tree)) from None
+        raise ConfigError(_sentence(str(error), tree)) from None
     except UnicodeEncodeError as error:
-        message = f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
-        raise UsageError(message) from None
+        raise ConfigError(
+            f"{ROOT}: {quoted(error.object)} holds half a character, which is no text"
+        ) from None
     if isinstance(config.plan, list):
         for index, rule in enumerate(config.plan):
             check_notation(rule, f"{ROOT}.plan[{index}]", None)
@@ -102,7 +103,7 @@ def load_yaml(path: Path) -> object:
     """Return the plain values in a YAML file, of at most 1 MiB and without aliases.
 
     Raises:
-        UsageError: It cannot be read, or is no YAML.
+        ConfigError: It cannot be read, or is no YAML.
     """
     import yaml
 
@@ -114,13 +115,13 @@ def load_yaml(path: Path) -> object:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise UsageError(f"{path}{where}: {problem}") from None
+        raise ConfigError(f"{path}{where}: {problem}") from None
 
 
 def _check_aliases(events: Iterable[object], path: Path) -> None:
     """Refuse aliases, which could make a small file endless."""
     if any(type(event).__name__ == "AliasEvent" for event in events):
-        raise UsageError(f"{path}: aliases (*name) are not used here: write the value out")
+        raise ConfigError(f"{path}: aliases (*name) are not used here: write the value out")
 
 
 # Used for errors alone, so compiled by the first.

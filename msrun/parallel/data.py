@@ -7,8 +7,8 @@ does not depend on how many ranks share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, Protocol, TypedDict, cast
 
 import msgspec
 import torch
@@ -16,9 +16,40 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
+from msrun.parallel.rank_context import RankContext
 
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+
+class SizedDataset(Protocol):
+    """A dataset of known length whose samples are taken by number."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return one sample."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of `Runtime.loader`.
+
+    `shuffle`, `seed` and `drop_last` are those of `MeshLoader`; `torch.utils.data.DataLoader`
+    takes the others.
+    """
+
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
 
 
 class LoaderState(TypedDict):
@@ -96,7 +127,7 @@ class MeshLoader(DataLoader[Any]):
     says another.
 
     Args:
-        runtime: Whose mesh divides the samples.
+        context: Rank whose data-parallel axis shards the samples.
         dataset: Has a length.
         batch_size: Samples of one batch of one data-parallel rank, at least 1.
         shuffle: Another order each epoch, the same on every rank.
@@ -107,8 +138,8 @@ class MeshLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        runtime: Runtime,
-        dataset: Dataset[Any],
+        context: RankContext,
+        dataset: SizedDataset,
         batch_size: int,
         *,
         shuffle: bool = False,
@@ -117,16 +148,16 @@ class MeshLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         _check(dataset, batch_size, options)
-        ranks = runtime.layout.size(DATA_AXIS)
+        ranks = context.layout.size(DATA_AXIS)
         self.cut = EpochSplit(
-            samples=len(dataset),  # type: ignore[arg-type]  # checked
+            samples=len(dataset),
             batch_size=batch_size,
             ranks=ranks,
             drop_last=drop_last,
         )
         _check_last(self.cut)
-        self._runtime = runtime
-        self._rank = runtime.coordinate.get(DATA_AXIS, 0)
+        self._weight = context.batch
+        self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
         self._seed = seed
         self._epoch = 0
@@ -134,7 +165,7 @@ class MeshLoader(DataLoader[Any]):
         self._next = 0
         # The base class draws a number each pass: not from the stream that dropout uses.
         options.setdefault("generator", torch.Generator().manual_seed(seed * ranks + self._rank))
-        super().__init__(dataset, batch_sampler=_Batches(self), **options)
+        super().__init__(cast("Dataset[Any]", dataset), batch_sampler=_Batches(self), **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of `epoch`; the one that is under way goes on."""
@@ -146,11 +177,11 @@ class MeshLoader(DataLoader[Any]):
         self._next = self._first
         try:
             for batch in super().__iter__():
-                self._runtime.batch_weight = self._weight(self._next)
+                self._weight.value = self._share(self._next)
                 self._next += 1
                 yield batch
         finally:
-            self._runtime.batch_weight = 1.0
+            self._weight.value = 1.0
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:
@@ -181,7 +212,7 @@ class MeshLoader(DataLoader[Any]):
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
 
-    def _weight(self, batch: int) -> float:
+    def _share(self, batch: int) -> float:
         """Return how much this rank's mean counts in the mean over all ranks."""
         size = len(self.cut.part(batch, self._rank))
         return size * self.cut.ranks / self.cut.size(batch)
@@ -194,7 +225,7 @@ class MeshLoader(DataLoader[Any]):
         return order
 
 
-def _check(dataset: Dataset[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         hint = "let it yield every rt.world_size-th sample itself, in a DataLoader of its own"
         raise UsageError(f"rt.loader: {type(dataset).__name__} has no length to divide", hint=hint)

@@ -90,8 +90,9 @@ def _known(wanted: str | torch.device) -> torch.device:
         raise UsageError(f"device {wanted} cannot be used: {error}") from None
     except RuntimeError:
         pass
-    msg = f"device {str(wanted)!r} is not known (choose {', '.join(KINDS)}, or such as cuda:0)"
-    raise UsageError(msg)
+    raise UsageError(
+        f"device {str(wanted)!r} is not known (choose {', '.join(KINDS)}, or such as cuda:0)"
+    )
 
 
 def _load_plugin(kind: str) -> None:

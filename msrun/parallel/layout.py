@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import (
     DATA_AXIS,
     PIPELINE_AXIS,
@@ -90,14 +90,14 @@ def local_slices(
     columns 2 and 3.
 
     Raises:
-        UsageError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
+        ConfigError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
     """
     coordinate = layout.coordinate(rank)
     found: list[slice] = []
     for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
         parts = math.prod(layout.size(axis) for axis in axes)
         if shape[dim] % parts:
-            raise UsageError(
+            raise ConfigError(
                 f"{shown_dims(dims)}: dim {dim} of size {shape[dim]} can not be split into {parts}"
             )
         index = 0
@@ -112,10 +112,10 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     """Return the mesh of `config` over `world_size` ranks, after checking all that depends on it.
 
     Raises:
-        UsageError: A size does not fit, or a key names an axis that is not there.
+        ConfigError: A size does not fit, or a key names an axis that is not there.
     """
     if config.mesh == "auto":
-        raise UsageError(f"{ROOT}.mesh: auto is found by rt.shard: call it first")
+        raise ConfigError(f"{ROOT}.mesh: auto is found by rt.shard: call it first")
     layout = MeshLayout(_fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
@@ -151,18 +151,18 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return `mesh` with the one -1 replaced by what is left."""
     for name, size in mesh.items():
         if size != REST and size < 1:
-            raise UsageError(f"{ROOT}.mesh.{name}: {size} must be -1 or at least 1")
+            raise ConfigError(f"{ROOT}.mesh.{name}: {size} must be -1 or at least 1")
     rests = [name for name, size in mesh.items() if size == REST]
     if len(rests) > 1:
-        raise UsageError(f"{ROOT}.mesh: only one axis can be -1, not {' and '.join(rests)}")
+        raise ConfigError(f"{ROOT}.mesh: only one axis can be -1, not {' and '.join(rests)}")
     given = math.prod(size for size in mesh.values() if size != REST)
     sizes = [f"{name} {size}" for name, size in mesh.items() if size != REST]
     written = f"{' x '.join(sizes)} = {given}" if len(sizes) > 1 else "".join(sizes) or "no axis"
     if rests and world_size % given:
-        raise UsageError(f"{ROOT}.mesh: {written} does not divide world_size {world_size}")
+        raise ConfigError(f"{ROOT}.mesh: {written} does not divide world_size {world_size}")
     if not rests and given != world_size:
         hint = f"change one size, or start {given} workers"
-        raise UsageError(f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint)
+        raise ConfigError(f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint)
     rest = world_size // given
     return {name: rest if size == REST else size for name, size in mesh.items()}
 
@@ -175,7 +175,7 @@ def rules_of(config: ParallelConfig) -> list[PlanRule]:
 def _check_plan_file(config: ParallelConfig) -> None:
     written = config.checkpoint and config.checkpoint.strategy
     if written and written == config.plan:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.checkpoint.strategy: {quoted(written)} is what {ROOT}.plan reads",
             hint="name another file, or leave it out: the plan is the file already",
         )
@@ -183,12 +183,14 @@ def _check_plan_file(config: ParallelConfig) -> None:
 
 def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.mode == "stand_alone" and layout.world_size > 1:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.mode: stand_alone is for one worker, and world_size is {layout.world_size}"
         )
     others = {name: size for name, size in layout.axes.items() if size > 1 and name != DATA_AXIS}
     if config.mode == "data" and others:
-        raise UsageError(f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})")
+        raise ConfigError(
+            f"{ROOT}.mode: data has no axis {next(iter(others))} (choose {DATA_AXIS})"
+        )
     named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
     if isinstance(config.plan, str):
         named |= set(plan_axes(layout))  # the file is read with the model
@@ -197,7 +199,7 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
             hint = (
                 "name it in a rule, or say `mode: manual` when the script itself divides its work"
             )
-            raise UsageError(
+            raise ConfigError(
                 f"{ROOT}.mesh.{name}: no rule of {ROOT}.plan uses this axis", hint=hint
             )
 
@@ -206,28 +208,28 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
     degree, pipeline = layout.size(PIPELINE_AXIS), config.pipeline
     if pipeline is None:
         if degree > 1 and config.mode != "auto":
-            raise UsageError(f"{ROOT}.mesh.{PIPELINE_AXIS}: {degree} stages need {ROOT}.pipeline")
+            raise ConfigError(f"{ROOT}.mesh.{PIPELINE_AXIS}: {degree} stages need {ROOT}.pipeline")
         return
     if PIPELINE_AXIS not in layout.axes:
-        raise UsageError(f"{ROOT}.pipeline: the mesh has no axis {PIPELINE_AXIS}")
+        raise ConfigError(f"{ROOT}.pipeline: the mesh has no axis {PIPELINE_AXIS}")
     if config.accumulate > 1:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.accumulate: {config.accumulate} with a pipeline: "
             f"raise {ROOT}.pipeline.microbatches instead"
         )
     if config.mode == "auto" and pipeline.stages != "auto":
-        raise UsageError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
+        raise ConfigError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
 
 
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
     if size != REST and degree % size:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.optimizer.shard_size: {size} does not divide {DATA_AXIS} {degree}"
         )
     axes = plan_axes(layout)
     if config.optimizer.zero and degree > 1 and config.plan and len(axes) > _SHARDED_AXES_MAX:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.optimizer.zero: {config.optimizer.zero} beside a plan over {len(axes)} axes "
             f"({', '.join(axes)}): torch divides what a plan divided over at most "
             f"{_SHARDED_AXES_MAX}",
@@ -237,7 +239,7 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     if degree == 1 and layout.world_size > 1:
         for key in ("dtype", "offload"):
             if getattr(config.optimizer, key):
-                raise UsageError(
+                raise ConfigError(
                     f"{ROOT}.optimizer.{key}: needs several data-parallel ranks, "
                     f"and {DATA_AXIS} is 1"
                 )
@@ -252,7 +254,7 @@ def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
     }
     for key, value in whole.items():
         if dtype and value and degree > 1:
-            raise UsageError(
+            raise ConfigError(
                 f"{ROOT}.{key}: {value} leaves parameters whole and in their own type, "
                 f"and {ROOT}.optimizer.dtype computes in {dtype}",
                 hint="leave out one of the two",
@@ -263,13 +265,13 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.dropout != "exact":
         return
     if config.pipeline and layout.size(PIPELINE_AXIS) > 1:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.dropout: exact with a pipeline, whose stages draw each for itself "
             "(choose local)"
         )
     microbatches = config.pipeline.microbatches if config.pipeline else config.accumulate
     if layout.size(DATA_AXIS) > 1 and microbatches > 1:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.dropout: exact with {microbatches} micro-batches, which hold other samples "
             "than those of one process (choose local)"
         )
@@ -282,16 +284,16 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
         seen: set[str] = set()
         for axis in axes:
             if axis not in layout.axes:
-                raise UsageError(
+                raise ConfigError(
                     f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
                 )
             if axis not in allowed:
-                raise UsageError(
+                raise ConfigError(
                     f"{where}.{key}: {axis} divides the batch or the layers, not an operator"
                     f" (choose {', '.join(allowed) or 'another axis in the mesh'})"
                 )
             if axis in seen:
-                raise UsageError(f"{where}.{key}: axis {axis!r} stands there twice")
+                raise ConfigError(f"{where}.{key}: axis {axis!r} stands there twice")
             seen.add(axis)
 
 
@@ -299,14 +301,14 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     """Return the axis of a rule with a style.
 
     Raises:
-        UsageError: None is named, and there is not exactly one to choose.
+        ConfigError: None is named, and there is not exactly one to choose.
     """
     if rule.axis:
         return rule.axis
     choices = plan_axes(layout)
     if len(choices) == 1:
         return choices[0]
-    raise UsageError(
+    raise ConfigError(
         f"{ROOT}.plan: style {rule.style} of {rule.match!r} needs an axis "
         f"(choose {', '.join(choices) or 'one in the mesh besides dp and pp'})"
     )

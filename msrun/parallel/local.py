@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -38,12 +38,12 @@ def scalar_loss(loss: Any) -> Tensor:
     """Return all of a loss.
 
     Raises:
-        UsageError: It is not one number that gradients can come from.
+        ModelError: It is not one number that gradients can come from.
     """
     if not isinstance(loss, Tensor):
-        raise UsageError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
+        raise ModelError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
     if loss.numel() != 1:
-        raise UsageError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
+        raise ModelError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
     return whole(loss)
 
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT
 
 _SHOWN_MAX = 8
@@ -21,13 +21,13 @@ def matching(patterns: Iterable[str], names: Sequence[str], key: str) -> set[str
         key: Where the patterns stand in the configuration, for messages.
 
     Raises:
-        UsageError: A pattern matches none.
+        ConfigError: A pattern matches none.
     """
     found: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched:
-            raise UsageError(
+            raise ConfigError(
                 f"{ROOT}.{key}: {pattern!r} matches nothing ({_choices(pattern, names)})"
             )
         found |= matched

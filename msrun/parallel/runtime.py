@@ -5,43 +5,43 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import random
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from msrun import beat, environ
+from msrun import environ
 from msrun.environ import RankIdentity
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
-from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.config import ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
-from msrun.parallel.layout import MeshLayout, resolve, root_axes
+from msrun.parallel.layout import MeshLayout, resolve
+from msrun.parallel.rank_context import BatchWeight, Rank, RankContext, placed
+from msrun.parallel.replicas import seed_everything
+from msrun.worker.beat import beat
 
 # What only later calls need they import themselves: a rank that nobody forked waits for each.
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
-    from msrun.parallel.data import MeshLoader
+    from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.deferred.init import DeferredInit
-    from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.sharded_model import ShardedModel
     from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class Runtime:
@@ -76,48 +76,57 @@ class Runtime:
         self.generation = identity.generation
         self.config = config
         self.device = device
-        self._layout: MeshLayout | None = None
-        if config.mesh != "auto":
-            self.lay_out(config)
+        self._unplaced = Rank(
+            rank=self.rank, world_size=self.world_size, device=device, batch=BatchWeight()
+        )
+        # `mesh: auto` has the mesh found by the first `shard`.
+        self._place = self._unplaced if config.mesh == "auto" else self._unplaced.place(config)
         self._owns_group = owns_group
         self._models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = (
             weakref.WeakKeyDictionary()
         )
-        # Share of the current batch in the mean over the job, of `loader`; 1 is an equal one.
-        self.batch_weight = 1.0
-        # Of each model that a plan of mode auto runs, for checkpoints.
-        self.dropout_rngs: list[tuple[DropoutRng, ...]] = []
-        self._described = False
+        # Of each model that a plan of mode auto runs, in the order of `shard`, for checkpoints.
+        self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
 
-    def lay_out(self, config: ParallelConfig) -> None:
-        """Make the mesh that `config` names; all ranks call it, once."""
-        self._layout = layout = resolve(config, self.world_size)
-        self._mesh = _mesh(self.device, layout.axes)
-        axes = root_axes(config, layout)
-        self._root_mesh = self._mesh if axes == layout.axes else _mesh(self.device, axes)
+    @property
+    def context(self) -> RankContext:
+        """This rank on its mesh, as the parts of the runtime take it.
+
+        Raises:
+            UsageError: `mesh: auto` has the mesh found by `shard`, which was not called.
+        """
+        return placed(self._place, self.config)
 
     @property
     def layout(self) -> MeshLayout:
         """The mesh by arithmetic.
 
         Raises:
-            UsageError: `mesh: auto` has it found by `shard`, which was not called.
+            UsageError: As of `context`.
         """
-        return self._layout or resolve(self.config, self.world_size)
+        return self.context.layout
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh with its process groups, which is there with `layout`."""
-        return self._mesh
+        """The mesh with its process groups.
+
+        Raises:
+            UsageError: As of `context`.
+        """
+        return self.context.mesh
 
     @property
-    def root_mesh(self) -> DeviceMesh:
-        """The same with the axis `dp` in two, where optimizer parallel has copies."""
-        return self._root_mesh
+    def batch_weight(self) -> float:
+        """Weight of the current batch of `loader` in a mean over the job; 1 is an equal share.
+
+        A loop that sums its own means multiplies each by it, so that an uneven last batch counts
+        every sample once.
+        """
+        return self._unplaced.batch.value
 
     @property
     def is_main(self) -> bool:
@@ -127,13 +136,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.layout.coordinate(self.rank)
-
-    @property
-    def stream(self) -> int:
-        """Number of this rank's random stream; 0 goes on with that of rank 0, as one process."""
-        is_common = self.config.dropout == "exact" or self.config.mode == "auto"
-        return 0 if is_common else self.layout.stream(self.rank)
+        return self.context.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -141,14 +144,19 @@ class Runtime:
         Raises:
             UsageError: The mesh has no such axis.
         """
-        if axis not in self.layout.axes:
-            raise UsageError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
-        return self.mesh.get_group(axis)
+        return self.context.group(axis)
 
-    def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 alone."""
+    def print(
+        self,
+        *values: object,
+        sep: str | None = " ",
+        end: str | None = "\n",
+        file: IO[str] | None = None,
+        flush: bool = True,
+    ) -> None:
+        """Print on rank 0 alone, as the built-in `print` does."""
         if self.is_main:
-            print(*values, **{"flush": True, **options})  # noqa: T201 - what it is for
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def barrier(self) -> None:
         """Wait until every rank of the job is here."""
@@ -176,7 +184,7 @@ class Runtime:
         with block:
             yield
 
-    def shard(self, model: nn.Module, sample: Sequence[Any] | None = None) -> nn.Module:
+    def shard(self, model: nn.Module, sample: Sequence[object] | None = None) -> nn.Module:
         """Make `model` parallel as configured and return what is to be trained.
 
         All ranks call it with the same model; parameters and buffers become those of the
@@ -196,11 +204,14 @@ class Runtime:
 
         if model in self._models:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
-        result, sharded = shard_model(self, model, sample)
-        self._models[result] = sharded
+        rank = self._unplaced if self.config.mesh == "auto" else self.context
+        result, state, self._place = shard_model(self.config, rank, model, sample)
+        self._models[result] = state
+        if state.dropout_rngs:
+            self._dropout_rngs.append(state.dropout_rngs)
         return result
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Return `optimizer`, made of the parameters of a sharded model.
 
         A group of parameters of several kinds, whole and divided, becomes one of each kind, so
@@ -219,7 +230,9 @@ class Runtime:
         split_groups(optimizer)
         return optimizer
 
-    def loader(self, dataset: Dataset[Any], batch_size: int, **options: Any) -> MeshLoader:
+    def loader(
+        self, dataset: SizedDataset, batch_size: int, **options: Unpack[LoaderOptions]
+    ) -> MeshLoader:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
@@ -232,14 +245,14 @@ class Runtime:
         """
         from msrun.parallel.data import MeshLoader
 
-        return MeshLoader(self, dataset, batch_size, **options)
+        return MeshLoader(self.context, dataset, batch_size, **options)
 
     def step(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFunction,
-        *batch: Any,
+        *batch: object,
         max_norm: float | None = None,
     ) -> Tensor:
         """Train on one local batch: forward, backward, reduction, optimizer step.
@@ -264,7 +277,15 @@ class Runtime:
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
-        loss = run_step(self, model, optimizer, loss_fn, batch, max_norm=max_norm)
+        loss = run_step(
+            self.config,
+            self.context,
+            self.sharded(model),
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            batch=batch,
+            max_norm=max_norm,
+        )
         if saves:
             self.checkpoints.after_step(model, optimizer)
         beat()
@@ -275,7 +296,7 @@ class Runtime:
         """What saves and loads; made at its first use, which all ranks make together."""
         from msrun.parallel.checkpoint.api import Checkpoints
 
-        return Checkpoints(self)
+        return Checkpoints(self.config, self.context, self._dropout_rngs)
 
     def save(
         self,
@@ -285,7 +306,7 @@ class Runtime:
         step: int,
         path: str | Path | None = None,
         loader: MeshLoader | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> None:
         """Write a checkpoint, which any number of ranks in any layout can load.
 
@@ -309,7 +330,7 @@ class Runtime:
         *,
         path: str | Path | None = None,
         loader: MeshLoader | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> int:
         """Load a checkpoint, or the newest of a directory, and return the steps it had done.
 
@@ -332,7 +353,7 @@ class Runtime:
         optimizer: torch.optim.Optimizer,
         loader: MeshLoader | None = None,
         *,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> int:
         """Go on from the newest checkpoint of the configured directory, if there is one.
 
@@ -350,12 +371,6 @@ class Runtime:
         with self.sharded(model).paused():
             yield
 
-    def describe_once(self, model: PipelineModel, inputs: Sequence[Any]) -> None:
-        """Print how the stages of `model` share its work, before its first step on `inputs`."""
-        if not self._described:
-            self._described = True
-            self.print(model.describe(inputs))
-
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients of `model` so that their global norm is at most `max_norm`.
 
@@ -364,7 +379,7 @@ class Runtime:
         """
         from msrun.parallel.step import clip
 
-        return clip(self, model, max_norm)
+        return clip(self.config, self.context, self.sharded(model), max_norm)
 
     def sharded(self, model: nn.Module) -> ShardedModel:
         """Return what `shard` made of `model`.
@@ -379,10 +394,9 @@ class Runtime:
 
     def mean_over_data(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
-        value = value.detach() * self.batch_weight
-        if self.layout.size(DATA_AXIS) > 1:
-            dist.all_reduce(value, group=self.group(DATA_AXIS))
-        return value / self.layout.size(DATA_AXIS)
+        from msrun.parallel.step import mean_over_data
+
+        return mean_over_data(self.context, value)
 
     def finish(self) -> None:
         """Wait until every checkpoint is written; at a good end this happens by itself.
@@ -412,10 +426,6 @@ class Runtime:
         if error is None:
             self.finish()
         self.close()
-
-
-def _mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 _current: Runtime | None = None
@@ -449,7 +459,7 @@ def init(
     global _current  # noqa: PLW0603 - as in `_forget`
     if _current is not None:
         if config is not None and read_config(config) != _current.config:
-            raise UsageError("msrun.init was called before with another configuration")
+            raise ConfigError("msrun.init was called before with another configuration")
         return _current
     env = environ.current()
     identity = read_identity(env)
@@ -485,13 +495,5 @@ def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
     found.close()
     # Threads of a group that something holds may still let go of a tensor, and Python, once
     # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
-    for name in ("_mesh", "_root_mesh"):
+    for name in ("_place", "checkpoints"):
         vars(found).pop(name, None)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy if it is loaded, and torch."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed(seed % 2**32)

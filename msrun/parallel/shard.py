@@ -1,192 +1,249 @@
-"""What `rt.shard` does to a model, in the one order in which the parts fit together.
+"""`rt.shard`: the parts of the runtime, applied to a model in the one order in which they compose.
 
-Equal weights everywhere -> operator plan -> batch norms and dropout -> recomputation -> optimizer
-sharding or reduction of gradients -> random streams.
+Equal weights everywhere -> pipeline stages -> operator plan -> batch norms and dropout ->
+recomputation -> optimizer sharding or gradient reduction -> random streams.
+
+Each part is a package of its own and knows nothing of the others; the order stands here alone.
+Stages come first, so that every later part sees only the modules of this rank.  The operator plan
+replaces parameters by DTensors before `fully_shard` shards them once more.  Recomputation wraps
+modules after the plan, so that it repeats their collectives too.  What a part needs beyond the
+configuration is resolved before the first change, so that a refusal leaves the model untouched.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.layers import batch_norm, recompute
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
-from msrun.parallel.sharded_model import Context, ParameterSnapshot, Reduction, ShardedModel
+from msrun.parallel.rank_context import Rank, RankContext, placed
+from msrun.parallel.replicas import broadcast_weights, split_random_streams
+from msrun.parallel.sharded_model import (
+    Context,
+    ParameterSnapshot,
+    Reduction,
+    ShardedModel,
+    entered,
+)
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 
+# Functions below import `torch.distributed.tensor` only where the configuration needs it: that
+# takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-    from msrun.parallel.runtime import Runtime
+    from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
-_BROADCAST_BYTES = 25 * 2**20
-_GOLDEN = 0x9E3779B97F4A7C15
+
+class Sharded(NamedTuple):
+    """The result of `shard_model`.
+
+    Args:
+        model: What is to be trained: the model itself, or this rank's stage of it.
+        state: What its steps need.
+        context: This rank on the mesh, which `mesh: auto` found only now.
+    """
+
+    model: nn.Module
+    state: ShardedModel
+    context: RankContext
 
 
 class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the configuration says about one model, found before anything is changed.
+    """The configuration applied to the names of one model, before anything is changed.
 
     Args:
-        plans: Module -> how it computes.
+        config: The configuration.
+        plans: Module -> its operator plan.
         recomputed: Modules that recompute.
-        excluded: Parameters that are not reduced.
+        excluded: Parameters whose gradients are not reduced.
     """
 
+    config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
     excluded: set[str]
 
 
-def _resolve_plan(runtime: Runtime, model: nn.Module) -> _ResolvedPlan:
-    config = runtime.config
+def shard_model(
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
+) -> Sharded:
+    """Make `model` parallel as `config` says.
+
+    Args:
+        config: The parallel configuration.
+        rank: This rank; a `RankContext` unless `mesh: auto` is to find the mesh.
+        model: Is used up.
+        sample: As of `Runtime.shard`.
+
+    Raises:
+        ModelError: The configuration does not fit the model; then nothing was changed.
+    """
+    if config.mode == "auto":
+        return _shard_by_search(config, rank, model, sample)
+    context = placed(rank, config)
+    resolved = _resolve_plan(config, context, model)
+    weights = None
+    if is_deferred := _is_on_meta(model):
+        from msrun.parallel.deferred import fill
+
+        if resolved.excluded:
+            raise ModelError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
+        weights = fill.find(model)
+        fill.move(model, context.device)
+    else:
+        model.to(context.device)
+    originals = _Originals(model, is_strong=weights is not None)
+    if context.world_size > 1:
+        broadcast_weights(model, resolved.excluded)
+    if config.pipeline:
+        from msrun.parallel.pipeline.model import split_model
+
+        group = context.group(PIPELINE_AXIS)
+        model = split_model(model, config.pipeline, group, context.device, sample)
+        weights = fill.find(model) if is_deferred else None
+    state = _make_parallel(context, model, resolved, originals, weights)
+    if context.world_size > 1:
+        split_random_streams(context)
+    return Sharded(model, state, context)
+
+
+def _shard_by_search(
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
+) -> Sharded:
+    """Shard `model` by the plan that `mode: auto` finds, or that a file holds."""
+    from msrun.parallel.auto.apply import apply, check_sample
+
+    batch_norm.check(config, model)
+    sample = check_sample(model, sample)
+    model.to(rank.device)
+    originals = _Originals(model, is_strong=False)
+    if rank.world_size > 1:
+        broadcast_weights(model, excluded=())
+    applied = apply(config, rank, model, sample)
+    if applied.config is None:
+        state = ShardedModel(
+            applied.model,
+            originals.references(),
+            [],
+            contextlib.nullcontext,
+            microbatches=applied.microbatches,
+            is_pipeline=applied.is_pipeline,
+            dropout_rngs=applied.dropout_rngs,
+        )
+        return Sharded(applied.model, state, applied.context)
+    # The runtime does by itself what the plan says: its configuration stands for the plan.
+    resolved = _resolve_plan(applied.config, applied.context, model)
+    state = _make_parallel(applied.context, model, resolved, originals)
+    state.dropout_rngs = applied.dropout_rngs
+    applied.finish()
+    return Sharded(model, state, applied.context)
+
+
+def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
-    if config.plan and config.mode != "auto":
-        shapes = _late("msrun.parallel.tensor.hooks").describe_modules(model)
+    if config.plan:
+        from msrun.parallel.tensor.hooks import describe_modules
+
         source = config.plan if isinstance(config.plan, str) else None
-        plans = plan_modules(_rules(runtime, model), runtime.layout, shapes, source)
+        rules = _rules(config, context, model)
+        plans = plan_modules(rules, context.layout, describe_modules(model), source)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
-    if config.mode != "auto":
-        sparse_embedding.check(config, runtime.layout, model, plans)
-        if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
-            sparse_embedding.check_whole(model, _whole(runtime, model, excluded))
+    sparse_embedding.check(config, context.layout, model, plans)
+    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+        sparse_embedding.check_whole(model, _replicated(config, model, excluded))
     return _ResolvedPlan(
+        config=config,
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=excluded,
     )
 
 
-def _whole(runtime: Runtime, model: nn.Module, excluded: Collection[str]) -> set[Parameter]:
-    """Return the parameters of `model` that optimizer parallel leaves whole."""
-    small: set[Parameter] = _late("msrun.parallel.data_parallel.zero").small_parameters(
-        runtime.config, model
-    )
-    return small | {param for name, param in model.named_parameters() if name in excluded}
+def _replicated(
+    config: ParallelConfig, model: nn.Module, excluded: Collection[str]
+) -> set[Parameter]:
+    """Return the parameters of `model` that optimizer parallel leaves replicated."""
+    from msrun.parallel.data_parallel.zero import small_parameters
+
+    named = model.named_parameters()
+    return small_parameters(config, model) | {param for name, param in named if name in excluded}
 
 
-def _rules(runtime: Runtime, model: nn.Module) -> list[PlanRule]:
-    """Return the rules of the plan, for which a strategy file is read."""
-    config, layout = runtime.config, runtime.layout
+def _rules(config: ParallelConfig, context: RankContext, model: nn.Module) -> list[PlanRule]:
+    """Return the rules of the plan; a strategy file is read."""
     if not isinstance(config.plan, str):
         return config.plan
+    from msrun.parallel.checkpoint.strategy_file import read_strategy
+
     named = model.named_parameters(remove_duplicate=False)
     shapes = {name: param.shape for name, param in named}
-    read = _late("msrun.parallel.checkpoint.strategy_file").read_strategy
-    rules: list[PlanRule] = read(config.plan, layout, shapes)
-    resolve(msgspec.structs.replace(config, plan=rules), layout.world_size)
+    rules = read_strategy(config.plan, context.layout, shapes)
+    resolve(msgspec.structs.replace(config, plan=rules), context.world_size)
     return rules
 
 
-def shard_model(
-    runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None
-) -> tuple[nn.Module, ShardedModel]:
-    """Make `model` parallel, as `runtime.config` says, and return what is to be trained.
-
-    Raises:
-        UsageError: The configuration does not fit the model; then nothing was changed.
-    """
-    config = runtime.config
-    resolved = _resolve_plan(runtime, model)
-    if resolved.excluded and _is_on_meta(model):
-        raise UsageError(f"{ROOT}.reduce.exclude: init_on_meta gives all ranks the same values")
-    late = _late("msrun.parallel.deferred.fill") if _is_on_meta(model) else None
-    weights = late.find(model) if late else None
-    if late:
-        late.move(model, runtime.device)
-    else:
-        model.to(runtime.device)
-    originals = _Originals(model, is_strong=weights is not None)
-    if runtime.world_size > 1:
-        _equalize(model, resolved.excluded)
-    if config.mode == "auto":
-        applied = _late("msrun.parallel.auto.apply").apply(runtime, model, sample)
-        model, references = applied.model, originals.references()
-        if applied.config is None:
-            nothing = contextlib.nullcontext
-            return model, ShardedModel(model, references, [], nothing, **applied.options)
-        with _under(runtime, applied.config):
-            sharded = _make_parallel(runtime, model, _resolve_plan(runtime, model), originals)
-        applied.finish()
-        return model, sharded
-    if config.pipeline:
-        split = _late("msrun.parallel.pipeline.model").split_model
-        axis = runtime.group(PIPELINE_AXIS)
-        model = split(model, config.pipeline, axis, runtime.device, sample)
-        weights = late.find(model) if late else None
-    sharded = _make_parallel(runtime, model, resolved, originals, weights)
-    if runtime.world_size > 1:
-        _divide_random_streams(runtime)
-    return model, sharded
-
-
-@contextlib.contextmanager
-def _under(runtime: Runtime, config: ParallelConfig) -> Iterator[None]:
-    """Have the runtime do what `config` says instead of its own configuration."""
-    before, runtime.config = runtime.config, config
-    try:
-        yield
-    finally:
-        runtime.config = before
-
-
 def _make_parallel(
-    runtime: Runtime,
+    context: RankContext,
     model: nn.Module,
     resolved: _ResolvedPlan,
     originals: _Originals,
-    weights: Any = None,
+    weights: Weights | None = None,
 ) -> ShardedModel:
-    """Divide what `model` computes and holds; `weights` fill one of `init_on_meta`."""
-    config = runtime.config
-    guard = _change_modules(runtime, model, resolved)
-    divided = None
-    if config.optimizer.zero and runtime.layout.size(DATA_AXIS) > 1:
-        divided = _divide_parameters(runtime, model, resolved)
+    """Shard what `model` computes and holds; `weights` fill a model of `init_on_meta`."""
+    config = resolved.config
+    guard = _change_modules(context, model, resolved)
+    zero = None
+    if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+        zero = _shard_parameters(context, model, resolved)
     if weights is not None:
-        is_offloaded = divided is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - divided.whole if divided and is_offloaded else set()
-        _late("msrun.parallel.deferred.fill").fill(model, weights, runtime.device, on_host)
+        from msrun.parallel.deferred.fill import fill
+
+        is_offloaded = zero is not None and config.optimizer.offload
+        on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
+        fill(model, weights, context.device, on_host)
     if guard:
-        _late("msrun.parallel.tensor.hooks").watch(model)
-    snapshot = _snapshot(runtime, model, divided)
-    reductions = _reduce(runtime, model, resolved, divided, snapshot.check)
+        from msrun.parallel.tensor.hooks import watch
+
+        watch(model)
+    snapshot = _snapshot(config, model, zero)
     return ShardedModel(
         model,
         originals.references(),
-        reductions,
+        _reductions(context, model, resolved, zero, snapshot.check),
         guard.active_with_loss if guard else contextlib.nullcontext,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
-        snapshot=snapshot if runtime.world_size > 1 else None,
-        order=divided.order if divided else None,
+        snapshot=snapshot if context.world_size > 1 else None,
+        order=zero.order if zero else None,
     )
 
 
-def _snapshot(runtime: Runtime, model: nn.Module, divided: _Divided | None) -> ParameterSnapshot:
-    whole = None if divided is None else divided.whole
+def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
     named = model.named_parameters(remove_duplicate=False)
-    gathered = {name for name, param in named if whole is not None and param not in whole}
-    has_plan = bool(runtime.config.plan or runtime.config.pipeline)
+    gathered = {name for name, param in named if zero and param not in zero.replicated}
+    has_plan = bool(config.plan or config.pipeline)
     return ParameterSnapshot(model, gathered, can_thaw=not has_plan)
 
 
@@ -212,166 +269,105 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _change_modules(runtime: Runtime, model: nn.Module, resolved: _ResolvedPlan) -> Guard | None:
-    """Apply what stays within modules: operator plan, batch norms, recomputation."""
-    config = runtime.config
+def _change_modules(
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+) -> Guard | None:
+    """Apply what stays within modules: operator plan, batch norms, dropout, recomputation."""
+    config = resolved.config
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
-    guard = _divide_operators(runtime, model, plans)
-    if runtime.layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
-        batch_norm.synchronize(model, runtime.group(DATA_AXIS))
+    is_data_parallel = context.layout.size(DATA_AXIS) > 1
+    guard = _shard_operators(context, model, plans)
+    if is_data_parallel and config.batch_norm == "sync":
+        batch_norm.synchronize(model, context.group(DATA_AXIS))
     inside: list[Context] = [guard.active] if guard else []
-    if _is_dropout_exact(runtime):
-        exact = _late("msrun.parallel.layers.dropout").ExactDropout(runtime)
+    if is_data_parallel and config.dropout == "exact":
+        from msrun.parallel.layers.dropout import ExactDropout
+
+        exact = ExactDropout(context)
         inside.insert(0, exact.active)
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
-        recompute.apply(model, recomputed, config.recompute.save, partial(_all_of, inside))
+        recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard
 
 
-def _is_dropout_exact(runtime: Runtime) -> bool:
-    return runtime.config.dropout == "exact" and runtime.layout.size(DATA_AXIS) > 1
-
-
-@contextlib.contextmanager
-def _all_of(contexts: Sequence[Context]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context())
-        yield
-
-
-def _divide_operators(
-    runtime: Runtime, model: nn.Module, plans: Mapping[str, ModulePlan]
+def _shard_operators(
+    context: RankContext, model: nn.Module, plans: Mapping[str, ModulePlan]
 ) -> Guard | None:
-    """Apply the operator plan; return what guards the model, None where nothing is divided."""
-    axes = plan_axes(runtime.layout)
-    if not plans or math.prod(map(runtime.layout.size, axes)) == 1:
+    """Apply the operator plan and return its guard; None where the plan shards nothing."""
+    axes = plan_axes(context.layout)
+    if not plans or math.prod(map(context.layout.size, axes)) == 1:
         return None
-    guard: Guard = _late("msrun.parallel.tensor.hooks").apply(model, plans, runtime.root_mesh[axes])
-    return guard
+    from msrun.parallel.tensor import hooks
+
+    return hooks.apply(model, plans, context.root_mesh[axes])
 
 
-class _Divided(msgspec.Struct, frozen=True):
-    """What optimizer parallel did.
+class _Zero(NamedTuple):
+    """A model under optimizer parallel.
 
     Args:
         model: The model, which is a module of `fully_shard` now.
-        whole: Parameters that it left whole.
-        order: In which ranks gather the others.
+        replicated: Parameters that it left replicated.
+        order: Compares the order in which ranks gather the others.
     """
 
-    model: Any
-    whole: set[Parameter]
+    model: FSDPModule
+    replicated: set[Parameter]
     order: CollectiveOrder
 
 
-def _divide_parameters(runtime: Runtime, model: nn.Module, resolved: _ResolvedPlan) -> _Divided:
-    zero = _late("msrun.parallel.data_parallel.zero")
-    whole = _whole(runtime, model, resolved.excluded)
-    units = zero.units(runtime.config, model, resolved.plans)
-    module = zero.apply(runtime, model, units, whole)
-    watch = _late("msrun.parallel.data_parallel.collective_order").CollectiveOrder
-    level = runtime.config.optimizer.zero
-    order = watch(module, runtime.group(DATA_AXIS), runtime.device, level=level)
-    divided = _Divided(module, whole, order)
-    if runtime.config.pipeline:
-        model.reduces_once = runtime.config.optimizer.zero == 1  # type: ignore[assignment]
-    return divided
+def _shard_parameters(context: RankContext, model: nn.Module, resolved: _ResolvedPlan) -> _Zero:
+    from msrun.parallel.data_parallel import zero
+    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+
+    config = resolved.config
+    replicated = _replicated(config, model, resolved.excluded)
+    units = zero.units(config, model, resolved.plans)
+    module = zero.apply(config, context, model, units, replicated)
+    level = config.optimizer.zero
+    order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
+    if config.pipeline:
+        model.reduces_once = level == 1  # type: ignore[assignment]
+    return _Zero(module, replicated, order)
 
 
-def _reduce(
-    runtime: Runtime,
+def _reductions(
+    context: RankContext,
     model: nn.Module,
     resolved: _ResolvedPlan,
-    divided: _Divided | None,
+    zero: _Zero | None,
     check: Callable[[], None],
 ) -> list[Reduction]:
-    """See to the sum of gradients over data-parallel ranks."""
-    if runtime.layout.size(DATA_AXIS) == 1:
+    """Return what sums gradients over data-parallel ranks: ZeRO's own, and that of the rest."""
+    if context.layout.size(DATA_AXIS) == 1:
         return []
-    config, group = runtime.config, runtime.group(DATA_AXIS)
+    config, group = resolved.config, context.group(DATA_AXIS)
     params = [
         (name, param)
         for name, param in model.named_parameters()
         if param.requires_grad and name not in resolved.excluded
     ]
     reductions: list[Reduction] = []
-    if divided is not None:
-        zero, level = _late("msrun.parallel.data_parallel.zero"), config.optimizer.zero
+    if zero is not None:
+        from msrun.parallel.data_parallel.zero import paused, reduce
+
+        level = config.optimizer.zero
         reductions.append(
-            Reduction(
-                partial(zero.paused, divided.model, level),
-                partial(zero.reduce, divided.model, level),
-            )
+            Reduction(partial(paused, zero.model, level), partial(reduce, model, level))
         )
-        params = [(name, param) for name, param in params if param in divided.whole]
+        params = [(name, param) for name, param in params if param in zero.replicated]
     if params:
         dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
-        buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse_embedding.sparse(model))
+        sparse = sparse_embedding.sparse(model)
+        buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse)
         scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
         reducer = GradientReducer(buckets, group, scale=scale, check=check)
         reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
     return reductions
-
-
-def _late(name: str) -> Any:
-    """Return a module that imports `torch.distributed.tensor`, which takes a second."""
-    return importlib.import_module(name)
-
-
-@torch.no_grad()
-def _equalize(model: nn.Module, excluded: set[str]) -> None:
-    """Give every rank the parameters and buffers of rank 0, but the `excluded` parameters."""
-    params = [param for name, param in model.named_parameters() if name not in excluded]
-    tensors = [tensor for tensor in (*params, *model.buffers()) if not tensor.is_meta]
-    for run in _runs(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in run])
-        dist.broadcast(flat, src=0)
-        parts = flat.split([tensor.numel() for tensor in run])
-        for tensor, part in zip(run, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `tensors` in runs of one type that are worth one message."""
-    run: list[Tensor] = []
-    size = 0
-    for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
-        if run and (tensor.dtype != run[0].dtype or size + tensor.nbytes > _BROADCAST_BYTES):
-            yield run
-            run, size = [], 0
-        run.append(tensor)
-        size += tensor.nbytes
-    if run:
-        yield run
-
-
-def _divide_random_streams(runtime: Runtime) -> None:
-    """Let ranks that see the same samples in the same layers draw the same numbers, others others.
-
-    The first goes on with the stream of rank 0, as one process would.
-    """
-    own = [torch.get_rng_state(), torch.tensor([torch.initial_seed()], dtype=torch.uint64)]
-    states = own if runtime.device.type == "cpu" else [*own, _device_state(runtime)]
-    for state in states:
-        there = state.view(torch.uint8).to(runtime.device)
-        dist.broadcast(there, src=0)
-        state.view(torch.uint8).copy_(there)
-    if runtime.stream:
-        torch.manual_seed((int(states[1].item()) + runtime.stream * _GOLDEN) % 2**63)
-    else:
-        torch.set_rng_state(states[0])
-        if runtime.device.type != "cpu":
-            getattr(torch, runtime.device.type).set_rng_state(states[2])
-
-
-def _device_state(runtime: Runtime) -> Tensor:
-    state: Tensor = getattr(torch, runtime.device.type).get_rng_state()
-    return state

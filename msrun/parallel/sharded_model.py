@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 
 if TYPE_CHECKING:
+    from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.pipeline.model import PipelineModel
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -43,7 +45,7 @@ class ParameterSnapshot:
         """See whether they are still there, and none of the others is trained.
 
         Raises:
-            UsageError: One would be left to each rank by itself.
+            ModelError: One would be left to each rank by itself.
         """
         model = self._model()
         if model is None:
@@ -52,13 +54,13 @@ class ParameterSnapshot:
         for name in {**parts, **found}:
             if name not in found or name not in parts or found[name] is not parts[name]:
                 what = "replaced" if name in parts else "added"
-                raise UsageError(
+                raise ModelError(
                     f"{name} was {what} after rt.shard, so ranks do not train it together",
                     hint="change the model before rt.shard",
                 )
         for name in self._frozen:
             if model.get_parameter(name).requires_grad:
-                raise UsageError(
+                raise ModelError(
                     f"{name} was frozen in rt.shard, so ranks do not train it together",
                     hint="freeze what is to be trained later after rt.shard",
                 )
@@ -89,7 +91,8 @@ class Reduction(msgspec.Struct, frozen=True):
     completed: Context = contextlib.nullcontext
 
 
-def _all_of(contexts: Iterable[Context]) -> contextlib.ExitStack:
+def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
+    """Enter `contexts` in order; the result leaves them all, the last one first."""
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -109,6 +112,10 @@ class ShardedModel:
         contents: Its parameters; None where they may change.
         excluded: Names of parameters that each data-parallel rank has for itself.
         order: Compares what ranks gather; None where nothing is gathered.
+        dropout_rngs: Random generators of a model that a plan of mode auto runs.
+
+    Attributes:
+        is_described: Whether its pipeline was printed, which the first step does.
     """
 
     def __init__(
@@ -123,18 +130,36 @@ class ShardedModel:
         excluded: Collection[str] = (),
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
+        dropout_rngs: Sequence[DropoutRng] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
+        self.dropout_rngs = dropout_rngs
+        self.is_described = False
         self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
+
+    def model(self) -> nn.Module:
+        """Return the model.
+
+        Raises:
+            ReferenceError: Nothing else holds it any more.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of rt.shard is gone")
+        return model
+
+    def pipeline(self) -> PipelineModel:
+        """Return the model, which is a stage of a pipeline."""
+        return cast("PipelineModel", self.model())
 
     def parameters(self) -> list[Parameter]:
         """Return this rank's parameters, each once."""
@@ -149,11 +174,11 @@ class ShardedModel:
 
     def paused(self) -> contextlib.ExitStack:
         """Let gradients add up on this rank, inside the context that is returned."""
-        return _all_of(reduction.paused for reduction in self._reductions)
+        return entered(reduction.paused for reduction in self._reductions)
 
     def completed(self) -> contextlib.ExitStack:
         """Have gradients summed after the one backward pass inside the context that is returned."""
-        return _all_of(reduction.completed for reduction in self._reductions)
+        return entered(reduction.completed for reduction in self._reductions)
 
     def reduce(self) -> None:
         """Reduce the gradients that backward passes left while paused."""
@@ -164,7 +189,7 @@ class ShardedModel:
         """Refuse a model that has changed since `shard`, or an optimizer of another one.
 
         Raises:
-            UsageError: A step would train something else, or nothing.
+            ModelError: A step would train something else, or nothing.
         """
         if self._snapshot:
             self._snapshot.check()
@@ -174,7 +199,7 @@ class ShardedModel:
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if self._own.isdisjoint(held):
             name = type(self._model()).__name__
-            raise UsageError(f"{type(optimizer).__name__} holds no parameter of {name}")
+            raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers.add(optimizer)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -183,5 +208,7 @@ class ShardedModel:
         replaced -= {id(param) for param in self.parameters()}
         for group in optimizer.param_groups:
             if any(id(param) in replaced for param in group["params"]):
-                message = f"{type(optimizer).__name__} holds parameters from before rt.shard"
-                raise UsageError(message, hint="make the optimizer after rt.shard(model)")
+                raise ModelError(
+                    f"{type(optimizer).__name__} holds parameters from before rt.shard",
+                    hint="make the optimizer after rt.shard(model)",
+                )

@@ -3,86 +3,94 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
-from msrun.errors import UsageError
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT
+from msrun.errors import ModelError
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.local import scalar_loss
+from msrun.parallel.rank_context import RankContext
+from msrun.parallel.sharded_model import ShardedModel
 
-if TYPE_CHECKING:
-    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-    from msrun.parallel.pipeline.model import PipelineModel
-    from msrun.parallel.runtime import Runtime
-
+# Output of the model and target of the batch, whatever types they have, to the mean loss.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
 def run_step(
-    runtime: Runtime,
-    model: nn.Module,
+    config: ParallelConfig,
+    context: RankContext,
+    sharded: ShardedModel,
+    *,
     optimizer: torch.optim.Optimizer,
     loss_fn: LossFunction,
     batch: Sequence[Any],
-    *,
     max_norm: float | None,
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
     if len(batch) < 2:  # noqa: PLR2004 - an input and a target
-        raise UsageError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
+        raise ModelError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
     if max_norm is not None:
-        check_clip(runtime)
-    sharded = runtime.sharded(model)
+        check_clip(config, context)
     sharded.check(optimizer)
-    batch = [_to(value, runtime.device) for value in batch]
+    batch = [_to(value, context.device) for value in batch]
     optimizer.zero_grad()
     train = _train_pipeline if sharded.is_pipeline else _train
     order = sharded.order
     with order.compared_later() if order else contextlib.nullcontext():
-        loss = train(runtime, model, loss_fn, batch)
-    loss = _mean(runtime, order, loss)  # refuses gradients that must not change a weight
+        loss = train(context, sharded, loss_fn, batch)
+    # Before any weight changes: ranks that gathered in another order are refused here.
+    if order:
+        loss = order.sum_and_compare(loss.detach() * context.batch.value)
+        loss = loss / context.layout.size(DATA_AXIS)
+    else:
+        loss = mean_over_data(context, loss)
     if max_norm is not None:
-        clip(runtime, model, max_norm)
+        clip(config, context, sharded, max_norm)
     optimizer.step()
     return loss
 
 
-def _mean(runtime: Runtime, order: CollectiveOrder | None, loss: Tensor) -> Tensor:
-    """Return the mean of `loss` over the data-parallel ranks, after comparing what they did."""
-    if order is None:
-        return runtime.mean_over_data(loss)
-    total = order.sum_and_compare(loss.detach() * runtime.batch_weight)
-    return total / runtime.layout.size(DATA_AXIS)
+def mean_over_data(context: RankContext, value: Tensor) -> Tensor:
+    """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
+    value = value.detach() * context.batch.value
+    if context.layout.size(DATA_AXIS) > 1:
+        dist.all_reduce(value, group=context.group(DATA_AXIS))
+    return value / context.layout.size(DATA_AXIS)
 
 
-def clip(runtime: Runtime, model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of `model` by their global norm, and return it.
+def clip(
+    config: ParallelConfig, context: RankContext, sharded: ShardedModel, max_norm: float
+) -> Tensor:
+    """Clip the gradients of a model by their global norm, and return the norm before.
 
     Raises:
-        UsageError: The script divides its work by hand.
+        ModelError: `mode: manual`: the script shards gradients in a way that is not known here.
     """
-    check_clip(runtime)
-    sharded = runtime.sharded(model)
-    apart, borrowed, pipeline = {}, (), None
-    if runtime.layout.size(DATA_AXIS) > 1:
-        apart = dict.fromkeys(sharded.excluded(), runtime.group(DATA_AXIS))
+    check_clip(config, context)
+    apart: dict[Parameter, dist.ProcessGroup] = {}
+    borrowed: Collection[Parameter] = ()
+    pipeline = None
+    if context.layout.size(DATA_AXIS) > 1:
+        apart = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
     if sharded.is_pipeline:
-        borrowed = model.borrowed()  # type: ignore[operator]  # it is a PipelineModel
-        pipeline = runtime.group(PIPELINE_AXIS)
+        borrowed = sharded.pipeline().borrowed()
+        pipeline = context.group(PIPELINE_AXIS)
     return clip_gradients(
         sharded.parameters(), max_norm, apart=apart, borrowed=borrowed, pipeline=pipeline
     )
 
 
-def check_clip(runtime: Runtime) -> None:
-    """Refuse a norm over parameters of which nobody knows how they are divided."""
-    axes = {name: n for name, n in runtime.layout.axes.items() if n > 1 and name != DATA_AXIS}
-    if runtime.config.mode == "manual" and axes:
-        raise UsageError(
+def check_clip(config: ParallelConfig, context: RankContext) -> None:
+    """Refuse a norm over parameters whose sharding only the script knows."""
+    axes = {name: n for name, n in context.layout.axes.items() if n > 1 and name != DATA_AXIS}
+    if config.mode == "manual" and axes:
+        raise ModelError(
             f"{ROOT}.mode: manual does not say which gradients are divided over {next(iter(axes))}"
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
@@ -90,17 +98,17 @@ def check_clip(runtime: Runtime) -> None:
 
 
 def _train(
-    runtime: Runtime, model: nn.Module, loss_fn: LossFunction, batch: Sequence[Any]
+    context: RankContext, sharded: ShardedModel, loss_fn: LossFunction, batch: Sequence[Any]
 ) -> Tensor:
     """Run forward and backward of all micro-batches; return their mean loss."""
-    sharded = runtime.sharded(model)
+    model = sharded.model()
     samples = batch_size(batch)
     if samples == 0:
-        raise UsageError("the batch has no sample")
+        raise ModelError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
-    total = torch.zeros((), device=runtime.device)
+    total = torch.zeros((), device=context.device)
     # Others may have gradients where this rank has none; what gathers parameters needs them all.
-    may_skip = runtime.layout.size(DATA_AXIS) > 1 and sharded.order is None
+    may_skip = context.layout.size(DATA_AXIS) > 1 and sharded.order is None
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused():
@@ -110,22 +118,23 @@ def _train(
                 if sharded.order:
                     sharded.order.check_trains(loss)
                 if loss.requires_grad or not may_skip:
-                    (loss * (share * runtime.batch_weight)).backward()
+                    (loss * (share * context.batch.value)).backward()
         total = total + loss.detach() * share
     if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
-        raise UsageError("the loss of no rank depends on a parameter that is trained")
+        raise ModelError("the loss of no rank depends on a parameter that is trained")
     return total
 
 
 def _train_pipeline(
-    runtime: Runtime, model: nn.Module, loss_fn: LossFunction, batch: Sequence[Any]
+    context: RankContext, sharded: ShardedModel, loss_fn: LossFunction, batch: Sequence[Any]
 ) -> Tensor:
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
-    pipeline: PipelineModel = model  # type: ignore[assignment]  # `shard` made it
-    sharded = runtime.sharded(model)
-    runtime.describe_once(pipeline, batch[:-1])
+    pipeline = sharded.pipeline()
+    if not sharded.is_described:
+        sharded.is_described = True
+        context.print(pipeline.describe(batch[:-1]))
     with sharded.paused(), sharded.computing():
-        loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, runtime.batch_weight)
+        loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, context.batch.value)
     sharded.reduce()
     pipeline.reduce_tied()
     return loss
@@ -135,24 +144,24 @@ def batch_size(batch: Any) -> int:
     """Return the number of samples in `batch`: the first dim of its first tensor.
 
     Raises:
-        UsageError: There is no tensor in it.
+        ModelError: There is no tensor in it.
     """
     for value in _tensors(batch):
         return len(value)
-    raise UsageError("the batch holds no tensor with a first dim of samples")
+    raise ModelError("the batch holds no tensor with a first dim of samples")
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Return `batch` in `parts` pieces along its first dim, as equal as they can be.
 
     Raises:
-        UsageError: There are fewer samples than pieces.
+        ModelError: There are fewer samples than pieces.
     """
     if parts == 1:
         return [batch]
     samples = batch_size(batch)
     if samples < parts:
-        raise UsageError(
+        raise ModelError(
             f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
         )
     return [_piece(batch, samples, parts, index) for index in range(parts)]

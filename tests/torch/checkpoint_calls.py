@@ -13,7 +13,7 @@ DP = {"mesh": {"dp": -1}}
 def start(**config):
     """Return the runtime of this rank and its checkpoints."""
     runtime = msrun.init({**DP, **config})
-    return runtime, msrun.parallel.checkpoint.api.Checkpoints(runtime)
+    return runtime, msrun.parallel.checkpoint.api.Checkpoints(runtime.config, runtime.context)
 
 
 def make(model="mlp", optimizer="adamw", **options):

@@ -181,7 +181,7 @@ def prepare(name, **checkpoint):
     runtime = start(layout, **checkpoint)
     models = arrange(runtime, layout, build("mlp"))
     optimizer = ADAMW(parameters(models))
-    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime)
+    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime.config, runtime.context)
     return runtime, layout, models, optimizer, checkpoints
 
 

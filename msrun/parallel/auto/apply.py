@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
@@ -25,6 +25,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelC
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.cost.topology_file import find_topology
 from msrun.parallel.search.graph.batches import Batches
@@ -47,9 +48,6 @@ from msrun.parallel.search.solve.uses import Uses
 from msrun.parallel.tensor.hooks import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
 
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
-
 _MODES: dict[str, Mode] = {
     "exact": "exact",
     "recursive": "recursive",
@@ -59,6 +57,7 @@ _MODES: dict[str, Mode] = {
     "sharding_propagation": "propagation",
 }
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
 _GIB = 2**30
 _PLAN = f"{ROOT}.plan"
 _MODE = f"{ROOT}.mode: auto"
@@ -78,6 +77,7 @@ class PlanBroadcast(msgspec.Struct, frozen=True):
         plan: One that was saved.
         error: Why there is no plan; empty if there is one.
         hint: What to do about it; may be empty.
+        kind: Name of the error's class.
     """
 
     mesh: dict[str, int] = {}
@@ -88,127 +88,140 @@ class PlanBroadcast(msgspec.Struct, frozen=True):
     plan: SavedPlan | None = None
     error: str = ""
     hint: str = ""
+    kind: str = ""
 
 
 class Applied(NamedTuple):
-    """What became of a model.
+    """A model that runs a plan.
 
     Args:
         model: What is to be trained: the model itself, or a stage of it.
-        options: What a `ShardedModel` is told of it.
-        config: The configuration that does what the plan says to a model that is as it was; None
-            where that is done.
-        finish: To be called when it is done.
+        context: This rank on the mesh of the plan.
+        dropout_rngs: Random generators of its dropouts, for checkpoints.
+        microbatches: Into how many a step splits a local batch; a pipeline does so itself.
+        is_pipeline: Whether the model is a stage.
+        config: Configuration with the effect of the plan, to be applied to the unchanged model;
+            None where an executor runs the plan already.
+        finish: To be called after `config` was applied.
     """
 
     model: nn.Module
-    options: dict[str, Any]
+    context: RankContext
+    dropout_rngs: tuple[DropoutRng, ...]
+    microbatches: int = 1
+    is_pipeline: bool = False
     config: ParallelConfig | None = None
     finish: Callable[[], None] = lambda: None
 
 
-def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> Applied:
-    """Search a plan for `model`, or read it, and have its forward run it; stages take it apart.
+def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]) -> Applied:
+    """Search a plan for `model`, or read a saved one, and have the model run it.
 
     Every rank has the same whole parameters before.
 
+    Args:
+        config: `mode: auto`.
+        rank: This rank; a `RankContext` unless `mesh: auto`.
+        model: Of `check_sample`.
+        sample: As of `Runtime.shard`.
+
     Raises:
-        UsageError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
+        ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
-    sample = _checked(model, sample)
     was_training = model.training
     model.train()
-    if runtime.config.mesh != "auto" and not _axes(runtime):
-        _lay_out(runtime, {**runtime.layout.axes, DATA_AXIS: 1})
-    batch = _samples(runtime, sample)
-    answer = _outline(runtime, model, sample, batch)
-    if runtime.config.mesh == "auto":
-        _lay_out(runtime, answer.mesh)
-    chunks = _chunks(runtime, answer.microbatches)
-    setting = _setting(runtime, batch, chunks, answer.microbatches)
+    if isinstance(rank, RankContext) and not _axes(rank):
+        rank = _place(config, rank, {**rank.layout.axes, DATA_AXIS: 1})
+    batch = _samples(rank, sample)
+    answer = _outline(config, rank, model, sample, batch)
+    context = rank if isinstance(rank, RankContext) else _place(config, rank, answer.mesh)
+    chunks = _chunks(config, context, answer.microbatches)
+    setting = _setting(config, context, batch, chunks, answer.microbatches)
     traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
-    answer = _completed(runtime, model, traced, setting, answer)
+    answer = _completed(config, context, model, traced, setting=setting, answer=answer)
     problem = build(traced.program, setting, cuts=hubs(answer.chosen))
     rules = {**traced.rules, **{node.name: node.rule for node in problem.nodes}}
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
-        planned = Planned(traced.program, setting, tuple(_axes(runtime)), rules, answer.chosen)
-        part = resized(sample, setting.batch // runtime.layout.size(DATA_AXIS))
-        found = lowered(planned, traced.modules, lambda: trace(model, part).program)
-        if found:
-            return _as_usual(runtime, model, traced, found, answer.microbatches)
-    runtime.print(f"{_MODE} runs on {EXECUTOR}")
+        planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
+        part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
+        lowering = lowered(planned, traced.modules, lambda: trace(model, part).program)
+        if lowering:
+            return _run_natively(
+                config, context, model, traced, lowering=lowering, microbatches=answer.microbatches
+            )
     make = partial(
         Executor,
         traced=traced,
         rules=rules,
         chosen=answer.chosen,
         setting=setting,
-        mesh=runtime.mesh[tuple(_axes(runtime))],
-        seed=_seed(runtime),
+        mesh=context.mesh[tuple(_axes(context))],
+        seed=_seed(context),
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )
+    context.print(f"{_MODE} runs on {EXECUTOR}")
     if chunks.count == 1:
         model.forward = run = make(model)
-        runtime.dropout_rngs.append((run.dropout_rng,))
-        return Applied(model, {"microbatches": answer.microbatches})
-    uses = Uses(traced.program, setting, traced.rules)
-    parts = divide(traced.program, uses, answer.starts)
-    line = PipelineRanks(chunks=chunks, group=runtime.group(PIPELINE_AXIS), device=runtime.device)
-    stage = PlannedModel(
-        model,
-        slices(model, traced, parts, chunks),
-        answer.microbatches,
-        line,
-        traced=traced,
-        make=make,
-    )
-    runtime.dropout_rngs.append(stage.dropout_rngs)
-    return Applied(stage, {"is_pipeline": True})
+        return Applied(model, context, (run.dropout_rng,), microbatches=answer.microbatches)
+    parts = divide(traced.program, Uses(traced.program, setting, traced.rules), answer.starts)
+    line = PipelineRanks(chunks=chunks, group=context.group(PIPELINE_AXIS), device=context.device)
+    pieces = slices(model, traced, parts, chunks)
+    stage = PlannedModel(model, pieces, answer.microbatches, line, traced=traced, make=make)
+    return Applied(stage, context, stage.dropout_rngs, is_pipeline=True)
 
 
-def _checked(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any]:
-    """Return the sample, if there is one, and a model that it can be traced with."""
+def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any]:
+    """Return `sample`, which `model` is to be traced with.
+
+    Raises:
+        ConfigError: There is none, or the model has no values.
+    """
     if sample is None:
         raise UsageError(
             f"{ROOT}.mode: auto needs a batch to trace the model with",
             hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
         )
     if any(param.is_meta for param in model.parameters()):
-        raise UsageError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
+        raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
     return sample
 
 
-def _as_usual(
-    runtime: Runtime, model: nn.Module, traced: Traced, lowering: Lowering, microbatches: int
+def _run_natively(
+    config: ParallelConfig,
+    context: RankContext,
+    model: nn.Module,
+    traced: Traced,
+    *,
+    lowering: Lowering,
+    microbatches: int,
 ) -> Applied:
     """Leave a model to the runtime, which does by itself what the plan says."""
-    runtime.print(f"{_MODE} runs on {lowering.name}")
-    # As whoever goes on with the checkpoint under another plan needs them.
-    runtime.dropout_rngs.append((DropoutRng(traced.program, _seed(runtime)),))
-    config = configuration(runtime.config, runtime.layout.axes, lowering, microbatches)
-    if runtime.layout.size(DATA_AXIS) == 1:
-        return Applied(model, {}, config)
-    group = runtime.group(DATA_AXIS)
-    finish = partial(return_means, model, traced, lowering, group)
-    return Applied(model, {}, config, finish)
+    context.print(f"{_MODE} runs on {lowering.name}")
+    # A job that continues from the checkpoint under another plan needs their state.
+    rngs = (DropoutRng(traced.program, _seed(context)),)
+    config = configuration(config, context.layout.axes, lowering, microbatches)
+    if context.layout.size(DATA_AXIS) == 1:
+        return Applied(model, context, rngs, config=config)
+    finish = partial(return_means, model, traced, lowering, context.group(DATA_AXIS))
+    return Applied(model, context, rngs, config=config, finish=finish)
 
 
-def _axes(runtime: Runtime) -> dict[str, int]:
-    """Return the axes of the mesh that a plan is for: of one stage."""
-    return {name: size for name, size in runtime.layout.axes.items() if name != PIPELINE_AXIS}
+def _axes(context: RankContext) -> dict[str, int]:
+    """Return the mesh axes that a plan shards over: those within one stage."""
+    return {name: size for name, size in context.layout.axes.items() if name != PIPELINE_AXIS}
 
 
-def _lay_out(runtime: Runtime, mesh: dict[str, int]) -> None:
-    rules = [] if runtime.config.mesh == "auto" else runtime.config.plan
-    runtime.lay_out(msgspec.structs.replace(runtime.config, mesh=mesh, plan=rules))
+def _place(config: ParallelConfig, rank: Rank, mesh: dict[str, int]) -> RankContext:
+    rules = [] if config.mesh == "auto" else config.plan
+    return rank.place(msgspec.structs.replace(config, mesh=mesh, plan=rules))
 
 
-def _chunks(runtime: Runtime, microbatches: int) -> Chunks:
+def _chunks(config: ParallelConfig, context: RankContext, microbatches: int) -> Chunks:
     """Return the chunks of the pipeline, which may be one of one stage."""
-    stages, pipeline = runtime.layout.size(PIPELINE_AXIS), runtime.config.pipeline
+    stages, pipeline = context.layout.size(PIPELINE_AXIS), config.pipeline
     if pipeline:
         return read_chunks(msgspec.structs.replace(pipeline, microbatches=microbatches), stages)[0]
     chunks = Chunks(schedule="1f1b", stages=stages)
@@ -216,42 +229,41 @@ def _chunks(runtime: Runtime, microbatches: int) -> Chunks:
     return chunks
 
 
-def _samples(runtime: Runtime, sample: Sequence[Any]) -> int:
+def _samples(rank: Rank, sample: Sequence[Any]) -> int:
     """Return the samples of a step of all ranks."""
     local = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
     if not local:
         raise UsageError("the sample of rt.shard holds no tensor with a first dim of samples")
-    return local if runtime.config.mesh == "auto" else local * runtime.layout.size(DATA_AXIS)
+    return local * rank.layout.size(DATA_AXIS) if isinstance(rank, RankContext) else local
 
 
 def _outline(
-    runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any], batch: int
 ) -> PlanBroadcast:
-    """Return mesh and micro-batches, and what came with them if they were not given."""
-    config = runtime.config
+    """Return mesh and micro-batches, and with them the plan where a file or a search gave both."""
     if isinstance(config.plan, str):
-        return _agreed(partial(_read, runtime, config.plan, batch), runtime)
+        return _agreed(partial(_read, config, rank, config.plan, batch), rank)
     if config.mesh == "auto":
-        return _agreed(partial(_choose_mesh, runtime, model, sample, batch), runtime)
-    return PlanBroadcast(mesh=runtime.layout.axes, microbatches=_microbatches(config))
+        return _agreed(partial(_choose_mesh, config, rank, model, sample, batch), rank)
+    axes = placed(rank, config).layout.axes
+    return PlanBroadcast(mesh=axes, microbatches=_microbatches(config))
 
 
 def _microbatches(config: ParallelConfig) -> int:
     return config.pipeline.microbatches if config.pipeline else config.accumulate
 
 
-def _read(runtime: Runtime, path: str, batch: int) -> PlanBroadcast:
+def _read(config: ParallelConfig, rank: Rank, path: str, batch: int) -> PlanBroadcast:
     """Return a saved plan, if it is for this job."""
-    config = runtime.config
     try:
         plan = read_plan(Path(path))
-        mesh = plan.axes() if config.mesh == "auto" else runtime.layout.axes
-        check_fit(plan, path, world=runtime.world_size, mesh=mesh, batch=batch)
+        mesh = rank.layout.axes if isinstance(rank, RankContext) else plan.axes()
+        check_fit(plan, path, world=rank.world_size, mesh=mesh, batch=batch)
     except UsageError as error:
-        raise UsageError(f"{_PLAN}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"{_PLAN}: {error.message}", hint=error.hint) from None
     if _microbatches(config) not in (1, plan.microbatches):
         key = "pipeline.microbatches" if config.pipeline else "accumulate"
-        raise UsageError(
+        raise ConfigError(
             f"{_PLAN}: {path} is for {plan.microbatches} micro-batches, "
             f"and {ROOT}.{key} is {_microbatches(config)}"
         )
@@ -261,17 +273,16 @@ def _read(runtime: Runtime, path: str, batch: int) -> PlanBroadcast:
 
 
 def _choose_mesh(
-    runtime: Runtime, model: nn.Module, sample: Sequence[Any], batch: int
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any], batch: int
 ) -> PlanBroadcast:
-    """Return the best mesh of those that can be run, and its plan."""
-    config = runtime.config
+    """Return the fastest mesh that the runtime can run, and its plan."""
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     with _told_memory():
         best = choose(
             Wanted(
                 programs=Batches(small, large, SIZES),
-                topology=_topology(runtime),
-                world=runtime.world_size,
+                topology=_topology(config, rank),
+                world=rank.world_size,
                 batch=batch,
                 mode=_MODES[config.search or "exact"],
                 limit=None if config.memory is None else float(config.memory),
@@ -280,7 +291,7 @@ def _choose_mesh(
         )
     mesh = " x ".join(f"{name} {size}" for name, size in best.mesh.items())
     again = ", recomputation" if best.recompute else ""
-    runtime.print(
+    rank.print(
         f"{ROOT}.mesh: {mesh}, {best.microbatches} micro-batch(es){again}, "
         f"{best.seconds:.4g} s a step predicted"
     )
@@ -292,18 +303,20 @@ def _choose_mesh(
     )
 
 
-def _setting(runtime: Runtime, batch: int, chunks: Chunks, microbatches: int) -> Setting:
-    """Return what a plan is for: a micro-batch of all ranks."""
-    axes, ranks = _axes(runtime), runtime.layout.size(DATA_AXIS)
+def _setting(
+    config: ParallelConfig, context: RankContext, batch: int, chunks: Chunks, microbatches: int
+) -> Setting:
+    """Return the mesh, the cluster and the micro-batch of all ranks that a plan is for."""
+    axes, ranks = _axes(context), context.layout.size(DATA_AXIS)
     if batch % (ranks * microbatches):
-        key = "pipeline.microbatches" if runtime.config.pipeline else "accumulate"
-        raise UsageError(
+        key = "pipeline.microbatches" if config.pipeline else "accumulate"
+        raise ConfigError(
             f"{ROOT}.{key}: {microbatches} does not divide the {batch / ranks:g} samples of a "
             "local batch, and mode auto needs equal micro-batches"
         )
     return Setting(
         sizes=tuple(axes.values()),
-        topology=_topology(runtime),
+        topology=_topology(config, context),
         data_axes=frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS),
         batch=batch // microbatches,
         rounds=rounds(chunks, microbatches),
@@ -311,17 +324,23 @@ def _setting(runtime: Runtime, batch: int, chunks: Chunks, microbatches: int) ->
 
 
 def _completed(
-    runtime: Runtime, model: nn.Module, traced: Traced, setting: Setting, answer: PlanBroadcast
+    config: ParallelConfig,
+    context: RankContext,
+    model: nn.Module,
+    traced: Traced,
+    *,
+    setting: Setting,
+    answer: PlanBroadcast,
 ) -> PlanBroadcast:
-    """Return `answer` with what every node chooses, and where chunks begin."""
-    program, chunks = traced.program, _chunks(runtime, answer.microbatches)
+    """Return `answer` with the strategy of every node, and the first step of every chunk."""
+    program, chunks = traced.program, _chunks(config, context, answer.microbatches)
     if answer.plan is None and not answer.chosen:
-        pins = _pins(runtime, model, program)
-        found = _agreed(partial(_search, runtime, traced, setting, chunks, pins), runtime)
-        return msgspec.structs.replace(answer, chosen=found.chosen, starts=found.starts)
+        pins = _pins(config, context, model, program)
+        searched = _agreed(partial(_search, config, traced, setting, chunks, pins), context)
+        return msgspec.structs.replace(answer, chosen=searched.chosen, starts=searched.starts)
     chosen, key = answer.chosen, f"{ROOT}.mesh.{PIPELINE_AXIS}"
     if answer.plan is not None:
-        key = f"{_PLAN}: {runtime.config.plan}"
+        key = f"{_PLAN}: {config.plan}"
         check_model(answer.plan, key, program)
         problem = build(program, setting, cuts=answer.plan.shared)
         chosen = choices_of(answer.plan, key, problem, program)
@@ -330,24 +349,23 @@ def _completed(
     return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 
-def _topology(runtime: Runtime) -> Topology:
-    """Return the machine that is named, or what goes for this device."""
+def _topology(config: ParallelConfig, rank: Rank) -> Topology:
+    """Return the configured topology, or the preset of this kind of device."""
     try:
-        return find_topology(runtime.config.topology or _PRESETS.get(runtime.device.type, "a100"))
+        return find_topology(config.topology or _PRESETS.get(rank.device.type, "a100"))
     except UsageError as error:
-        raise UsageError(f"{ROOT}.{error.message}") from None
+        raise ConfigError(f"{ROOT}.{error.message}") from None
 
 
 def _search(
-    runtime: Runtime, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
+    config: ParallelConfig, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
 ) -> PlanBroadcast:
-    config = runtime.config
     mode = _MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
     with _told_memory():
         if chunks.count == 1:
-            found = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
-            return PlanBroadcast(chosen=found.chosen, starts=[0])
+            plan = search(traced.program, setting, mode=mode, pins=pins, limit=limit)
+            return PlanBroadcast(chosen=plan.chosen, starts=[0])
         staged = search_stages(
             traced.program,
             setting,
@@ -367,55 +385,50 @@ def _told_memory() -> Iterator[None]:
         yield
     except OutOfMemoryError as error:
         needed = f"{error.least / _GIB:.3g} GiB"
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.memory: no plan fits; the smallest takes {needed} on a rank"
         ) from None
 
 
-def _agreed(ask: Callable[[], PlanBroadcast], runtime: Runtime) -> PlanBroadcast:
-    """Return what the first rank answers.
+def _agreed(decide: Callable[[], PlanBroadcast], rank: Rank) -> PlanBroadcast:
+    """Return the decision of the first rank on every rank.
 
     Raises:
-        UsageError: The first rank has no answer; then every rank raises it.
+        UsageError: The first rank could not decide; then every rank raises what it did.
     """
-    content = msgspec.json.encode(_tried(ask)) if runtime.rank == 0 else b""
-    if runtime.world_size > 1:
-        size = torch.tensor([len(content)], device=runtime.device)
-        dist.broadcast(size, src=0)
-        sent = torch.zeros(int(size), dtype=torch.uint8, device=runtime.device)
-        if runtime.rank == 0:
-            sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        dist.broadcast(sent, src=0)
-        content = bytes(sent.tolist())
-    answer = msgspec.json.decode(content, type=PlanBroadcast)
+    content = msgspec.json.encode(_tried(decide)) if rank.rank == 0 else b""
+    answer = msgspec.json.decode(rank.broadcast(content), type=PlanBroadcast)
     if answer.error:
-        raise UsageError(answer.error, hint=answer.hint or None)
+        kind = _ERRORS.get(answer.kind, UsageError)
+        raise kind(answer.error, hint=answer.hint or None)
     return answer
 
 
-def _tried(ask: Callable[[], PlanBroadcast]) -> PlanBroadcast:
+def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
     try:
-        return ask()
+        return decide()
     except UsageError as error:
-        return PlanBroadcast(error=error.message, hint=error.hint or "")
+        kind = type(error).__name__
+        return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
 
 
-def _seed(runtime: Runtime) -> int:
-    """Return a number that all ranks have: of the first rank's generator."""
-    seed = torch.tensor([torch.initial_seed() % 2**62], device=runtime.device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+def _seed(rank: Rank) -> int:
+    """Return the seed of the first rank's generator on every rank."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=rank.device)
+    if rank.world_size > 1:
         dist.broadcast(seed, src=0)
     return int(seed)
 
 
-def _pins(runtime: Runtime, model: nn.Module, program: Program) -> list[Pin]:
-    """Return the rules of the configuration as wishes: where parameters shall be cut."""
-    config = runtime.config
+def _pins(
+    config: ParallelConfig, context: RankContext, model: nn.Module, program: Program
+) -> list[Pin]:
+    """Return the rules of the configuration as pins: parameters whose sharding is given."""
     if not config.plan:
         return []
-    plans = plan_modules(rules_of(config), runtime.layout, describe_modules(model))
+    plans = plan_modules(rules_of(config), context.layout, describe_modules(model))
     values = {full: value for value, full in program.params.items()}
-    axes = {name: at for at, name in enumerate(_axes(runtime)) if name != DATA_AXIS}
+    axes = {name: at for at, name in enumerate(_axes(context)) if name != DATA_AXIS}
     pins = []
     for module, plan in plans.items():
         for param, dims in plan.params.items():

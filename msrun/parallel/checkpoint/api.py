@@ -7,18 +7,18 @@ Model, optimizer, random generators, loader and step.  Tensors are resharded on 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
-from msrun import __version__
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
+from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
 from msrun.parallel.checkpoint import store
@@ -35,11 +35,11 @@ from msrun.parallel.checkpoint.state import (
 from msrun.parallel.checkpoint.strategy_file import describe, merge, write_strategy
 from msrun.parallel.checkpoint.targets import Targets, check_taken
 from msrun.parallel.checkpoint.tensors import FilePlan, read_tensor, write_file
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Checkpoint
+from msrun.parallel.checkpoint.user_state import Extra, Stateful, check_extra, plain_extra
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layout import MeshLayout
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+from msrun.parallel.rank_context import RankContext
+from msrun.version import __version__
 
 RANDOM = "random."
 # Of models that a plan of mode auto runs: all ranks have the same.
@@ -47,22 +47,9 @@ DRAWS = "draws"
 # Ranks of a job that ends well come to its end together, but for a last evaluation on one.
 AT_EXIT = timedelta(minutes=5)
 
-Extra = Mapping[str, Any] | None
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A loader, a scheduler, or whatever else can say where it stands."""
-
-    def state_dict(self) -> Any:
-        """Return plain JSON values."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take them back."""
-
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes on between two steps, as it was right after the first.
+    """State that changes between two steps, as it was right after the first.
 
     Args:
         step: Steps that were done.
@@ -90,10 +77,25 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints:
-    """Saves and loads for one runtime; all ranks make one, and call its methods, together."""
+    """Saves and loads the models of a job; all ranks make one and call its methods together.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    Args:
+        config: The parallel configuration.
+        context: This rank.
+        dropout_rngs: Generators of each model that a plan of mode auto runs, in the order of
+            `rt.shard`; the owner appends to it.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        context: RankContext,
+        dropout_rngs: Sequence[Sequence[DropoutRng]] = (),
+    ) -> None:
+        self._config = config
+        self._settings = config.checkpoint
+        self._context = context
+        self._dropout_rngs = dropout_rngs
         self._peers = HostGroup()
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -128,7 +130,7 @@ class Checkpoints:
             extra: Name -> plain JSON value, or an object with `state_dict` of such values.
 
         Raises:
-            UsageError: It could not be written, here or on another rank, or the one before.
+            CheckpointError: It could not be written, here or on another rank, or the one before.
         """
         self.finish()
         with self._peers.together():
@@ -142,11 +144,11 @@ class Checkpoints:
         optimizer: Optimizers,
         rest: tuple[Moment, Extra],
     ) -> None:
-        settings = self._runtime.config.checkpoint
+        settings = self._settings
         target = self._target(path, rest[0].step)
         peers = self._peers
         with peers.together():
-            state = self._collect(TensorNames(self._runtime, models), _each(optimizer), rest[0])
+            state = self._collect(self._names(models), _each(optimizer), rest[0])
             manifest = self._manifest(*rest)
         if self._has_own_division:
             self._compare(state)
@@ -154,7 +156,7 @@ class Checkpoints:
         besides = peers.gather((state.aliases, state.values) if division.speaks else ({}, {}))
         building, commit = "", None
         with peers.together():
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 building = str(store.begin(target))
                 contents = _contents(manifest, division.layout, besides)
                 keep = settings.keep if settings and path is None else 0
@@ -195,21 +197,21 @@ class Checkpoints:
             extra: Objects with `load_state_dict`; other values are in what is returned.
 
         Raises:
-            UsageError: There is none, it is broken, or does not fit; unless the files became
+            CheckpointError: There is none, it is broken, or does not fit; unless the files became
                 unreadable in the middle, nothing was changed.
         """
         self.finish()
         source = ""
         with self._peers.together():
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 source = str(store.find(self._folder("rt.load", path)).absolute())
         folder = Path(self._peers.from_first(source))
         optimizers = _each(optimizer)
         with self._peers.together():
             manifest = store.read_manifest(folder)
             index = store.read_index(folder, manifest)
-            targets = Targets(TensorNames(self._runtime, models), optimizers, index)
-            _check_extra(manifest, loader, extra)
+            targets = Targets(self._names(models), optimizers, index)
+            check_extra(manifest, loader, extra)
         check_taken(self._peers.any_of(targets.taken), index)
         with self._peers.together():
             if loader is not None:
@@ -239,13 +241,13 @@ class Checkpoints:
             The step to go on from: how many were done.
 
         Raises:
-            UsageError: As of `load`; or no directory is configured.
+            CheckpointError: As of `load`; or no directory is configured.
         """
         self.finish()
         self._loader, self._extra, self._step = loader, extra, 0
         found = ""
         with self._peers.together():
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 newest = store.find_newest(self._folder("rt.resume", None))
                 found = str(newest.absolute()) if newest else ""
         found = self._peers.from_first(found)
@@ -259,7 +261,7 @@ class Checkpoints:
 
         By then a scheduler of the learning rate, which moves after the step, has moved.
         """
-        settings = self._runtime.config.checkpoint
+        settings = self._settings
         self._step += 1
         if settings and settings.every and self._step % settings.every == 0:
             moment = self._moment(self._step, self._loader)
@@ -281,7 +283,7 @@ class Checkpoints:
         """Wait until all is there that was to be saved; due before a job ends well.
 
         Raises:
-            UsageError: It could not be written.
+            CheckpointError: It could not be written.
         """
         self.before_step()
         self._join()
@@ -290,7 +292,7 @@ class Checkpoints:
         """Do what `finish` does, unless some rank does not come: it may have ended early.
 
         Raises:
-            UsageError: The last checkpoint could not be written.
+            CheckpointError: The last checkpoint could not be written.
         """
         self.before_step(within)
         self._join()
@@ -306,18 +308,22 @@ class Checkpoints:
             stages: Pipeline stage of each model; None counts round the pipeline.
 
         Raises:
-            UsageError: It cannot be written.
+            CheckpointError: It cannot be written.
         """
-        layout = self._runtime.layout
-        first = self._runtime.coordinate.get(PIPELINE_AXIS, 0)
+        layout = self._context.layout
+        first = self._context.coordinate.get(PIPELINE_AXIS, 0)
         count = len(each_model(models))
         numbers = stages or [first + n * layout.size(PIPELINE_AXIS) for n in range(count)]
         with self._peers.together():
             own = describe(models, numbers)
         parts = self._peers.gather(own)
         with self._peers.together():
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 write_strategy(path, merge(parts))
+
+    def _names(self, models: Models) -> TensorNames:
+        data_rank = self._context.coordinate.get(DATA_AXIS, 0)
+        return TensorNames(self._config.reduce.exclude, data_rank, models)
 
     def _join(self) -> None:
         """Wait for the writer in the background, and raise what became of it."""
@@ -331,15 +337,15 @@ class Checkpoints:
     @property
     def _has_own_division(self) -> bool:
         """Whether the script divides work in a way that is not known here."""
-        sizes = self._runtime.layout.axes
-        return self._runtime.config.mode == "manual" and any(
+        sizes = self._context.layout.axes
+        return self._config.mode == "manual" and any(
             size > 1 for axis, size in sizes.items() if axis != DATA_AXIS
         )
 
     def _moment(self, step: int, loader: Stateful | None) -> Moment:
         state = None if loader is None else plain(loader.state_dict(), "state of the loader")
-        random = generators.capture(self._runtime.device)
-        for number, (first, *_) in enumerate(self._runtime.dropout_rngs):
+        random = generators.capture(self._context.device)
+        for number, (first, *_) in enumerate(self._dropout_rngs):
             random[f"{DRAWS}{number}"] = first.state
         return Moment(step=step, loader=state, random=random)
 
@@ -348,20 +354,20 @@ class Checkpoints:
     ) -> State:
         state = collect(names, optimizers)
         for kind, own in moment.random.items():
-            state.tensors[f"{RANDOM}{self._runtime.rank}.{kind}"] = own
+            state.tensors[f"{RANDOM}{self._context.rank}.{kind}"] = own
         return state
 
     def _manifest(self, moment: Moment, extra: Extra) -> store.Manifest:
         return store.Manifest(
             format=store.FORMAT,
             step=moment.step,
-            world_size=self._runtime.world_size,
-            mesh=self._runtime.layout.axes,
+            world_size=self._context.world_size,
+            mesh=self._context.layout.axes,
             msrun=__version__,
             torch=str(torch.__version__),
             files={},
             loader=moment.loader,
-            extra={name: _plain_extra(name, value) for name, value in (extra or {}).items()},
+            extra={name: plain_extra(name, value) for name, value in (extra or {}).items()},
         )
 
     def _divide(self, state: State) -> plans.WriteDivision:
@@ -376,7 +382,7 @@ class Checkpoints:
         shares: list[plans.RankWrites] = []
         layout = plans.StorageLayout()
         with peers.together():
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 shares, layout = plans.divide(proposals)
         return plans.accept(state, peers.scatter(shares), layout)
 
@@ -399,14 +405,14 @@ class Checkpoints:
         try:
             with self._peers.together():
                 if file is not None:
-                    path = folder / plans.file_name(self._runtime.rank)
+                    path = folder / plans.file_name(self._context.rank)
                     write_file(path, file, staged.pop)
                     store.sync_directory(folder)
             with self._peers.together():
                 if commit is not None:
                     commit()
         except Exception:
-            if self._runtime.rank == 0:
+            if self._context.rank == 0:
                 store.discard(folder)
             raise
 
@@ -417,7 +423,7 @@ class Checkpoints:
             self._failure = error
 
     def _restore_random(self, folder: Path, manifest: store.Manifest, index: store.Index) -> None:
-        runtime = self._runtime
+        context = self._context
 
         def states(rank: int) -> dict[str, torch.Tensor]:
             prefix = f"{RANDOM}{rank}."
@@ -428,10 +434,10 @@ class Checkpoints:
             }
 
         saved = MeshLayout(manifest.mesh)
-        here = (runtime.layout, runtime.rank)
-        generators.go_on(states, saved, here, runtime.device, runtime.stream)
+        here = (context.layout, context.rank)
+        generators.go_on(states, saved, here, context.device, context.stream)
         common = states(0)
-        for number, model in enumerate(runtime.dropout_rngs):
+        for number, model in enumerate(self._dropout_rngs):
             for dropout_rng in model:
                 dropout_rng.state = common.get(f"{DRAWS}{number}", dropout_rng.state)
 
@@ -442,13 +448,12 @@ class Checkpoints:
         return Path(self._peers.from_first(str(target.absolute())))
 
     def _folder(self, who: str, path: str | Path | None) -> Path:
-        settings: Checkpoint | None = self._runtime.config.checkpoint
         if path is not None:
             return Path(path)
-        if settings is None:
+        if self._settings is None:
             hint = f"set {ROOT}.checkpoint.dir, or name a directory"
-            raise UsageError(f"{who} knows no directory", hint=hint)
-        return Path(settings.dir)
+            raise CheckpointError(f"{who} knows no directory", hint=hint)
+        return Path(self._settings.dir)
 
 
 def _commit(
@@ -478,17 +483,3 @@ def _each(optimizer: Optimizers) -> list[Optimizer]:
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-
-
-def _plain_extra(name: str, value: Any) -> Any:
-    if isinstance(value, Stateful):
-        value = value.state_dict()
-    return plain(value, f"extra[{name!r}]")
-
-
-def _check_extra(manifest: store.Manifest, loader: Stateful | None, extra: Extra) -> None:
-    if loader is not None and manifest.loader is None:
-        raise UsageError("the checkpoint has no state of a loader")
-    for name, value in (extra or {}).items():
-        if isinstance(value, Stateful) and name not in manifest.extra:
-            raise UsageError(f"the checkpoint has no extra {name!r}")

@@ -19,8 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from msrun import __version__
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.checkpoint import store
 from msrun.parallel.checkpoint.plan import file_name
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, plain
@@ -33,6 +32,7 @@ from msrun.parallel.checkpoint.tensors import (
     write_file,
 )
 from msrun.parallel.config import DATA_AXIS
+from msrun.version import __version__
 
 PICKLED = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"
@@ -83,25 +83,25 @@ def convert(source: str | Path, target: str | Path, *, optimizer: bool = False) 
         One line that says what was written.
 
     Raises:
-        UsageError: The source is not what it should be, or the target cannot be made.
+        CheckpointError: The source is not what it should be, or the target cannot be made.
     """
     source, target = Path(source), Path(target)
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists")
+        raise CheckpointError(f"{target} exists")
     if source.is_dir():
         _check_suffix(target)
     if optimizer and target.suffix == SAFETENSORS:
-        raise UsageError(f"{target}: safetensors has no place for an optimizer (choose .pt)")
+        raise CheckpointError(f"{target}: safetensors has no place for an optimizer (choose .pt)")
     try:
         content = _read(source)
         if optimizer and not any(name.startswith(OPTIMIZER) for name in content.values):
-            raise UsageError(f"{source} has no state of an optimizer")
+            raise CheckpointError(f"{source} has no state of an optimizer")
         if not optimizer:
             content = _model_alone(content)
         target.parent.mkdir(parents=True, exist_ok=True)
         _write(target, content)
     except OSError as error:
-        raise UsageError(f"{error.filename or target}: {error.strerror or error}") from None
+        raise CheckpointError(f"{error.filename or target}: {error.strerror or error}") from None
     count = sum(1 for _ in content.names(MODEL))
     after = f" after {content.step} steps" if content.step else ""
     return f"{target}: {count} tensors of the model{after}"
@@ -126,7 +126,7 @@ def _read(source: Path) -> Content:
 def _check_suffix(path: Path) -> None:
     known = (SAFETENSORS, *PICKLED)
     if path.suffix not in known:
-        raise UsageError(
+        raise CheckpointError(
             f"{path} is no file of tensors: its name ends in none of {', '.join(known)}"
         )
 
@@ -155,7 +155,7 @@ def _write(target: Path, content: Content) -> None:
     if target.suffix == SAFETENSORS:
         values = [key for key in content.values if key.startswith(MODEL)]
         if values:
-            raise UsageError(
+            raise CheckpointError(
                 f"{target}: safetensors has no place for {values[0].removeprefix(MODEL)}, which is "
                 "no tensor (choose .pt)"
             )
@@ -267,7 +267,7 @@ def _read_pickled(path: Path) -> Content:
         raise
     except Exception:  # noqa: BLE001 - the bytes may be anything, and torch raises as many things
         hint = "in a process that trusts it: torch.save(model.state_dict(), FILE)"
-        raise UsageError(f"{path} is more than a dict of plain tensors", hint=hint) from None
+        raise CheckpointError(f"{path} is more than a dict of plain tensors", hint=hint) from None
     content = Content()
     model = tree
     if isinstance(tree, dict) and isinstance(tree.get(_MODEL_KEY), dict):
@@ -278,7 +278,7 @@ def _read_pickled(path: Path) -> Content:
             try:
                 _take_optimizer(content, tree[_OPTIMIZER_KEY])
             except (AttributeError, KeyError, TypeError, ValueError):
-                raise UsageError(
+                raise CheckpointError(
                     f"{path}: its optimizer is no dict with parameters by name"
                 ) from None
     _take_model(content, model, path)
@@ -287,12 +287,12 @@ def _read_pickled(path: Path) -> Content:
 
 def _take_model(content: Content, model: object, path: Path) -> None:
     if not isinstance(model, dict) or not all(isinstance(name, str) for name in model):
-        raise UsageError(f"{path} holds no dict of tensors by name")
+        raise CheckpointError(f"{path} holds no dict of tensors by name")
     first: dict[tuple[object, ...], str] = {}
     for name, value in model.items():
         if not isinstance(value, Tensor):
             if not name.endswith("_extra_state"):
-                raise UsageError(f"{path}: {name} is no tensor, but a {type(value).__name__}")
+                raise CheckpointError(f"{path}: {name} is no tensor, but a {type(value).__name__}")
             content.values[MODEL + name] = plain(value, name)
             continue
         place = (value.data_ptr(), value.dtype, value.shape, value.stride())

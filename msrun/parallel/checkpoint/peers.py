@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrun.errors import MsrunError, UsageError
+from msrun.errors import CheckpointError, MsrunError, RanksDisagreeError
 
 # A rank that takes longer for its part of one checkpoint does not come back.
 DEADLINE = timedelta(minutes=30)
@@ -35,20 +35,20 @@ class HostGroup:
         """Wait until all ranks are here.
 
         Raises:
-            UsageError: Some did not come within that time; the message names them.
+            RanksDisagreeError: Some did not come within that time; the message names them.
         """
         try:
             dist.monitored_barrier(self._group, timeout=within, wait_all_ranks=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise UsageError(f"not all ranks came within {within}: {reason}") from None
+            raise RanksDisagreeError(f"not all ranks came within {within}: {reason}") from None
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Run a block that calls no peers; when it fails on any rank, it fails on all.
 
         Raises:
-            UsageError: It failed on another rank.
+            CheckpointError: It failed on another rank.
         """
         own: Exception | None = None
         try:
@@ -60,7 +60,7 @@ class HostGroup:
             raise _shown(own) from None
         for rank, text in enumerate(texts):
             if text:
-                raise UsageError(f"rank {rank}: {text}")
+                raise CheckpointError(f"rank {rank}: {text}")
 
     def from_first(self, text: str) -> str:
         """Return the `text` of rank 0."""
@@ -100,7 +100,7 @@ class HostGroup:
 
 def _shown(error: Exception) -> Exception:
     """Return what a person reads instead of `error`: no traceback for a full disk."""
-    return UsageError(_sentence(error)) if isinstance(error, OSError) else error
+    return CheckpointError(_sentence(error)) if isinstance(error, OSError) else error
 
 
 def _sentence(error: Exception) -> str:

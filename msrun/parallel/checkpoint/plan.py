@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError, RanksDisagreeError
 from msrun.parallel.checkpoint.state import State
 from msrun.parallel.checkpoint.store import Chunk, StoredTensor
 from msrun.parallel.checkpoint.targets import Target
@@ -137,7 +137,7 @@ def propose(state: State) -> Proposal:
     """Return what this rank could write.
 
     Raises:
-        UsageError: A tensor cannot be stored.
+        CheckpointError: A tensor cannot be stored.
     """
     for name, tensor in state.tensors.items():
         check_storable(name, tensor)
@@ -219,14 +219,14 @@ def compare(ranks: Iterable[Mapping[str, bytes]]) -> None:
     """Check that `digests` of all `ranks` agree.
 
     Raises:
-        UsageError: Tensors that are one by name differ.
+        RanksDisagreeError: Tensors that are one by name differ.
     """
     first: dict[str, tuple[int, bytes]] = {}
     for rank, own in enumerate(ranks):
         for name, found in own.items():
             other, expected = first.setdefault(name, (rank, found))
             if found != expected:
-                raise UsageError(
+                raise RanksDisagreeError(
                     f"{name} is not the same on rank {other} and rank {rank}",
                     hint="a tensor that a script divides itself is a DTensor, or has other names",
                 )
@@ -241,7 +241,7 @@ def read(folder: Path, targets: Mapping[str, Target]) -> None:
     """Fill `targets` from the data files in `folder`; each rank reads what it needs.
 
     Raises:
-        UsageError: A file has become shorter.
+        CheckpointError: A file has become shorter.
         OSError: One cannot be read.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -269,7 +269,7 @@ def _chunk(targets: Mapping[str, Target], item: ReadItem) -> Chunk:
     """Return what `item` reads from: its index counts the chunks as `_metadata` has them."""
     index = item.storage_index.index
     if index is None:
-        raise UsageError(f"{item.storage_index.fqn} has no chunk")
+        raise CheckpointError(f"{item.storage_index.fqn} has no chunk")
     return targets[item.storage_index.fqn].stored.chunks[index]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from torch import Tensor, nn
@@ -17,12 +17,9 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -59,16 +56,17 @@ class TensorNames:
     """Names of everything in the models of this rank.
 
     Args:
-        runtime: Whose layout says what differs from rank to rank.
+        excluded: Patterns of parameters that each data-parallel rank has for itself.
+        data_rank: This rank's index on the data-parallel axis.
         models: One, or the pipeline stages of this rank; or several by name.
 
     Raises:
-        UsageError: Two of them have a name in common.
+        CheckpointError: Two of them have a name in common.
     """
 
-    def __init__(self, runtime: Runtime, models: Models) -> None:
-        self._excluded = runtime.config.reduce.exclude
-        self._index = runtime.coordinate.get(DATA_AXIS, 0)
+    def __init__(self, excluded: Sequence[str], data_rank: int, models: Models) -> None:
+        self._excluded = excluded
+        self._index = data_rank
         self.tensors: dict[str, Tensor] = {}
         self.extra: dict[str, nn.Module] = {}
         self.aliases: dict[str, str] = {}
@@ -82,7 +80,7 @@ class TensorNames:
             name = prefix + self._stored(clean(raw), value)
             if name in self.tensors or name in self.extra or name in self.aliases:
                 hint = 'give the models names of their own: {"model": model, "average": average}'
-                raise UsageError(f"two of the models have {name}", hint=hint)
+                raise CheckpointError(f"two of the models have {name}", hint=hint)
             owner, _, last = raw.rpartition(".")
             if last == _EXTRA_STATE:
                 self.extra[name] = model.get_submodule(owner)
@@ -103,11 +101,11 @@ class TensorNames:
         """Return the name of a parameter that `optimizer` holds.
 
         Raises:
-            UsageError: It is in none of the models.
+            CheckpointError: It is in none of the models.
         """
         name = self._of.get(id(param))
         if name is None:
-            raise UsageError(
+            raise CheckpointError(
                 f"{type(optimizer).__name__} holds a parameter of shape {list(param.shape)} that "
                 "is in no model"
             )
@@ -138,7 +136,7 @@ def collect(names: TensorNames, optimizers: Iterable[Optimizer]) -> State:
     """Return what a checkpoint of the models and `optimizers` holds of this rank.
 
     Raises:
-        UsageError: There is state that is neither tensor nor plain value.
+        CheckpointError: There is state that is neither tensor nor plain value.
     """
     state = State()
     for name, tensor in names.tensors.items():
@@ -186,7 +184,7 @@ def plain(value: Any, where: str) -> Any:
     """Return `value` as JSON has it; tuples become lists, and one-element tensors numbers.
 
     Raises:
-        UsageError: It is something else, and `where` says which.
+        CheckpointError: It is something else, and `where` says which.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -196,12 +194,12 @@ def plain(value: Any, where: str) -> Any:
         case dict():
             for key in value:
                 if not isinstance(key, str):
-                    raise UsageError(f"{where}: key {key!r} is no text, and JSON has no other")
+                    raise CheckpointError(f"{where}: key {key!r} is no text, and JSON has no other")
             return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
         case _ if hasattr(value, "item") and getattr(value, "size", None) is not None:
             return plain(_number(value, where), where)
         case _:
-            raise UsageError(
+            raise CheckpointError(
                 f"{where} is a {type(value).__name__}; a checkpoint holds tensors of models and "
                 "optimizers, and besides what JSON can say"
             )
@@ -211,4 +209,4 @@ def _number(value: Any, where: str) -> Any:
     try:
         return value.item()
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"{where} is a {type(value).__name__} of several elements") from None
+        raise CheckpointError(f"{where} is a {type(value).__name__} of several elements") from None

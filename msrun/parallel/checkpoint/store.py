@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError, UsageError
 from msrun.units import quoted
 
 FORMAT = 1
@@ -143,7 +143,7 @@ def begin(target: Path) -> Path:
     being replaced.
 
     Raises:
-        UsageError: Something else than a checkpoint is there.
+        CheckpointError: Something else than a checkpoint is there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for entry in list(target.parent.iterdir()):
@@ -164,9 +164,9 @@ def check_target(target: Path) -> None:
     """Refuse a `target` that is there and neither a checkpoint nor an empty directory."""
     if target.is_dir():
         if any(target.iterdir()) and not (target / MANIFEST).is_file():
-            raise UsageError(f"{target} exists and is no checkpoint")
+            raise CheckpointError(f"{target} exists and is no checkpoint")
     elif target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists and is no directory")
+        raise CheckpointError(f"{target} exists and is no directory")
 
 
 def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> None:
@@ -181,14 +181,14 @@ def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> Non
         index: Of the data files.
 
     Raises:
-        UsageError: A data file is not there, or not of its size.
+        CheckpointError: A data file is not there, or not of its size.
     """
     size = write_json(partial / INDEX, msgspec.to_builtins(index))
     files = {**manifest.files, INDEX: size}
     for name, expected in files.items():
         if (problem := _file_problem(partial / name, expected)) is not None:
             hint = "every node must see the same directory, on a file system that all share"
-            raise UsageError(problem, hint=hint)
+            raise CheckpointError(problem, hint=hint)
     manifest = msgspec.structs.replace(manifest, files=files)
     write_json(partial / MANIFEST, msgspec.to_builtins(manifest))
     sync_directory(partial)
@@ -232,18 +232,18 @@ def find(path: Path) -> Path:
     """Return the checkpoint `path`, or the newest in the directory `path`.
 
     Raises:
-        UsageError: There is none, or it is broken.
+        CheckpointError: There is none, or it is broken.
     """
     for candidate in (path, _hidden(path, "old")):
         if (candidate / MANIFEST).is_file():
             if problem := problem_of(candidate):
-                raise UsageError(f"{candidate} is broken: {problem}")
+                raise CheckpointError(f"{candidate} is broken: {problem}")
             return candidate
     if not path.is_dir():
-        raise UsageError(f"{path}: there is no checkpoint")
+        raise CheckpointError(f"{path}: there is no checkpoint")
     found = find_newest(path)
     if found is None:
-        raise UsageError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
+        raise CheckpointError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
     return found
 
 
@@ -261,19 +261,19 @@ def read_manifest(path: Path) -> Manifest:
     """Return what the checkpoint `path` is.
 
     Raises:
-        UsageError: It is none, or of a later format.
+        CheckpointError: It is none, or of a later format.
     """
     content = _read_json(path / MANIFEST)
     if isinstance(content, dict):
         version = content.get("format")
         if isinstance(version, int) and version > FORMAT:
-            raise UsageError(
+            raise CheckpointError(
                 f"{path}: format {version} is of a later msrun, this one knows up to {FORMAT}"
             )
     manifest = _convert(content, Manifest, path / MANIFEST)
     for name in manifest.files:
         if name != Path(name).name or name.startswith("."):
-            raise UsageError(f"{path / MANIFEST}: {quoted(name)} is no name of a file in it")
+            raise CheckpointError(f"{path / MANIFEST}: {quoted(name)} is no name of a file in it")
     return manifest
 
 
@@ -281,15 +281,15 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     """Return what the data files of the checkpoint `path` hold.
 
     Raises:
-        UsageError: It does not fit the files.
+        CheckpointError: It does not fit the files.
     """
     index = _convert(_read_json(path / INDEX), Index, path / INDEX)
     for name, tensor in index.tensors.items():
         if not _fits(tensor, manifest):
-            raise UsageError(f"{path / INDEX}: {quoted(name)} does not fit the data files")
+            raise CheckpointError(f"{path / INDEX}: {quoted(name)} does not fit the data files")
     for alias, name in index.aliases.items():
         if name not in index.tensors:
-            raise UsageError(f"{path / INDEX}: {quoted(alias)} is another name of nothing")
+            raise CheckpointError(f"{path / INDEX}: {quoted(alias)} is another name of nothing")
     return index
 
 
@@ -366,9 +366,9 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"{path} is no JSON") from None
+        raise CheckpointError(f"{path} is no JSON") from None
 
 
 def _convert(content: object, kind: type[_T], path: Path) -> _T:
@@ -376,4 +376,4 @@ def _convert(content: object, kind: type[_T], path: Path) -> _T:
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         text = str(error)
-        raise UsageError(f"{path}: {text[:1].lower()}{text[1:]}") from None
+        raise CheckpointError(f"{path}: {text[:1].lower()}{text[1:]}") from None

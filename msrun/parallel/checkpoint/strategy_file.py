@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.bounded_file import read_bounded
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.checkpoint.state import Models, clean, each_model
 from msrun.parallel.config import DATA_AXIS, Dim, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes
@@ -120,25 +120,25 @@ def read_strategy(
         shapes: Parameter -> its sizes, of the model that the plan is for.
 
     Raises:
-        UsageError: It cannot be read, or does not fit the model or the mesh.
+        ConfigError: It cannot be read, or does not fit the model or the mesh.
     """
     content = _read(Path(path))
     rules: dict[str, dict[str, list[Dim]]] = {}
     for name, strategy in content.items():
         where = f"{path}: {name}"
         if name not in shapes:
-            raise UsageError(f"{path}: {quoted(name)} is no parameter ({_choices(name, shapes)})")
+            raise ConfigError(f"{path}: {quoted(name)} is no parameter ({_choices(name, shapes)})")
         if list(shapes[name]) != strategy.shape:
             shape = list(shapes[name])
-            raise UsageError(f"{where}: shape {strategy.shape} is {shape} in the model")
+            raise ConfigError(f"{where}: shape {strategy.shape} is {shape} in the model")
         if len(strategy.dims) != len(strategy.shape):
-            raise UsageError(
+            raise ConfigError(
                 f"{where}: {len(strategy.dims)} dims for a shape of {len(strategy.shape)}"
             )
         dims = [_plan_dim(where, dim, layout) for dim in strategy.dims]
         axes = [axis for dim in strategy.dims for axis in _axes(dim)]
         if twice := [axis for axis in axes if axes.count(axis) > 1]:
-            raise UsageError(f"{where}: axis {twice[0]!r} stands there twice")
+            raise ConfigError(f"{where}: axis {twice[0]!r} stands there twice")
         if any(dims):
             module, _, param = name.rpartition(".")
             rules.setdefault(module, {})[param] = dims
@@ -153,7 +153,7 @@ def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:
     for axis in axes:
         is_data = axis in layout.axes or axis.startswith(DATA_AXIS)
         if axis not in known and not is_data:
-            raise UsageError(f"{where}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})")
+            raise ConfigError(f"{where}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})")
     return dim_of(found)
 
 
@@ -167,7 +167,7 @@ def _read(path: Path) -> Strategy:
         return msgspec.json.decode(content, type=Strategy)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
-        raise UsageError(f"{path} is no strategy file: {text[:1].lower()}{text[1:]}") from None
+        raise ConfigError(f"{path} is no strategy file: {text[:1].lower()}{text[1:]}") from None
 
 
 def _choices(name: str, names: Iterable[str]) -> str:

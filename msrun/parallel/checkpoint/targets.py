@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, TensorNames
 from msrun.parallel.checkpoint.store import Index, StoredTensor
 from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
@@ -42,7 +42,7 @@ class Targets:
         index: Of the checkpoint.
 
     Raises:
-        UsageError: The checkpoint has nothing for something, or not in its shape.
+        CheckpointError: The checkpoint has nothing for something, or not in its shape.
     """
 
     def __init__(self, names: TensorNames, optimizers: Sequence[Optimizer], index: Index) -> None:
@@ -84,12 +84,14 @@ class Targets:
             stored = self._stored(name)
             if stored.shape != list(tensor.shape):
                 shape = list(tensor.shape)
-                raise UsageError(
+                raise CheckpointError(
                     f"{name} is {shape} in the model and {stored.shape} in the checkpoint"
                 )
             if tensor.device.type == "meta":
                 hint = "model.to_empty(device=rt.device) gives it memory"
-                raise UsageError(f"{name} is on the device meta, which holds no values", hint=hint)
+                raise CheckpointError(
+                    f"{name} is on the device meta, which holds no values", hint=hint
+                )
             self.tensors[MODEL + name] = Target(tensor=tensor.detach(), stored=stored)
         for name in self._names.extra:
             if MODEL + name not in self._index.values:
@@ -102,7 +104,7 @@ class Targets:
             stored = self._index.find(MODEL + candidate)
             if stored is not None:
                 return stored
-        raise UsageError(f"the checkpoint has no {name}")
+        raise CheckpointError(f"the checkpoint has no {name}")
 
     def _add_group(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         first = ""
@@ -114,7 +116,7 @@ class Targets:
                 first = name
                 self._groups.append((group, settings))
             elif settings != self._groups[-1][1]:
-                raise UsageError(
+                raise CheckpointError(
                     f"{first} and {name} are in one group of {type(optimizer).__name__}, and not "
                     "in the checkpoint"
                 )
@@ -139,7 +141,7 @@ def check_taken(taken: Sequence[bool], index: Index) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         first = names[0].removeprefix(MODEL)
-        raise UsageError(f"the model has no place for {first}{more} of the checkpoint")
+        raise CheckpointError(f"the model has no place for {first}{more} of the checkpoint")
 
 
 def _models_tensors(index: Index) -> list[str]:
@@ -180,9 +182,9 @@ def _optimizer_name(index: Index, name: str) -> str:
             if stored in index.values:
                 return stored
     if any(key.startswith(OPTIMIZER) for key in index.values):
-        raise UsageError(f"the checkpoint has no optimizer state of {name}")
+        raise CheckpointError(f"the checkpoint has no optimizer state of {name}")
     hint = "rt.load(path, model) takes the model alone"
-    raise UsageError("the checkpoint has no state of an optimizer", hint=hint)
+    raise CheckpointError("the checkpoint has no state of an optimizer", hint=hint)
 
 
 def _tensor_for(
@@ -203,7 +205,7 @@ def _tensor_for(
     if list(param.shape) == shape and not name.endswith(f".{_STEP_COUNT}"):
         return torch.zeros_like(param.detach(), dtype=dtype)
     if is_sharded(param) and shape:
-        raise UsageError(
+        raise CheckpointError(
             f"{name} {shape} has another shape than its parameter, so it is not known how it is "
             "divided",
             hint="let the optimizer take a step before loading",

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from msrun.errors import UsageError
+from msrun.errors import CheckpointError
 from msrun.parallel.checkpoint.store import ITEM_BYTES, Chunk, Index, StoredTensor
 
 TORCH_DTYPES = {
@@ -86,7 +86,7 @@ def slot(name: str, tensor: Tensor) -> FileTensor:
     """Return the place that all of `tensor` takes.
 
     Raises:
-        UsageError: It cannot be stored.
+        CheckpointError: It cannot be stored.
     """
     return FileTensor(name=name, dtype=check_storable(name, tensor), shape=tuple(tensor.shape))
 
@@ -95,16 +95,18 @@ def check_storable(name: str, tensor: Tensor) -> str:
     """Return the code of the type of `tensor`.
 
     Raises:
-        UsageError: It has none, or there are no elements to store.
+        CheckpointError: It has none, or there are no elements to store.
     """
     if tensor.layout != torch.strided:
-        raise UsageError(f"{name} is {_short(tensor.layout)}, and a checkpoint holds dense tensors")
+        raise CheckpointError(
+            f"{name} is {_short(tensor.layout)}, and a checkpoint holds dense tensors"
+        )
     if tensor.device.type == "meta":
-        raise UsageError(f"{name} is on the device meta, where it has no values")
+        raise CheckpointError(f"{name} is on the device meta, where it has no values")
     code = CODES.get(tensor.dtype)
     if code is None:
         known = ", ".join(_short(dtype) for dtype in CODES)
-        raise UsageError(f"{name} is {_short(tensor.dtype)} (a checkpoint knows {known})")
+        raise CheckpointError(f"{name} is {_short(tensor.dtype)} (a checkpoint knows {known})")
     return code
 
 
@@ -164,7 +166,7 @@ def read_part(
     Only the rows that it touches are read.
 
     Raises:
-        UsageError: The file has become shorter.
+        CheckpointError: The file has become shorter.
     """
     rows = chunk.shape[1:]
     top, count = (first[0], lengths[0]) if chunk.shape else (0, 1)
@@ -173,7 +175,7 @@ def read_part(
     view = _bytes_of(found)
     file.seek(chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype])
     if file.readinto(view) != len(view):  # type: ignore[attr-defined]  # a buffered file has it
-        raise UsageError(f"{chunk.file} has become shorter")
+        raise CheckpointError(f"{chunk.file} has become shorter")
     for dim in range(1, len(rows) + 1):
         found = found.narrow(dim, first[dim], lengths[dim])
     return found
@@ -194,14 +196,14 @@ def read_header(path: Path) -> Index:
     """Return what a safetensors file holds, each tensor in one chunk.
 
     Raises:
-        UsageError: It is no such file.
+        CheckpointError: It is no such file.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 0 < length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
-                raise UsageError(f"{path} is no safetensors file")
+                raise CheckpointError(f"{path} is no safetensors file")
             entries = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         start = _LENGTH_BYTES + length
@@ -209,9 +211,9 @@ def read_header(path: Path) -> Index:
             tensors={name: _stored(path, raw, start, size) for name, raw in entries.items()}
         )
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise UsageError(f"{path} is no safetensors file") from None
+        raise CheckpointError(f"{path} is no safetensors file") from None
 
 
 class _Entry(msgspec.Struct):
@@ -223,12 +225,12 @@ class _Entry(msgspec.Struct):
 def _stored(path: Path, raw: msgspec.Raw, start: int, size: int) -> StoredTensor:
     entry = msgspec.json.decode(raw, type=_Entry)
     if entry.dtype not in ITEM_BYTES:
-        raise UsageError(f"{path}: elements of type {entry.dtype[:20]!r} are not known")
+        raise CheckpointError(f"{path}: elements of type {entry.dtype[:20]!r} are not known")
     first, end = entry.data_offsets
     count = math.prod(entry.shape)
     is_sound = all(n >= 0 for n in entry.shape) and 0 <= first <= end <= size - start
     if not is_sound or end - first != count * ITEM_BYTES[entry.dtype]:
-        raise UsageError(f"{path} is no safetensors file")
+        raise CheckpointError(f"{path} is no safetensors file")
     chunk = Chunk(at=[0] * len(entry.shape), shape=entry.shape, file=path.name, start=start + first)
     return StoredTensor(dtype=entry.dtype, shape=entry.shape, chunks=[chunk] if count else [])
 
@@ -243,7 +245,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.nbytes:
         return memoryview(b"")
     if not tensor.data_ptr():
-        raise UsageError(f"{type(tensor).__name__} keeps its elements elsewhere")
+        raise CheckpointError(f"{type(tensor).__name__} keeps its elements elsewhere")
     # Without numpy, which torch does not need either, there is no other way without a copy.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory).cast("B")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from msrun.errors import UsageError
+from msrun.errors import RanksDisagreeError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
 
@@ -79,7 +79,7 @@ class CollectiveOrder:
         Each bit of a digest is summed too: where ranks are alike, all of them have it or none.
 
         Raises:
-            UsageError: They differ; gradients are wrong.
+            RanksDisagreeError: They differ; gradients are wrong.
         """
         events, digest = self._events, self._digest
         self._events, self._digest = [], 0
@@ -100,7 +100,7 @@ class CollectiveOrder:
         They wait for it in a collective of their own, so it is refused here alone.
 
         Raises:
-            UsageError: It depends on no parameter that is trained.
+            RanksDisagreeError: It depends on no parameter that is trained.
         """
         if self._group.size() > 1 and not loss.requires_grad:
             told = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
@@ -134,7 +134,7 @@ class CollectiveOrder:
         raise self._refusal(told)
 
     def _refusal(self, told: str) -> UsageError:
-        return UsageError(
+        return RanksDisagreeError(
             f"{ROOT}.optimizer.zero: level {self._level} needs all ranks to use the same modules "
             f"in one order, and {told}; no weight was changed",
             hint="choose zero 0, or have every rank call them all, times 0 where it has no use",
@@ -142,14 +142,14 @@ class CollectiveOrder:
 
 
 def _on_sparse(name: str) -> None:
-    raise UsageError(
+    raise RanksDisagreeError(
         f"{ROOT}.optimizer.zero: {name} has a sparse gradient, which is for tables that stay whole",
         hint="pass sparse=False, or use nn.Embedding(sparse=True) with a threshold above its size",
     )
 
 
 def _on_second_gradient() -> None:
-    raise UsageError(
+    raise RanksDisagreeError(
         f"{ROOT}.optimizer.zero: gradients of gradients (create_graph=True) need parameters that "
         "stay whole",
         hint="choose zero 0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.local import is_sharded
 
 # Name in `torch.optim`, which not every release has -> what it does that parts do not allow.
@@ -20,11 +20,11 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that would stop in the middle of a step, or learn something else.
 
     Raises:
-        UsageError: It needs the loss again within a step, or whole parameters.
+        ModelError: It needs the loss again within a step, or whole parameters.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError(
+        raise ModelError(
             f"{name} computes the loss several times a step, and rt.step does once",
             hint="choose another, or give it to a plain loop as it is, where parameters are whole",
         )
@@ -36,7 +36,7 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
 def _check_whole(optimizer: torch.optim.Optimizer, reason: str) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if divided := sum(map(is_sharded, params)):
-        raise UsageError(
+        raise ModelError(
             f"{reason}, and {divided} of its {len(params)} parameters are divided",
             hint="choose another such as AdamW, or give it only parameters that stay whole",
         )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.data_parallel.sparse_embedding import RowBucket
 from msrun.parallel.local import local_gradient, local_part, set_local_gradient
@@ -55,7 +55,7 @@ class Bucket:
             if gradient is None:
                 part.zero_()
             elif gradient.is_sparse:
-                raise UsageError(
+                raise ModelError(
                     f"{name} has a sparse gradient, which no nn.Embedding(sparse=True) announced",
                     hint="pass sparse=False, or use such a module",
                 )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layout import MeshLayout
 from msrun.parallel.tensor.plan import ModulePlan
@@ -25,24 +25,24 @@ def check(
     """Refuse options of tables that would mean something else than in one process.
 
     Raises:
-        UsageError: There is one.
+        ModelError: There is one.
     """
     ranks = layout.size(DATA_AXIS)
     parts = ranks * (config.pipeline.microbatches if config.pipeline else config.accumulate)
     for name, table in _tables(model):
         plan = plans.get(name)
         if table.max_norm is not None and (ranks > 1 or plan):
-            raise UsageError(
+            raise ModelError(
                 f"{name}: max_norm writes the rows that a rank reads, and other ranks keep them",
                 hint="scale rows where the model uses them, with functional.normalize",
             )
         if table.scale_grad_by_freq and parts > 1:
-            raise UsageError(
+            raise ModelError(
                 f"{name}: scale_grad_by_freq counts words of a whole batch, and {parts} parts of "
                 "it are looked up apart"
             )
         if table.sparse and plan:
-            raise UsageError(
+            raise ModelError(
                 f"{plan.key}: {name} has sparse gradients, which are for tables that stay whole",
                 hint="make it with sparse=False, or leave it out of the plan",
             )
@@ -56,11 +56,11 @@ def check_whole(model: nn.Module, whole: Collection[Tensor]) -> None:
         whole: What it would not.
 
     Raises:
-        UsageError: There is one.
+        ModelError: There is one.
     """
     for name, table in _tables(model):
         if table.sparse and table.weight not in whole:
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.optimizer.zero: {name} has sparse gradients, which are for tables that "
                 "stay whole",
                 hint=f"make it with sparse=False, or set threshold above {table.weight.nbytes}",

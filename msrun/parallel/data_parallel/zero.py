@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +21,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import local_part
 from msrun.parallel.match import matching
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+from msrun.parallel.rank_context import RankContext
 
 SUM_LEVEL = 1
 RESHARD_LEVEL = 3
@@ -42,7 +40,7 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     module that is `planned`: its output may be a view, on which torch would lose its hooks.
 
     Raises:
-        UsageError: A pattern matches none, or a planned module.
+        ModelError: A pattern matches none, or a planned module.
     """
     modules = dict(model.named_modules())
     if config.optimizer.modules:
@@ -50,8 +48,10 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     else:
         chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
     for name in sorted(chosen & set(planned)) if config.optimizer.modules else ():
-        message = f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan"
-        raise UsageError(message, hint="name the module around it")
+        raise ModelError(
+            f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan",
+            hint="name the module around it",
+        )
     return [
         name
         for name in modules
@@ -93,11 +93,14 @@ def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]
 
 
 def apply(
-    runtime: Runtime, model: nn.Module, names: Sequence[str], whole: Collection[Parameter]
+    config: ParallelConfig,
+    context: RankContext,
+    model: nn.Module,
+    names: Sequence[str],
+    whole: Collection[Parameter],
 ) -> FSDPModule:
-    """Divide the parameters of `model` in place; those in `whole` stay as they are."""
-    config = runtime.config
-    options = _options(runtime, set(whole))
+    """Shard the parameters of `model` in place; those in `whole` stay as they are."""
+    options = _options(config, context, set(whole))
     for name in reversed(names):  # the innermost first
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
@@ -114,10 +117,10 @@ def apply(
     return divided
 
 
-def _options(runtime: Runtime, whole: set[Parameter]) -> dict[str, Any]:
-    settings, reduce = runtime.config.optimizer, runtime.config.reduce
+def _options(config: ParallelConfig, context: RankContext, whole: set[Parameter]) -> dict[str, Any]:
+    settings, reduce = config.optimizer, config.reduce
     options: dict[str, Any] = {
-        "mesh": _mesh(runtime),
+        "mesh": _data_mesh(context.root_mesh),
         "reshard_after_forward": settings.zero == RESHARD_LEVEL,
         "ignored_params": whole,
     }
@@ -126,7 +129,7 @@ def _options(runtime: Runtime, whole: set[Parameter]) -> dict[str, Any]:
             param_dtype=_dtype(settings.dtype), reduce_dtype=_dtype(reduce.dtype)
         )
     if settings.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=runtime.device.type != "cpu")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
     return options
 
 
@@ -134,10 +137,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def _mesh(runtime: Runtime) -> DeviceMesh:
-    """Return the axis to divide over, behind the axis of its copies if there are several."""
-    axes = tuple(name for name in runtime.root_mesh.mesh_dim_names or () if name.startswith("dp"))
-    return runtime.root_mesh[axes]
+def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis to shard over, after the axis of its copies if there are several."""
+    axes = tuple(name for name in root_mesh.mesh_dim_names or () if name.startswith("dp"))
+    return root_mesh[axes]
 
 
 @contextlib.contextmanager

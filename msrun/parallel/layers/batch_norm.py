@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import is_sharded, whole
@@ -24,14 +24,14 @@ def check(config: ParallelConfig, model: nn.Module) -> None:
     """Refuse batch norms that would see less than the whole batch.
 
     Raises:
-        UsageError: There is one, its micro-batches are smaller, and nobody allowed it.
+        ModelError: There is one, its micro-batches are smaller, and nobody allowed it.
     """
     parts = config.pipeline.microbatches if config.pipeline else config.accumulate
     key = "pipeline.microbatches" if config.pipeline else "accumulate"
     if parts == 1 or config.batch_norm == "local":
         return
     for name, _ in _batch_norms(model):
-        raise UsageError(
+        raise ModelError(
             f"{ROOT}.{key}: with {parts} micro-batches {name} sees one of them at a time",
             hint="say `batch_norm: local` if that is meant",
         )

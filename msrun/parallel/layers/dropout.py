@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
-
-if TYPE_CHECKING:
-    from msrun.parallel.runtime import Runtime
+from msrun.parallel.rank_context import RankContext
 
 _DRAWING_NAMES = """
     alpha_dropout bernoulli bernoulli_ cauchy_ dropout1d dropout2d dropout3d exponential_
@@ -40,14 +38,14 @@ class ExactDropout(TorchFunctionMode):
     """While it is active, dropout draws for the whole batch.
 
     Args:
-        runtime: Whose data-parallel axis divides the batch.
+        context: Rank whose data-parallel axis shards the batch.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, context: RankContext) -> None:
         super().__init__()
-        self._runtime = runtime
-        self._index = runtime.coordinate[DATA_AXIS]
-        self._count = runtime.layout.size(DATA_AXIS)
+        self._batch = context.batch
+        self._index = context.coordinate[DATA_AXIS]
+        self._count = context.layout.size(DATA_AXIS)
         self._samples = 0
         self._is_drawing = False
 
@@ -60,8 +58,8 @@ class ExactDropout(TorchFunctionMode):
     ) -> Any:
         if not model.training:
             return forward(*args, **kwargs)
-        if self._runtime.batch_weight != 1.0:
-            raise UsageError(
+        if self._batch.value != 1.0:
+            raise ModelError(
                 f"{ROOT}.dropout: exact needs batches of one size on all ranks",
                 hint="take rt.loader(..., drop_last=True)",
             )
@@ -90,7 +88,7 @@ class ExactDropout(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if not self._is_drawing and (name in _DRAWING or _drops(name, args, kwargs)):
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.dropout: exact knows torch.nn.Dropout alone, and the model calls {name}",
                 hint="take dropout: local",
             )
@@ -106,11 +104,11 @@ class ExactDropout(TorchFunctionMode):
         """Return ones for that `share` of the elements of `x`, and zeros.
 
         Raises:
-            UsageError: It does not begin with the samples of the batch.
+            ModelError: It does not begin with the samples of the batch.
         """
         rows = len(x) if x.dim() else 0
         if not self._samples or rows % self._samples or not rows:
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.dropout: exact: a dropout sees a tensor of shape {tuple(x.shape)}, "
                 f"which does not begin with the {self._samples} samples of the batch",
                 hint="take dropout: local",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import (
 
 from msrun.parallel.config import Recompute
 from msrun.parallel.match import matching
-
-Context = Callable[[], AbstractContextManager[None]]
+from msrun.parallel.sharded_model import Context
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
@@ -28,7 +27,7 @@ def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
     """Return the outermost of `modules` that are to be recomputed.
 
     Raises:
-        UsageError: A pattern matches none.
+        ModelError: A pattern matches none.
     """
     chosen = sorted(matching(settings.modules, modules, "recompute.modules"))
     return [

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.local import local_gradient
@@ -134,7 +134,7 @@ class _Hooks:
         for key, value in kwargs.items():
             if isinstance(value, Tensor):
                 return args, {**kwargs, key: self._take(value)}
-        raise UsageError(self._missing)
+        raise ModelError(self._missing)
 
     def _take(self, x: Tensor) -> DTensor:
         """Return `x` where the module wants it, for siblings that want it there too but once.
@@ -245,12 +245,12 @@ class _WantedPlacement:
         try:
             wanted = placements(self._dims or [], self._mesh, len(shape))
         except UsageError as error:
-            raise UsageError(f"{self._where}: {error.message}") from None
+            raise ModelError(f"{self._where}: {error.message}") from None
         for dim, size in enumerate(shape):
             cuts = (i for i, placement in enumerate(wanted) if placement.is_shard(dim))
             parts = math.prod(map(self._mesh.size, cuts))
             if size % parts:
-                raise UsageError(
+                raise ModelError(
                     f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
                 )
         return wanted

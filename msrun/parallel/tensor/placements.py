@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import Dim
 from msrun.parallel.notation.dims import axes_of_dims, dim_of
 from msrun.parallel.torch_compat import parts_before, strided_shard
@@ -30,7 +30,7 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
         ndim: Dims of the tensor.
 
     Raises:
-        UsageError: The dims are not as many, or an axis is unknown or stands there twice.
+        ConfigError: The dims are not as many, or an axis is unknown or stands there twice.
     """
     names = mesh.mesh_dim_names or ()
     found: list[Placement] = [Replicate()] * mesh.ndim
@@ -68,7 +68,7 @@ def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Di
     """Return the axis names of each of `ndim` dims: the inverse of `placements`.
 
     Raises:
-        UsageError: No axis names say it: a sum over ranks is pending, or the cut is none that
+        ConfigError: No axis names say it: a sum over ranks is pending, or the cut is none that
             axes in some order make.
     """
     names = mesh.mesh_dim_names or ()
@@ -80,7 +80,7 @@ def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Di
             continue
         parts = parts_before(placement)
         if parts is None:
-            raise UsageError(f"{placement} over axis {names[index]} has no axis names")
+            raise ConfigError(f"{placement} over axis {names[index]} has no axis names")
         order = orders[getattr(placement, "dim", 0) % ndim]
         order.insert(_position(order, parts, mesh, placement), index)
     return [dim_of(tuple(names[index] for index in order)) for order in orders]
@@ -91,4 +91,4 @@ def _position(order: list[int], parts: int, mesh: DeviceMesh, placement: Placeme
     for position in range(len(order) + 1):
         if math.prod(mesh.size(index) for index in order[:position]) == parts:
             return position
-    raise UsageError(f"{placement}: no order of the axes after it makes {parts} parts")
+    raise ConfigError(f"{placement}: no order of the axes after it makes {parts} parts")

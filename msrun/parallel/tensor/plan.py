@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT, WHOLE, Dims, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
@@ -63,7 +63,7 @@ def plan_modules(
         source: File that the rules come from, for messages; None is the configuration.
 
     Raises:
-        UsageError: A rule matches nothing, does not fit its module, or cannot divide it.
+        ConfigError: A rule matches nothing, does not fit its module, or cannot divide it.
     """
     keys = [
         f"{source}: {rule.match}" if source else f"{ROOT}.plan[{index}]"
@@ -93,7 +93,7 @@ def _plan(
     for param in rule.params:
         if param not in module.params:
             choices = ", ".join(module.params) or "it has none"
-            raise UsageError(f"{key}.params.{param}: {name} has no such parameter ({choices})")
+            raise ConfigError(f"{key}.params.{param}: {name} has no such parameter ({choices})")
     return ModulePlan(key=key, params=rule.params, inputs=rule.inputs, out=rule.out)
 
 
@@ -129,7 +129,7 @@ def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> M
         return ModulePlan(key=key, params={}, inputs=cut, out=cut)
     if (style, module.kind) not in styles:
         kinds = " or ".join(kind for known, kind in styles if known == style)
-        raise UsageError(f"{key}.style: {style} is for {kinds}, not {who}")
+        raise ConfigError(f"{key}.style: {style} is for {kinds}, not {who}")
     params, inputs, out = styles[style, module.kind]
     own = {name: dims for name, dims in params.items() if name in module.params}
     return ModulePlan(key=key, params=own, inputs=inputs, out=out)
@@ -140,7 +140,7 @@ def _check_divides(plan: ModulePlan, layout: MeshLayout, name: str, module: Modu
     for param, dims in plan.params.items():
         shape = module.params[param]
         if len(dims) != len(shape):
-            raise UsageError(
+            raise ConfigError(
                 f"{plan.key}.params.{param}: {len(dims)} entries for the {len(shape)} dims of "
                 f"{name}.{param} {list(shape)}"
             )
@@ -148,7 +148,7 @@ def _check_divides(plan: ModulePlan, layout: MeshLayout, name: str, module: Modu
             axes = [entry] if isinstance(entry, str) else entry or []
             parts = math.prod(layout.size(axis) for axis in axes)
             if size % parts:
-                raise UsageError(
+                raise ConfigError(
                     f"{plan.key}: {name}.{param} {list(shape)} can not be split by strategy: "
                     f"dim {dim} of {size} in {parts} parts ({' x '.join(axes)})"
                 )
@@ -162,7 +162,7 @@ def _check_shared(plans: Mapping[str, ModulePlan], modules: Mapping[str, ModuleS
                 owner, _, other_param = other.rpartition(".")
                 theirs = plans[owner].params.get(other_param) if owner in plans else None
                 if theirs != dims:
-                    raise UsageError(
+                    raise ConfigError(
                         f"{plan.key}: {name}.{param} and {other} are one parameter, and the plan "
                         "divides them in two ways",
                         hint=f"give {owner} a rule that divides it like {name}",

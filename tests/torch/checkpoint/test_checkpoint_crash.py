@@ -115,7 +115,7 @@ def _save_until_killed(folder, ready):
     runtime = msrun.init(config)
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime)
+    checkpoints = msrun.parallel.checkpoint.api.Checkpoints(runtime.config, runtime.context)
     first = checkpoints.resume(model, optimizer)
     if first:
         assert _values(model, optimizer) == {first}
@@ -192,7 +192,7 @@ def _load(path):
     runtime = msrun.init({"mesh": {"dp": -1}})
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     with pytest.raises(UsageError) as caught:
-        msrun.parallel.checkpoint.api.Checkpoints(runtime).load(path, model)
+        msrun.parallel.checkpoint.api.Checkpoints(runtime.config, runtime.context).load(path, model)
     return caught.value.message
 
 

@@ -137,7 +137,7 @@ def test_a_rank_that_uses_no_divided_module_is_refused(level):
     told = "the loss of rank 1 depends on no parameter that is trained"
     # In a job the end of this one is the end of the other.
     assert caught.value.msg.startswith("rank 0: did not return in time\nrank 1: ")
-    assert f"UsageError: {refused(level, told)}\n" in caught.value.msg
+    assert f"RanksDisagreeError: {refused(level, told)}\n" in caught.value.msg
 
 
 class Chosen(nn.Module):

@@ -168,7 +168,7 @@ def test_a_mistake_names_its_key_in_a_rank_of_torchrun(folder, plain):
     code, output = plain(folder, "program.py", env=environment(folder / "run") | env)
 
     assert code == 1
-    assert "UsageError: parallel.mesh: dp 3 is not world_size 1\n" in output
+    assert "ConfigError: parallel.mesh: dp 3 is not world_size 1\n" in output
 
 
 def test_importing_msrun_imports_no_torch():

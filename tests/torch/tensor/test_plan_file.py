@@ -20,7 +20,7 @@ def write(config, model, path):
     """Write how the parameters of `model` lie under `config`."""
     runtime = msrun.init(config)
     network = runtime.shard(build(model))
-    Checkpoints(runtime).write_strategy(path, network)
+    Checkpoints(runtime.config, runtime.context).write_strategy(path, network)
 
 
 def local_shapes(config, model="mlp"):

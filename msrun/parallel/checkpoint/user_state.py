@@ -1,0 +1,47 @@
+"""State that a script adds to a checkpoint: its loader, schedulers, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from msrun.errors import CheckpointError
+from msrun.parallel.checkpoint.state import plain
+from msrun.parallel.checkpoint.store import Manifest
+
+Extra = Mapping[str, object] | None
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A loader, a scheduler, or whatever else can say where it stands."""
+
+    def state_dict(self) -> Any:
+        """Return plain JSON values."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take them back."""
+
+
+def plain_extra(name: str, value: Any) -> Any:
+    """Return `value` of `extra` as plain JSON values.
+
+    Raises:
+        CheckpointError: It has values that JSON cannot hold.
+    """
+    if isinstance(value, Stateful):
+        value = value.state_dict()
+    return plain(value, f"extra[{name!r}]")
+
+
+def check_extra(manifest: Manifest, loader: Stateful | None, extra: Extra) -> None:
+    """Refuse a checkpoint that lacks state of `loader` or `extra`.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    if loader is not None and manifest.loader is None:
+        raise CheckpointError("the checkpoint has no state of a loader")
+    for name, value in (extra or {}).items():
+        if isinstance(value, Stateful) and name not in manifest.extra:
+            raise CheckpointError(f"the checkpoint has no extra {name!r}")

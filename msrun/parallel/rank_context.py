@@ -1,0 +1,130 @@
+"""One rank and its place on the mesh: all that the parts of the runtime know of their job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from msrun.errors import ConfigError
+from msrun.parallel.config import ParallelConfig
+from msrun.parallel.layout import MeshLayout, resolve, root_axes
+
+
+@dataclass(slots=True)
+class BatchWeight:
+    """How much the current batch of this rank counts in a mean over the job.
+
+    Attributes:
+        value: Samples of this rank times ranks, over the samples of all ranks; 1 where every rank
+            has equally many.  The loader sets it while its batch is in use.
+    """
+
+    value: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rank:
+    """One rank whose mesh is not known yet: `mesh: auto` finds it with the first model.
+
+    Attributes:
+        rank: Global rank, 0 to `world_size` - 1.
+        world_size: Ranks in the job.
+        device: Device of this rank.
+        batch: Weight of this rank's current batch.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    batch: BatchWeight
+
+    def place(self, config: ParallelConfig) -> RankContext:
+        """Make the mesh of `config` and return this rank on it; all ranks call it together.
+
+        Raises:
+            ConfigError: The mesh does not fit the number of ranks.
+        """
+        layout = resolve(config, self.world_size)
+        mesh = _device_mesh(self.device, layout.axes)
+        axes = root_axes(config, layout)
+        is_common = config.dropout == "exact" or config.mode == "auto"
+        return RankContext(
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.device,
+            batch=self.batch,
+            layout=layout,
+            mesh=mesh,
+            root_mesh=mesh if axes == layout.axes else _device_mesh(self.device, axes),
+            stream=0 if is_common else layout.stream(self.rank),
+        )
+
+    def print(self, text: str) -> None:
+        """Print on rank 0 alone."""
+        if self.rank == 0:
+            print(text, flush=True)  # noqa: T201 - a person waits for it
+
+    def broadcast(self, content: bytes) -> bytes:
+        """Return the `content` of rank 0 on every rank; all ranks call it together."""
+        if self.world_size == 1:
+            return content
+        size = torch.tensor([len(content)], device=self.device)
+        dist.broadcast(size, src=0)
+        sent = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        dist.broadcast(sent, src=0)
+        return bytes(sent.tolist())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankContext(Rank):
+    """One rank on its mesh; made by `Rank.place`.
+
+    Attributes:
+        layout: The mesh by arithmetic.
+        mesh: The mesh with its process groups.
+        root_mesh: The same with axis `dp` split in two, where optimizer parallel keeps copies.
+        stream: Number of this rank's random stream; 0 continues the stream of rank 0, as one
+            process would.
+    """
+
+    layout: MeshLayout
+    mesh: DeviceMesh
+    root_mesh: DeviceMesh
+    stream: int
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Axis name -> this rank's index on it."""
+        return self.layout.coordinate(self.rank)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group of this rank along `axis`.
+
+        Raises:
+            ConfigError: The mesh has no such axis.
+        """
+        if axis not in self.layout.axes:
+            raise ConfigError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
+        return self.mesh.get_group(axis)
+
+
+def placed(rank: Rank, config: ParallelConfig) -> RankContext:
+    """Return `rank` with its mesh.
+
+    Raises:
+        ConfigError: `mesh: auto` has `Runtime.shard` find the mesh, which was not called.
+    """
+    if not isinstance(rank, RankContext):
+        resolve(config, rank.world_size)  # refuses in the words of the configuration
+        raise TypeError("a rank whose mesh is known was never placed on it")
+    return rank
+
+
+def _device_mesh(device: torch.device, axes: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,0 +1,76 @@
+"""What replicas of a model have in common before the first step: weights and random streams."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Collection, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from msrun.parallel.rank_context import RankContext
+
+_BROADCAST_BYTES = 25 * 2**20
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, numpy if it is loaded, and torch."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed(seed % 2**32)
+
+
+@torch.no_grad()
+def broadcast_weights(model: nn.Module, excluded: Collection[str]) -> None:
+    """Give every rank the parameters and buffers of rank 0, but the `excluded` parameters."""
+    params = [param for name, param in model.named_parameters() if name not in excluded]
+    tensors = [tensor for tensor in (*params, *model.buffers()) if not tensor.is_meta]
+    for run in _runs(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in run])
+        dist.broadcast(flat, src=0)
+        parts = flat.split([tensor.numel() for tensor in run])
+        for tensor, part in zip(run, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield `tensors` in runs of one type that are worth one message."""
+    run: list[Tensor] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
+        if run and (tensor.dtype != run[0].dtype or size + tensor.nbytes > _BROADCAST_BYTES):
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.nbytes
+    if run:
+        yield run
+
+
+def split_random_streams(context: RankContext) -> None:
+    """Give each random stream of the mesh numbers of its own; ranks of one stream draw the same.
+
+    Ranks that see the same samples in the same layers share a stream.  Stream 0 continues that of
+    rank 0, as one process would.
+    """
+    own = [torch.get_rng_state(), torch.tensor([torch.initial_seed()], dtype=torch.uint64)]
+    states = own if context.device.type == "cpu" else [*own, _device_state(context)]
+    for state in states:
+        there = state.view(torch.uint8).to(context.device)
+        dist.broadcast(there, src=0)
+        state.view(torch.uint8).copy_(there)
+    if context.stream:
+        torch.manual_seed((int(states[1].item()) + context.stream * _GOLDEN) % 2**63)
+    else:
+        torch.set_rng_state(states[0])
+        if context.device.type != "cpu":
+            getattr(torch, context.device.type).set_rng_state(states[2])
+
+
+def _device_state(context: RankContext) -> Tensor:
+    state: Tensor = getattr(torch, context.device.type).get_rng_state()
+    return state
