@@ -143,8 +143,6 @@ SKIPPED_FOLDERS = {
 }
 HIDDEN_FOLDERS = {".ci", ".github"}
 
-# Pages whose lines are still to be wrapped; a page that is done leaves the list.
-UNWRAPPED_PAGES: set[str] = set()
 PROSE = re.compile(r"(?:docs/.*|README|CONTRIBUTING|CHANGELOG|SECURITY)\.md")
 LINK_TARGET = re.compile(r"\]\([^)]*\)|<?https?://\S+|^\[[^\]]+\]: .*$|!\[")
 
@@ -313,7 +311,7 @@ def check_prose_columns(path: str, text: str) -> Iterator[Problem]:
 
     Tables and code blocks cannot be wrapped, and a link's target does not count.
     """
-    if not PROSE.fullmatch(path) or path in UNWRAPPED_PAGES:
+    if not PROSE.fullmatch(path):
         return
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
