@@ -1,9 +1,11 @@
 """Limits of the house that ruff does not know: `python scripts/tidy.py [ROOT]`.
 
 Prints `file:line: sentence` for every problem and exits 1 when there is one.
-Needs nothing but the standard library and reads no git data, so it also works on
-an unpacked archive.
+Needs nothing but the standard library.  In a git checkout it reads the tracked files, so that
+what a job or a tool leaves behind is nobody's problem; in an unpacked archive, all of them.
 """
+
+# tidy: long file, it runs by path and alone, so tables of words and checks share one file
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ import ast
 import io
 import os
 import re
+import subprocess
 import sys
 import tokenize
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 500
+FOLDER_FILES_MAX = 20
+PROSE_COLUMNS_MAX = 100
 
 PACKAGES = ("msrun", "launchers", "ranktable")
 OUR_CODE = (*PACKAGES, "scripts")
@@ -57,6 +63,56 @@ WORD_OF = {
     "trainer": "worker",
     "worker_num": "world_size",
 }
+# Names of modules, classes and functions that had a private meaning here; the field has these.
+FIELD_WORD_OF_MODULE = {
+    "account": "cost_breakdown",
+    "alike": "module_dedup",
+    "ask": "offline_search",
+    "carry": "redistribute",
+    "draws": "dropout_rng",
+    "kept": "saved_activations",
+    "layouts": "mesh_search",
+    "meeting": "rendezvous",
+    "member": "scheduler_host",
+    "placement": "cpu_binding",
+    "pulse": "freeze_detector",
+    "readings": "uses",
+    "refused": "unsupported_ops",
+    "roles": "processes",
+    "saved": "plan_io",
+    "seats": "rank_assignment",
+    "staged": "pipeline_executor",
+    "tables": "sparse_embedding",
+    "warm": "preload",
+    "world": "system",
+    "zero_order": "collective_order",
+}
+FIELD_WORD_OF_DEFINITION = {
+    "Account": "CostBreakdown",
+    "Alike": "ModuleDeduplicator",
+    "Because": "StopReason",
+    "Birth": "SpawnContext",
+    "Carrier": "Redistributor",
+    "Contents": "ParameterSnapshot",
+    "Draws": "DropoutRng",
+    "Keeper": "SchedulerHost",
+    "Kept": "SavedActivations",
+    "LeftOut": "PlaceholderModule",
+    "Lives": "CrashLoopGuard",
+    "Meeting": "Rendezvous",
+    "Pulse": "FreezeDetector",
+    "Question": "SearchRequest",
+    "UnitOrder": "CollectiveOrder",
+    "World": "System",
+    "in_mindspores_words": "from_mindspore_notation",
+    "seat": "assign_ranks",
+}
+# The names of these classes are the tags of messages: renaming one changes the protocol.
+WIRE_FORMAT = "msrun/cluster/wire/"
+# Classes of one name in two modules, each with the one meaning that both share.
+SHARED_CLASS_NAMES = {
+    "Tick": "the passing of time, as an event of the agent's and of the scheduler's state machine",
+}
 PHRASES = (
     (re.compile(r"\bmeta[- ]servers?\b", re.IGNORECASE), "scheduler"),
     (re.compile(r"\bmachine[- ]rank\b", re.IGNORECASE), "node_rank"),
@@ -75,8 +131,20 @@ EMPTY_CLASS = re.compile(r"_*Base[A-Z]|.*(?:Manager|Helper|Utils?)$")
 
 UNOWNED = re.compile(r"\b(TODO|FIXME|XXX)\b(?!.*#\d)")
 WORKPLACE = re.compile(r"(?<![\w.~/})$-])/(?:work|root|Users/\w+|tmp/venv\w*)(?![\w.-])")
-SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "logs", "node_modules"}
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "build",
+    "ckpt",
+    "dist",
+    "logs",
+    "msrun_logs",
+    "node_modules",
+    "site",
+}
 HIDDEN_FOLDERS = {".ci", ".github"}
+
+PROSE = re.compile(r"(?:docs/.*|README|CONTRIBUTING|CHANGELOG|SECURITY)\.md")
+LINK_TARGET = re.compile(r"\]\([^)]*\)|<?https?://\S+|^\[[^\]]+\]: .*$|!\[")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -133,9 +201,9 @@ def check_unowned(source: Source) -> Iterator[Problem]:
     if not UNOWNED.search(source.text):
         return
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        found = UNOWNED.search(token.string) if token.type == tokenize.COMMENT else None
-        if found:
-            yield source.problem(token.start[0], f"{found[1]} names no issue, such as #12")
+        promise = UNOWNED.search(token.string) if token.type == tokenize.COMMENT else None
+        if promise:
+            yield source.problem(token.start[0], f"{promise[1]} names no issue, such as #12")
 
 
 def check_unsafe(source: Source) -> Iterator[Problem]:
@@ -172,8 +240,49 @@ def check_words(source: Source) -> Iterator[Problem]:
             yield source.problem(node, f"{name}: our word is {word}")
     for number, line in enumerate(source.text.splitlines(), 1):
         for pattern, word in PHRASES:
-            for found in pattern.finditer(line):
-                yield source.problem(number, f'"{found[0]}": our word is {word}')
+            for phrase in pattern.finditer(line):
+                yield source.problem(number, f'"{phrase[0]}": our word is {word}')
+
+
+def check_field_words(source: Source) -> Iterator[Problem]:
+    """Report modules, classes and functions whose name an engineer would have to look up."""
+    parts = PurePosixPath(source.path).with_suffix("").parts
+    for part in dict.fromkeys((parts[-2], parts[-1])):
+        word = FIELD_WORD_OF_MODULE.get(part)
+        if word:
+            yield source.problem(1, f"{part} is a riddle; say {word}")
+    if source.path.startswith(WIRE_FORMAT):
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            word = FIELD_WORD_OF_DEFINITION.get(node.name.strip("_"))
+            if word:
+                yield source.problem(node, f"{node.name} is a riddle; say {word}")
+
+
+def check_class_names(sources: Iterable[Source]) -> Iterator[Problem]:
+    """Report classes of the packages that share a name, so that each name has one meaning."""
+    places: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
+    for source in sources:
+        if source.path.startswith(_folders(PACKAGES)):
+            for node in source.nodes:
+                if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
+                    places[node.name].append((source, node))
+    for name, definitions in places.items():
+        paths = {source.path for source, _ in definitions}
+        for source, node in definitions:
+            others = sorted(paths - {source.path})
+            if others:
+                yield source.problem(node, f"{name} is another class in {', '.join(others)}")
+
+
+def check_folders(sources: Iterable[Source]) -> Iterator[Problem]:
+    """Report folders with more Python files than a reader takes in at a glance."""
+    counts = Counter(PurePosixPath(source.path).parent.as_posix() for source in sources)
+    for folder, count in counts.items():
+        if count > FOLDER_FILES_MAX and f"{folder}/".startswith(_folders((*PACKAGES, "tests"))):
+            sentence = f"folder has {count} Python files, the limit is {FOLDER_FILES_MAX}"
+            yield Problem(folder, 1, sentence)
 
 
 def check_imported(sources: Iterable[Source]) -> Iterator[Problem]:
@@ -193,8 +302,26 @@ def check_imported(sources: Iterable[Source]) -> Iterator[Problem]:
 def check_workplace(path: str, text: str) -> Iterator[Problem]:
     """Report absolute paths that exist only on one developer's machine."""
     for number, line in enumerate(text.splitlines(), 1):
-        for found in WORKPLACE.finditer(line):
-            yield Problem(path, number, f"{found[0]} is a path of one machine")
+        for absolute in WORKPLACE.finditer(line):
+            yield Problem(path, number, f"{absolute[0]} is a path of one machine")
+
+
+def check_prose_columns(path: str, text: str) -> Iterator[Problem]:
+    """Report lines of documentation that are too long to read in an editor.
+
+    Tables and code blocks cannot be wrapped, and a link's target does not count.
+    """
+    if not PROSE.fullmatch(path):
+        return
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        is_prose = not in_code and not line.startswith(("    ", "|", "<!--"))
+        columns = len(LINK_TARGET.sub("", line))
+        if is_prose and columns > PROSE_COLUMNS_MAX:
+            limit = f"the limit is {PROSE_COLUMNS_MAX}"
+            yield Problem(path, number, f"line has {columns} columns, {limit}")
 
 
 FILE_CHECKS: tuple[tuple[Callable[[Source], Iterator[Problem]], tuple[str, ...]], ...] = (
@@ -204,7 +331,9 @@ FILE_CHECKS: tuple[tuple[Callable[[Source], Iterator[Problem]], tuple[str, ...]]
     (check_unsafe, PACKAGES),
     (check_torch_private, PACKAGES),
     (check_words, PACKAGES),
+    (check_field_words, PACKAGES),
 )
+TREE_CHECKS = (check_imported, check_class_names, check_folders)
 
 
 def check_tree(root: Path) -> list[Problem]:
@@ -213,6 +342,7 @@ def check_tree(root: Path) -> list[Problem]:
     sources: list[Source] = []
     for path, text in _read_files(root):
         problems += check_workplace(path, text)
+        problems += check_prose_columns(path, text)
         if path.endswith(".py") and path.startswith(_folders(ALL_CODE)):
             try:
                 sources.append(Source(path, text, tuple(ast.walk(ast.parse(text)))))
@@ -222,7 +352,9 @@ def check_tree(root: Path) -> list[Problem]:
         for check, folders in FILE_CHECKS:
             if source.path.startswith(_folders(folders)):
                 problems += check(source)
-    return sorted({*problems, *check_imported(sources)})
+    for check_all in TREE_CHECKS:
+        problems += check_all(sources)
+    return sorted(set(problems))
 
 
 def _folders(names: Iterable[str]) -> tuple[str, ...]:
@@ -231,14 +363,35 @@ def _folders(names: Iterable[str]) -> tuple[str, ...]:
 
 def _read_files(root: Path) -> Iterator[tuple[str, str]]:
     """Yield the relative path and the text of every text file of the project."""
+    tracked = _tracked(root)
+    for path in _walked(root) if tracked is None else tracked:
+        file = root / path
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):  # binary, a folder, or gone since it was listed
+            continue
+        yield path, text
+
+
+def _tracked(root: Path) -> list[str] | None:
+    """Return the paths that git tracks below `root`; None where it is no checkout, or git lacks."""
+    if not (root / ".git").exists():  # an archive that was unpacked inside another checkout
+        return None
+    # As root git would not read a checkout of another user, such as CI's.
+    command = ["git", "-c", "safe.directory=*", "-C", str(root), "ls-files", "-z"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [os.fsdecode(path) for path in listed.stdout.split(b"\0") if path]
+
+
+def _walked(root: Path) -> Iterator[str]:
+    """Yield the paths of all files below `root` that belong to the project."""
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if _is_ours(Path(folder, name))]
-        for file in (Path(folder, name) for name in files):
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (UnicodeDecodeError, OSError):  # binary, or gone since it was listed
-                continue
-            yield file.relative_to(root).as_posix(), text
+        for file in files:
+            yield Path(folder, file).relative_to(root).as_posix()
 
 
 def _is_ours(folder: Path) -> bool:

@@ -111,8 +111,10 @@ def _write_files(folder: Path, names: list[str]) -> str:
     (folder / "bare.py").write_text(BARE)
     (folder / "hosts").write_text("".join(f"{name} slots={SLOTS}\n" for name in names))
     python = folder / "python"
-    settings = f"PYTHONPATH={ROOT} OMP_NUM_THREADS=1"
-    python.write_text(f'#!/bin/sh\ncd {folder} && {settings} exec {sys.executable} "$@"\n')
+    settings = f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1"
+    python.write_text(
+        f'#!/bin/sh\ncd {folder} && {settings} exec {shlex.quote(sys.executable)} "$@"\n'
+    )
     python.chmod(0o755)
     return str(python)
 

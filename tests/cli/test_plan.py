@@ -48,7 +48,7 @@ job:
   grace               10s                 default
   hang-timeout        -                   default
   detect-idle         inf                 default
-  log-dir             /nowhere/logs       flag --log-dir
+  log-dir             /tmp/new/logs       flag --log-dir
   worker-log-name     w{local_rank}       flag --worker-log-name
   tail                none                flag --tail
   bind-core           auto                flag --bind-core
@@ -60,8 +60,8 @@ command:
 
 workers:
   rank  local_rank  device  cpus  log
-  0     0           0       0     /nowhere/logs/w0.log
-  1     1           1       1     /nowhere/logs/w1.log
+  0     0           0       0     /tmp/new/logs/w0.log
+  1     1           1       1     /tmp/new/logs/w1.log
 
 containment:
   subreaper
@@ -180,7 +180,7 @@ def test_a_plan_with_everything(msrun, system, gpus):
 
     outcome = msrun(
         "plan --all --env-of 1 --job-id nightly --nnodes 1 --rdzv-endpoint localhost:29500 "
-        "--cluster_time_out -1 --env A='two words' --env B= --log-dir /nowhere/logs --tail none "
+        "--cluster_time_out -1 --env A='two words' --env B= --log-dir /tmp/new/logs --tail none "
         "--bind-core --bind-numa '{\"device0\": [0, 1]}' --preload numpy,json --no-join "
         "--restart-window 60m --worker-log-name w{local_rank} --monitor-interval 1 "
         "--no-python ./prog"

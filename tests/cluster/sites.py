@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ class Site:
 
     def use_own_python(self, first: str = "") -> None:
         """Have this Python, with our msrun, run on the nodes; `first` is a line of its shell."""
-        run = f'PYTHONPATH={HOME} exec {sys.executable} "$@"'
+        run = f'PYTHONPATH={shlex.quote(str(HOME))} exec {shlex.quote(sys.executable)} "$@"'
         self.python.write_text(f"#!/bin/sh\n{first}\n{run}\n")
         self.python.chmod(0o755)
 

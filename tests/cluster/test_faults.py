@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -173,7 +174,7 @@ EAT = "eaten = []\nwhile True: eaten.append(b'x' * (8 << 20))"
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_named_on_every_node(pair, form):
     """F-16."""
-    eat = f'[ $RANK = 1 ] && exec {sys.executable} -c "{EAT}"; exec sleep 600'
+    eat = f'[ $RANK = 1 ] && exec {shlex.quote(sys.executable)} -c "{EAT}"; exec sleep 600'
     with memory.limited() as group:
         a, b = pair.hosts
         nodes = [*form([a], *shell(eat)), *form([b], *shell(eat), wrapper=memory.entering(group))]

@@ -1,5 +1,6 @@
 """The same command on each node of a rank table, which has all that the nodes must know."""
 
+import shlex
 import sys
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_node_that_is_not_in_the_table_says_so(lab, launch):
 def test_a_job_writes_the_table_of_what_it_formed(new_lab, form):
     lab = new_lab("a", "b")
     emitted, built = lab.folder / "emitted.json", lab.folder / "built.json"
-    ask = f"{sys.executable} -m msrun ranktable build --job $MSRUN_JOB_ID -o {built}"
+    ask = f"{shlex.quote(sys.executable)} -m msrun ranktable build --job $MSRUN_JOB_ID -o {built}"
     words = ["--emit-rank-table", emitted]
     words += tell_who(f"test -s {emitted} || exit 9; [ $RANK != 0 ] || {ask}")
     nodes = [

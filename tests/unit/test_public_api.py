@@ -64,7 +64,7 @@ WRONG = """
 import msrun
 rt = msrun.init(config=3)
 rt.loader([1, 2], batch_size="8")
-rt.loader([1, 2], 8, shufle=True)
+rt.loader([1, 2], 8, mixed=True)
 rt.save(rt, step=0)
 """
 

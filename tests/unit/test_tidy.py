@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -297,6 +299,136 @@ def test_builds_caches_environments_and_binaries_are_not_read(offences, tmp_path
         "msrun.egg-info/a.md",
     ]
     assert offences({"env/pyvenv.cfg": "", **dict.fromkeys(files, HOME_OF_ONE)}) == []
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_in_a_checkout_only_tracked_files_are_read(offences, tmp_path):
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    offences({"README.md": f"see {HOME_OF_ONE}/x\n"})
+    subprocess.run([*git, "add", "README.md"], check=True)
+    left = {"msrun_logs/job/msrun.log": HOME_OF_ONE, "notes.md": HOME_OF_ONE}
+
+    assert offences(left) == [f"README.md:1: {HOME_OF_ONE} is a path of one machine"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_a_tracked_file_that_was_removed_is_tidy(offences, tmp_path):
+    git = ["git", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    offences({"README.md": HOME_OF_ONE})
+    subprocess.run([*git, "add", "README.md"], check=True)
+    (tmp_path / "README.md").unlink()
+
+    assert offences({}) == []
+
+
+def test_an_archive_inside_a_checkout_is_read_as_an_archive(offences, tmp_path):
+    (tmp_path.parent / ".git").mkdir(exist_ok=True)
+    assert len(offences({"README.md": HOME_OF_ONE})) == 1
+
+
+def test_logs_that_a_first_job_left_in_an_archive_are_not_read(offences):
+    assert offences({"msrun_logs/job/msrun.log": HOME_OF_ONE}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "word"),
+    [
+        ("msrun/carry.py", "carry", "redistribute"),
+        ("msrun/roles/agent.py", "roles", "processes"),
+        ("ranktable/tables.py", "tables", "sparse_embedding"),
+    ],
+)
+def test_module_of_a_private_word_is_reported(offences, path, old, word):
+    module = path.removesuffix(".py").replace("/", ".")
+    files = {"msrun/__init__.py": f"import {module}\n", path: ""}
+    assert offences(files) == [f"{path}:1: {old} is a riddle; say {word}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "word"),
+    [
+        ("class Keeper: ...", "Keeper", "SchedulerHost"),
+        ("class _LeftOut: ...", "_LeftOut", "PlaceholderModule"),
+        ("def _in_mindspores_words(): ...", "_in_mindspores_words", "from_mindspore_notation"),
+    ],
+)
+def test_definition_of_a_private_word_is_reported(offences, text, old, word):
+    assert offences(in_package(text + "\n")) == [f"msrun/a.py:1: {old} is a riddle; say {word}"]
+
+
+@pytest.mark.parametrize(
+    "text", ["kept = []", "def ask(): ...", "x.seat()", "from a import World", "account = 1"]
+)
+def test_innocent_use_of_such_a_word_is_tidy(offences, text):
+    assert offences(in_package(text + "\n")) == []
+
+
+def test_names_of_messages_stay(offences):
+    path = f"{tidy.WIRE_FORMAT}a.py"
+    files = {"msrun/__init__.py": "import msrun.cluster.wire.a\n", path: "class Question: ...\n"}
+    assert offences(files) == []
+
+
+def test_class_name_with_two_meanings_is_reported(offences):
+    files = {
+        "msrun/__init__.py": "import msrun.a\nimport msrun.b\n",
+        "msrun/a.py": "x = 1\nclass Plan: ...\n",
+        "msrun/b.py": "class Plan: ...\n",
+        "tests/test_a.py": "class Plan: ...\n",
+    }
+    assert offences(files) == [
+        "msrun/a.py:2: Plan is another class in msrun/b.py",
+        "msrun/b.py:1: Plan is another class in msrun/a.py",
+    ]
+
+
+def test_every_shared_class_name_is_shared():
+    classes = [
+        name
+        for package in tidy.PACKAGES
+        for file in (REPOSITORY / package).rglob("*.py")
+        for name in tidy.SHARED_CLASS_NAMES
+        if f"\nclass {name}" in file.read_text()
+    ]
+    assert [name for name in tidy.SHARED_CLASS_NAMES if classes.count(name) < 2] == []
+
+
+@pytest.mark.parametrize(("count", "problems"), [(20, 0), (21, 1)])
+def test_folder_of_more_than_20_files_is_reported(offences, count, problems):
+    files = {f"tests/unit/test_{number}.py": "" for number in range(count)}
+    sentence = "tests/unit:1: folder has 21 Python files, the limit is 20"
+    assert offences(files) == [sentence] * problems
+
+
+def test_flat_scripts_are_tidy(offences):
+    assert offences({f"scripts/s{number}.py": "" for number in range(21)}) == []
+
+
+LONG_LINE = "word " * 20 + "x"
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/tutorial/first_job.md", "docs/decisions/1.md"])
+def test_long_line_of_prose_is_reported(offences, path):
+    assert offences({path: f"x\n{LONG_LINE}\n"}) == [
+        f"{path}:2: line has 101 columns, the limit is 100"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LONG_LINE[:-1],
+        f"| {LONG_LINE} |",
+        f"    {LONG_LINE}",
+        f"```sh\n{LONG_LINE}\n```",
+        f"see [x](https://example.org/{'x' * 90})",
+        f"<!-- {LONG_LINE} -->",
+    ],
+)
+def test_line_that_cannot_be_wrapped_is_tidy(offences, text):
+    assert offences({"README.md": text + "\n"}) == []
 
 
 def test_command_prints_problems_and_exits_1(tmp_path, capsys):

@@ -65,7 +65,9 @@ def folder(tmp_path):
     for name in ("bin", "run"):
         (tmp_path / name).mkdir(mode=0o700)
     for name, words in {"python": "", "msrun": "-m msrun"}.items():
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (tmp_path / "bin" / name).write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n'
+        )
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "scripts").symlink_to(HOME / "scripts")
     (tmp_path / "train.py").write_text(WHO)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def python(tmp_path, runtime):
     """A Python on the node, which has msrun and the mark of this test's processes."""
     path = tmp_path / "remote-python"
     path.write_text(
-        f'#!/bin/sh\nXDG_RUNTIME_DIR={runtime} PYTHONPATH={HOME} exec {sys.executable} "$@"\n'
+        f"#!/bin/sh\nXDG_RUNTIME_DIR={runtime} PYTHONPATH={shlex.quote(str(HOME))} "
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
     path.chmod(0o755)
     return path

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def start(cluster, msrun, tmp_path, runtime):
     """Submit a job of two workers on one node, and follow it."""
     python = tmp_path / "remote-python"
     python.write_text(
-        f'#!/bin/sh\nXDG_RUNTIME_DIR={runtime} PYTHONPATH={HOME} exec {sys.executable} "$@"\n'
+        f"#!/bin/sh\nXDG_RUNTIME_DIR={runtime} PYTHONPATH={shlex.quote(str(HOME))} "
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
     words = ["--launcher", "slurm", "--workers-per-node", "2", "--output", tmp_path / "console"]

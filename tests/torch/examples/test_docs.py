@@ -1,4 +1,4 @@
-"""Every snippet of docs/parallel.md runs on four ranks, under the configuration above it."""
+"""Every snippet on the runtime runs on four ranks, under the configuration above it."""
 
 import os
 import re
@@ -9,28 +9,32 @@ from ranks import run_warm
 
 pytestmark = pytest.mark.torch
 
-PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
+DOCS = Path(__file__).parents[3] / "docs"
+# The first one defines what the snippets of all of them use.
+PAGES = ("parallel.md", "how-to/restart_and_resume.md", "how-to/other_layout.md")
 BLOCK = re.compile(r"^```(\w+)( prelude)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def snippets():
-    """Yield the line of each snippet, its configuration and its code."""
-    text = PAGE.read_text()
-    prelude = config = ""
-    heading = 0
-    for match in BLOCK.finditer(text):
-        section = text.rfind("\n## ", 0, match.start())
-        if section != heading:
-            heading, config = section, ""
-        kind, is_prelude, code = match.groups()
-        line = text.count("\n", 0, match.start()) + 2
-        if kind == "yaml":
-            config = code
-            yield line, config, ""
-        elif is_prelude:
-            prelude = code
-        elif kind == "python":
-            yield line, config, prelude + code
+    """Yield the place of each snippet, its configuration and its code."""
+    prelude = ""
+    for page in PAGES:
+        text = (DOCS / page).read_text()
+        config = ""
+        heading = 0
+        for match in BLOCK.finditer(text):
+            section = text.rfind("\n## ", 0, match.start())
+            if section != heading:
+                heading, config = section, ""
+            kind, is_prelude, code = match.groups()
+            place = f"{page} line {text.count(chr(10), 0, match.start()) + 2}"
+            if kind == "yaml":
+                config = code
+                yield place, config, ""
+            elif is_prelude:
+                prelude = code
+            elif kind == "python":
+                yield place, config, prelude + code
 
 
 def run(code, config, folder):
@@ -44,7 +48,7 @@ def run(code, config, folder):
 
 
 @pytest.mark.parametrize(
-    ("config", "code"), [pytest.param(c, s, id=f"line {line}") for line, c, s in snippets()]
+    ("config", "code"), [pytest.param(c, s, id=place) for place, c, s in snippets()]
 )
 def test_a_snippet_runs(config, code, tmp_path):
     (tmp_path / "p.yaml").write_text(config)
