@@ -23,7 +23,7 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.redistribute import Redistributor
 from msrun.parallel.runtime import Runtime
 from msrun.parallel.search.cost.topology import CollectiveKind, Measured, NetworkLevel, Topology
-from msrun.parallel.search.graph.codes import SUM, WHOLE
+from msrun.parallel.search.graph.axis_placement import SUM, WHOLE
 
 # Placement before and after: what is measured is what an executor does, packing included.
 _CHANGES: dict[CollectiveKind, tuple[int, int]] = {

@@ -39,7 +39,7 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.calibrate import measure
 from msrun.parallel.local import local_part
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import Array
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.problem import Edge, Problem, Setting

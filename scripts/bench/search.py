@@ -29,10 +29,10 @@ from torch import nn
 
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.program import Batches, Program
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.mesh_search import Job, explore
+from msrun.parallel.search.mesh.job_layout import Job
+from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.modes import search

@@ -160,7 +160,7 @@ def _rare_collection() -> Iterator[None]:
 
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:
-    from msrun.parallel.search.cost.topology_file import find_topology
+    from msrun.parallel.search.cost.topology import find_topology
     from msrun.transport.loop import Loop
 
     mode = MODES.get(given["mode"])

@@ -24,12 +24,10 @@ from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
-from msrun.parallel.pipeline.line import PipelineRanks
-from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.cost.topology_file import find_topology
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.graph.codes import RR
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.search.cost.topology import Topology, find_topology
+from msrun.parallel.search.graph.axis_placement import RR
+from msrun.parallel.search.graph.program import Batches, Program
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds

@@ -24,7 +24,7 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.redistribute import Exchanged, Redistributor
 from msrun.parallel.auto.trace import Traced
-from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.search.graph.axis_placement import RR, RZ, SHARDS, SUM, Codes, forward, gradient
 from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site

@@ -19,12 +19,12 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.batches import Batches
 from msrun.parallel.search.graph.operators import rules_of_steps
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.program import Batches, Program
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
-from msrun.parallel.search.mesh.bounds import JobLayout
-from msrun.parallel.search.mesh.mesh_search import Job, Outcome, Progress, explore, layouts
+from msrun.parallel.search.mesh.job_layout import Job, JobLayout, layouts
+from msrun.parallel.search.mesh.layout_solver import Outcome
+from msrun.parallel.search.mesh.mesh_search import Progress, explore
 from msrun.parallel.search.mesh.stage_search import hubs
 from msrun.parallel.search.plan.cost_breakdown import (
     CostBreakdown,

@@ -14,9 +14,9 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
 from msrun.parallel.pipeline.model import PipelineModel
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.tree import check_names
 from msrun.parallel.search.mesh.stages import Part
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders, depart
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
+from msrun.parallel.pipeline.ranks import PipelineRanks
 
 
 def infer(

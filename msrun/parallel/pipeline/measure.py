@@ -19,9 +19,9 @@ from msrun.errors import UsageError
 from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, map_leaves
 from msrun.parallel.pipeline.plan import SplitPlan
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.shapes import kinds, make_border
 
 

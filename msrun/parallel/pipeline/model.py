@@ -19,10 +19,10 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.measure import MeasuredShapes, measure
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
 from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 from msrun.parallel.config import Pipeline
 from msrun.parallel.match import matching
-from msrun.parallel.pipeline import auto
+from msrun.parallel.pipeline import even_cut
 from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
 from msrun.parallel.pipeline.split import ChunkProgram, assign, cut, place
 from msrun.parallel.pipeline.trace import Trace, input_names, trace
@@ -100,7 +100,7 @@ def plan_split(
         model: Nothing in it changes.
         settings: Where to cut.
         stages: Ranks along the pipeline axis.
-        sample: Inputs of one batch, for `auto`; see `auto.place_evenly`.
+        sample: Inputs of one batch, for `auto`; see `even_cut.place_evenly`.
 
     Raises:
         UsageError: It cannot be cut so.
@@ -120,8 +120,8 @@ def plan_split(
         calls = [node for node in traced.graph.nodes if node.op == "call_module"]
         modules = {node: named[node.target] for node in calls if node.target in named}
     else:
-        traced = trace(model, auto.leaves(model, chunks.count), inputs)
-        modules, measure = auto.place_evenly(model, traced, chunks, sample)
+        traced = trace(model, even_cut.leaves(model, chunks.count), inputs)
+        modules, measure = even_cut.place_evenly(model, traced, chunks, sample)
     movable = [node for node in modules if not _has_parameters(model, str(node.target))]
     places = place(traced.graph, modules, chunks, movable)
     programs = cut(traced.graph, places, chunks)

@@ -31,8 +31,8 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 from msrun.parallel.local import scalar_loss
 from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -11,10 +11,10 @@ import msgspec
 
 from msrun.parallel.config import PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.program import Batches
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.mesh_search import Job, explore
-from msrun.parallel.search.mesh.mesh_shapes import data_shapes, divisors
+from msrun.parallel.search.mesh.job_layout import Job, data_shapes, divisors
+from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
 from msrun.parallel.search.solve.memory import OutOfMemoryError

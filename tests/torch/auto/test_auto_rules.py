@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
-from msrun.parallel.search.graph.codes import PR, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RR, SHARDS
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
 from msrun.parallel.search.graph.rules import Site, divided, letters
 from msrun.parallel.search.graph.unsupported_ops import REFUSED

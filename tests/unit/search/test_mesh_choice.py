@@ -9,7 +9,7 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.program import Batches
 from msrun.parallel.search.mesh_choice import Wanted, candidates, choose
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import search

@@ -8,13 +8,14 @@ import pytest
 from programs import TINY
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.batches import Batches
 from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.program import Batches
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.mesh import mesh_search
-from msrun.parallel.search.mesh.bounds import Bounds, JobLayout
-from msrun.parallel.search.mesh.mesh_search import Job, Outcome, explore
+from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
+from msrun.parallel.search.mesh.layout_solver import Outcome
+from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, largest
 from msrun.parallel.search.plan.cost_breakdown import expanded
 from msrun.parallel.search.solve.build import build
@@ -48,8 +49,8 @@ def everything(found):
     search = mesh_search._Search(found)
     return {
         layout: search.look(layout, math.inf)
-        for group in mesh_search.groups(found)
-        for layout in mesh_search.layouts(found, *group)
+        for group in groups(found)
+        for layout in layouts(found, *group)
     }
 
 
@@ -66,8 +67,8 @@ def test_the_best_of_all_layouts_is_found_and_bounds_are_below_it():
 def test_what_one_layout_takes_bounds_others_of_its_mesh():
     found = job()
     search, raised = mesh_search._Search(found), 0
-    for group in mesh_search.groups(found):
-        outcomes = {one: search.look(one, math.inf) for one in mesh_search.layouts(found, *group)}
+    for group in groups(found):
+        outcomes = {one: search.look(one, math.inf) for one in layouts(found, *group)}
         for known, first in outcomes.items():
             bounds = Bounds(*search._work)
             before = {one: bounds.of(one) for one in outcomes}

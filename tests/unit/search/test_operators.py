@@ -8,7 +8,7 @@ from programs import TINY, Draft
 
 from msrun.parallel.search.cost.cost import collective
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import PR, RP, RR
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.graph.views import renaming

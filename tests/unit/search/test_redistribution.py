@@ -12,7 +12,7 @@ from msgspec import structs
 from msrun.parallel.search.cost.cost import Prices, collective, estimate
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves, route
 from msrun.parallel.search.cost.topology import PRESETS, Measured, Wire
-from msrun.parallel.search.graph.codes import SUM, WHOLE
+from msrun.parallel.search.graph.axis_placement import SUM, WHOLE
 
 MESHES = [(2, 3), (3, 2), (2, 2, 3), (2, 1, 2)]
 

@@ -7,7 +7,7 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.search.graph.codes import RR, RZ
+from msrun.parallel.search.graph.axis_placement import RR, RZ
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.problem import Setting, stored_parts

@@ -11,7 +11,7 @@ from programs import TINY
 
 from msrun.errors import UsageError
 from msrun.parallel.search.cost.topology import NetworkLevel
-from msrun.parallel.search.graph.codes import RR
+from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.eliminate import solve

@@ -14,7 +14,7 @@ import numpy as np
 
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves
 from msrun.parallel.search.cost.topology import Wire
-from msrun.parallel.search.graph.codes import Array, Codes
+from msrun.parallel.search.graph.axis_placement import Array, Codes
 
 
 def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import SUM, WHOLE, Array, Codes, Mask
+from msrun.parallel.search.graph.axis_placement import SUM, WHOLE, Array, Codes, Mask
 
 # Pairs of sets of placements whose moves are kept: a model has some, on all meshes the same.
 _KEPT = 256

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.parallel.config_file import load_yaml
 from msrun.units import quoted
 
 GIB = 2**30
+_FILE_SUFFIXES = (".yaml", ".yml", ".json")
 
 CollectiveKind = Literal["gather", "scatter", "reduce", "move"]
 
@@ -224,3 +227,19 @@ def preset(name: str) -> Topology:
     if found is None:
         raise UsageError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
     return found
+
+
+def find_topology(name: str) -> Topology:
+    """Return the preset called `name`, or what the file of that name says.
+
+    Raises:
+        UsageError: There is neither, or the file says something else.
+    """
+    path = Path(name)
+    if path.suffix not in _FILE_SUFFIXES:
+        return preset(name)
+    try:
+        tree = load_yaml(path)
+    except UsageError as error:
+        raise UsageError(f"topology: {error.message}") from None
+    return parse_topology(tree)

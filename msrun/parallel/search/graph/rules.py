@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.parallel.search.graph.codes import PR, RP, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR, SHARDS
 from msrun.parallel.search.graph.program import Program, Step, Value
 
 Labels = Sequence[str | None]

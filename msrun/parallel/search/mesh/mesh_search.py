@@ -9,103 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from msrun.parallel.search.cost.cost import Prices
-from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.graph.codes import Array, is_cut
-from msrun.parallel.search.graph.repeat import Blocks
-from msrun.parallel.search.mesh.bounds import Bounds, JobLayout
-from msrun.parallel.search.mesh.mesh_shapes import data_shapes, divisors, shapes
+from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
+from msrun.parallel.search.mesh.layout_solver import LayoutSolver, Outcome
 from msrun.parallel.search.solve.build import build
-from msrun.parallel.search.solve.chain import Chain, ChainPlan, Tables, flat, shortest, through
-from msrun.parallel.search.solve.eliminate import CELLS_MAX
-from msrun.parallel.search.solve.problem import OperatorNode, Setting, parts, work
+from msrun.parallel.search.solve.problem import OperatorNode, Setting, work
 
-_ACCUMULATE_MAX = 64
 _PRICES_MAX = 14
 _TOLERANCE = 2e-3
 _PROHIBITIVE = 1e-3
 _RUNNERS_UP = 5
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be laid out.
-
-    Args:
-        programs: The model with two repeated blocks, for any batch.
-        blocks: The two blocks.
-        count: Blocks of the whole model.
-        topology: What it runs on.
-        world: Ranks.
-        batch: Samples of a step.
-        limit: Bytes that a rank has.
-        state_bytes: Of the optimizer, for each element of a parameter.
-        is_training: Whether it is laid out for `rt.shard`: in stages, and with ranks of the first
-            axis handed different samples.
-        named: Stages and mesh of a stage, where they are given.
-        data_axes: Axes of these whose ranks are handed different samples.
-    """
-
-    programs: Batches
-    blocks: Blocks
-    count: int
-    topology: Topology
-    world: int
-    batch: int
-    limit: float
-    state_bytes: int = 12
-    is_training: bool = False
-    named: tuple[int, tuple[int, ...]] | None = None
-    data_axes: frozenset[int] = frozenset()
-
-    def data(self) -> frozenset[int]:
-        """Return the axes whose ranks are handed different samples."""
-        return frozenset({0}) if self.is_training else self.data_axes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """The plan of one kind of pipeline stage.
-
-    Args:
-        name: `all`, `first`, `middle` or `last`.
-        seconds: Of a step.
-        memory: Bytes on one rank.
-        chain: Whose nodes the plan names.
-        plan: Its strategies.
-        entry: Strategy of the value it is given; 0 for the first stage.
-    """
-
-    name: str
-    seconds: float
-    memory: float
-    chain: Chain
-    plan: ChainPlan
-    entry: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The best plan of one layout.
-
-    Args:
-        layout: The layout.
-        seconds: Of a step: of its slowest stage.
-        memory: Bytes on a rank of its largest stage.
-        bound: Seconds that no plan of this layout can undercut.
-        stages: Its stages.
-    """
-
-    layout: JobLayout
-    seconds: float
-    memory: float
-    bound: float
-    stages: tuple[Stage, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,30 +53,6 @@ class Progress:
             self.best = outcome
         ranked = sorted([*self.runners_up, outcome], key=lambda one: one.seconds)
         self.runners_up = ranked[:_RUNNERS_UP]
-
-
-def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every number of stages with every mesh of a stage."""
-    if job.named:
-        return [job.named]
-    return [
-        (stages, sizes)
-        for stages in divisors(math.gcd(job.count, job.world))[job.is_training :]
-        if stages <= job.batch
-        for sizes in (shapes, data_shapes)[job.is_training](job.world // stages)
-    ]
-
-
-def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
-    """Return the layouts of one group, the largest micro-batches first."""
-    most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
-    ranks = math.prod(sizes[axis] for axis in job.data())
-    return [
-        JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)
-        for number in divisors(job.batch)
-        if stages <= number <= most and job.batch // number % ranks == 0
-        for recompute in (False, True)
-    ]
 
 
 def explore(job: Job) -> Iterator[Progress]:
@@ -290,7 +184,7 @@ class _Search:
         return self._priced(stages, free, fits, best)
 
     def _priced(
-        self, stages: _Stages, exceeds: Outcome, fits: Outcome, best: float
+        self, stages: LayoutSolver, exceeds: Outcome, fits: Outcome, best: float
     ) -> Outcome | None:
         """Return the best plan between one that fits and one that does not.
 
@@ -324,11 +218,11 @@ class _Search:
             stages=found.stages,
         )
 
-    def _stages(self, layout: JobLayout) -> _Stages:
+    def _stages(self, layout: JobLayout) -> LayoutSolver:
         """Return the stages of a layout; prices are kept for its mesh alone."""
         if layout.sizes != self._prices.sizes:
             self._prices = Prices(self._job.topology.wires(layout.sizes))
-        return _Stages(self._job, layout, self._prices)
+        return LayoutSolver(self._job, layout, self._prices)
 
 
 def _pure(node: OperatorNode, setting: Setting) -> float:
@@ -337,157 +231,3 @@ def _pure(node: OperatorNode, setting: Setting) -> float:
     alone = msgspec.structs.replace(setting, topology=topology)
     rows = np.zeros((1, 1), dtype=np.int64)
     return float(work(node.rule, rows, alone, again=False)[0])
-
-
-class _Stages:
-    """All stages of one layout.
-
-    What passes between stages lies in the same way at every border.  A stage holds as many
-    micro-batches as there are stages from it to the last (1F1B).
-    """
-
-    def __init__(self, job: Job, layout: JobLayout, prices: Prices) -> None:
-        self._job, self._layout = job, layout
-        self._per_stage = job.count // layout.stages
-        program = job.programs.at(job.batch // layout.microbatches)
-        inside = job.blocks.block_of(program)
-        setting = Setting(
-            sizes=layout.sizes,
-            topology=job.topology,
-            rounds=layout.rounds,
-            recompute=layout.recompute,
-            state_bytes=job.state_bytes,
-            data_axes=job.data(),
-            batch=job.batch // layout.microbatches if job.is_training or job.named else 0,
-        )
-        problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
-        chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
-        most = min(layout.stages, layout.microbatches)
-        kinds = {"first": most, "middle": most - 1, "last": 1}
-        if layout.stages < len(kinds):
-            kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
-        self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
-        self._free: dict[str, Tables] = {}
-        hub = chain.problem.nodes[chain.hubs[0]]
-        shares = parts(is_cut(hub.outs()), layout.sizes)
-        across = job.topology.across
-        nbytes = program.values[job.blocks.cuts[0]].nbytes
-        self._sent: Array = (
-            2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
-        )
-
-    def least(self, best: float) -> float:
-        """Return the seconds that no plan undercuts, whatever its memory; fewer from `best` on."""
-        tables = self._tables(0.0)
-        if self._layout.stages == 1:
-            return tables["all"].least(self._job.count)
-        bound = float(self._last(tables["last"]).min())
-        if bound < best:
-            bound = max(bound, float(self._first(tables["first"]).min()))
-        if bound < best and "middle" in tables:
-            bound = max(bound, float(self._middle(tables["middle"]).min()))
-        return bound
-
-    def solve(self, weight: float, limit: float) -> Outcome:
-        """Return the best plan with bytes of memory at `weight` seconds each."""
-        tables = self._tables(weight)
-        if self._layout.stages == 1:
-            value, plan = tables["all"].solve(self._job.count)
-            stage = self._stage("all", value, plan, weight)
-            return self._outcome([stage], value - (weight * limit if weight else 0.0))
-        first, last = self._first(tables["first"]), self._last(tables["last"])
-        total = np.maximum(first, last)
-        middle = None
-        if "middle" in tables:
-            middle = self._middle(tables["middle"])
-            total = np.maximum(total, middle[:, None])
-        cut, tie = (int(at) for at in np.unravel_index(int(total.argmin()), total.shape))
-        bounds = [first.min(), last.min()] + ([] if middle is None else [middle.min()])
-        found = [
-            self._stage(name, *self._path(name, tables[name], cut, tie), weight, entry=cut)
-            for name in tables
-        ]
-        return self._outcome(found, float(max(bounds)) - (weight * limit if weight else 0.0))
-
-    def _tables(self, weight: float) -> dict[str, Tables]:
-        if weight:
-            return {name: chain.tables(weight) for name, chain in self._chains.items()}
-        if not self._free:
-            # Without a price of memory all stages have the same.
-            tables = next(iter(self._chains.values())).tables()
-            self._free = {n: replace(tables, chain=chain) for n, chain in self._chains.items()}
-        return self._free
-
-    def _outcome(self, stages: Sequence[Stage], bound: float) -> Outcome:
-        return Outcome(
-            layout=self._layout,
-            seconds=max(stage.seconds for stage in stages),
-            memory=max(stage.memory for stage in stages),
-            bound=bound,
-            stages=tuple(stages),
-        )
-
-    def _stage(
-        self, name: str, value: float, plan: ChainPlan, weight: float, *, entry: int = 0
-    ) -> Stage:
-        chain = self._chains[name]
-        memory = plan.memory(chain, entry)
-        return Stage(
-            name=name,
-            seconds=value - weight * memory,
-            memory=memory + plan.borrowed(chain),
-            chain=chain,
-            plan=plan,
-            entry=entry,
-        )
-
-    # Seconds of a stage for each layout at its borders, and of what is tied.
-
-    def _first(self, tables: Tables) -> Array:
-        value = flat(tables.head.value)
-        for _ in range(self._per_stage - 1):
-            value = through(tables.middle.value.T, value)
-        return value + self._sent[:, None]
-
-    def _last(self, tables: Tables) -> Array:
-        value = flat(tables.tail.value)
-        for _ in range(self._per_stage):
-            value = through(tables.middle.value, value)
-        return value
-
-    def _middle(self, tables: Tables) -> Array:
-        """Return the seconds of a stage that is given and hands on one layout."""
-        one, power = tables.middle.value, self._per_stage
-        value: Array | None = None
-        while power:
-            if power % 2:
-                value = one if value is None else through(value, one)
-            power //= 2
-            if power:
-                one = through(one, one)
-        if value is None:
-            raise ValueError("a stage has blocks")
-        return np.diagonal(value) + self._sent
-
-    def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, ChainPlan]:
-        """Return the best plan of one stage between borders that lie as `cut` says."""
-        size = len(tables.middle.value)
-        border: Array = np.where(np.arange(size) == cut, 0.0, np.inf)
-        chain = tables.chain
-        shape = tables.head.value.shape[1:]
-        ties = [int(at) for at in np.unravel_index(tie, shape)] if chain.tied else []
-        head, tail = flat(tables.head.value)[:, tie], flat(tables.tail.value)[:, tie]
-        count = self._per_stage
-        if name == "first":
-            value, path = shortest(head, tables.middle.value, border, count)
-            full = tables.plan(path, ties)
-            return value + float(self._sent[cut]), ChainPlan(
-                head=full.head, blocks=full.blocks, tail={}
-            )
-        after = border if name == "middle" else tail
-        value, path = shortest(border, tables.middle.value, after, count + 1)
-        full = tables.plan(path, ties)
-        if name == "middle":
-            return value + float(self._sent[cut]), ChainPlan(head={}, blocks=full.blocks, tail={})
-        tied = dict(zip(chain.tied, ties, strict=True))
-        return value, ChainPlan(head=tied, blocks=full.blocks, tail=full.tail)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import Array
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.solve.problem import OperatorNode, Problem, Setting

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.search.cost.cost import Prices
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.axis_placement import text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
-from msrun.parallel.search.mesh.mesh_search import Outcome, Stage
+from msrun.parallel.search.mesh.layout_solver import Outcome, Stage
 from msrun.parallel.search.plan.plan import Operator
 from msrun.parallel.search.solve.chain import ChainPlan
 from msrun.parallel.search.solve.edges import Item, itemize

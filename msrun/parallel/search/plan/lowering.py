@@ -15,7 +15,7 @@ import numpy as np
 
 from msrun.parallel.config import DATA_AXIS, Dims, Optimizer, PlanRule
 from msrun.parallel.notation.dims import dim_of
-from msrun.parallel.search.graph.codes import PR, RR, RZ, SUM, WHOLE, forward
+from msrun.parallel.search.graph.axis_placement import PR, RR, RZ, SUM, WHOLE, forward
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.views import renaming

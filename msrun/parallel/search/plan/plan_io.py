@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.axis_placement import text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.plan.plan import SavedPlan

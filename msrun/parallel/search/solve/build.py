@@ -11,7 +11,7 @@ import numpy as np
 from msrun.errors import UsageError
 from msrun.parallel.search.cost.cost import Prices, collective
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
+from msrun.parallel.search.graph.axis_placement import RR, RZ, SHARDS, Array, Codes, forward, is_cut
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.program import Program, Step, Value
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, hub

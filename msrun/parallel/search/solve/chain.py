@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import Array, Codes
+from msrun.parallel.search.graph.axis_placement import Array, Codes
 from msrun.parallel.search.solve.eliminate import Costs, Elimination, costs, eliminate
 from msrun.parallel.search.solve.problem import Edge, Problem
 

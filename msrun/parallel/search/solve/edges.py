@@ -9,7 +9,7 @@ import numpy as np
 
 from msrun.parallel.search.cost.cost import Prices, collective
 from msrun.parallel.search.cost.redistribution import MoveKind, moves
-from msrun.parallel.search.graph.codes import (
+from msrun.parallel.search.graph.axis_placement import (
     RR,
     RZ,
     SHARDS,

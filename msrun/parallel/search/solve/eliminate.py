@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import Array, Codes
+from msrun.parallel.search.graph.axis_placement import Array, Codes
 from msrun.parallel.search.solve.problem import Problem
 
 # Cells of the largest table of one elimination; above it a mesh is solved by pairs of axes.

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import Array
 from msrun.parallel.search.solve.problem import Edge, Problem
 
 T = TypeVar("T")

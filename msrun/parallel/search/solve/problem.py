@@ -16,7 +16,7 @@ import numpy as np
 
 from msrun.parallel.search.cost.cost import Prices
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.codes import RZ, Array, Codes, is_cut
+from msrun.parallel.search.graph.axis_placement import RZ, Array, Codes, is_cut
 from msrun.parallel.search.graph.rules import Choice, ShardingRule
 from msrun.parallel.search.graph.views import Renaming
 

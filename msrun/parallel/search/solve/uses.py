@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.graph.codes import PR, RR, Codes
+from msrun.parallel.search.graph.axis_placement import PR, RR, Codes
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import ShardingRule, Site
 from msrun.parallel.search.graph.views import Renaming, renaming
