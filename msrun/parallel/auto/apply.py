@@ -27,14 +27,14 @@ from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chun
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.search.cost.topology import Topology, find_topology
 from msrun.parallel.search.graph.axis_placement import RR
-from msrun.parallel.search.graph.program import Batches, Program
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds
-from msrun.parallel.search.mesh.stage_search import hubs, search_stages
-from msrun.parallel.search.mesh.stages import between_blocks, divide
-from msrun.parallel.search.mesh_choice import Wanted, choose
-from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lowered
+from msrun.parallel.search.mesh.stage_search import layout_nodes, search_stages
+from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
+from msrun.parallel.search.mesh_choice import MeshRequest, choose_mesh
+from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lower
 from msrun.parallel.search.plan.plan import SavedPlan, read_plan
 from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
@@ -128,13 +128,13 @@ def apply(runtime: Runtime, model: nn.Module, sample: Sequence[Any] | None) -> A
     traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
     answer = _completed(runtime, model, traced, setting, answer)
-    problem = build(traced.program, setting, cuts=hubs(answer.chosen))
+    problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
     rules = {**traced.rules, **{node.name: node.rule for node in problem.nodes}}
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
         planned = Planned(traced.program, setting, tuple(_axes(runtime)), rules, answer.chosen)
         part = resized(sample, setting.batch // runtime.layout.size(DATA_AXIS))
-        found = lowered(planned, traced.modules, lambda: trace(model, part).program)
+        found = lower(planned, traced.modules, lambda: trace(model, part).program)
         if found:
             return _as_usual(runtime, model, traced, found, answer.microbatches)
     runtime.print(f"{_MODE} runs on {EXECUTOR}")
@@ -265,9 +265,9 @@ def _choose_mesh(
     config = runtime.config
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     with _told_memory():
-        best = choose(
-            Wanted(
-                programs=Batches(small, large, SIZES),
+        best = choose_mesh(
+            MeshRequest(
+                programs=ProgramByBatch(small, large, SIZES),
                 topology=_topology(runtime),
                 world=runtime.world_size,
                 batch=batch,
@@ -324,7 +324,7 @@ def _completed(
         problem = build(program, setting, cuts=answer.plan.shared)
         chosen = choices_of(answer.plan, key, problem, program)
     count = chunks.count
-    starts = between_blocks(find_blocks(program), count, key) if count > 1 else [0]
+    starts = cut_between_blocks(find_blocks(program), count, key) if count > 1 else [0]
     return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 

@@ -22,18 +22,26 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
-from msrun.parallel.auto.redistribute import Exchanged, Redistributor
+from msrun.parallel.auto.redistribute import RedistributeFunction, Redistributor
 from msrun.parallel.auto.trace import Traced
-from msrun.parallel.search.graph.axis_placement import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    RR,
+    RZ,
+    SHARD_CODES,
+    IntArray,
+    gradient_placement,
+    value_placement,
+)
 from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.unsupported_ops import check, writes
-from msrun.parallel.search.graph.views import is_regrouped, renaming
+from msrun.parallel.search.graph.views import dim_map, is_reshape
 from msrun.parallel.search.mesh.stages import Part, divide
 from msrun.parallel.search.plan.lowering import AVERAGES, BY_CLASS
-from msrun.parallel.search.solve.edges import behind
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.edges import base_codes
+from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
 Row = tuple[int, ...]
@@ -100,7 +108,7 @@ class Executor:
             self._stored[value] = stored = tuple(self._at_rest(codes, tuple(param.shape)))
             if isinstance(param, DTensor):
                 continue  # another chunk of this stage has it too
-            placed = [Shard(code) if code < SHARDS else Replicate() for code in stored]
+            placed = [Shard(code) if code < SHARD_CODES else Replicate() for code in stored]
             # Every rank has the same values: nothing need be sent.
             part = distribute_tensor(param.data, self._mesh, placed, src_data_rank=None)
             made = Parameter(part, requires_grad=param.requires_grad)
@@ -143,7 +151,7 @@ class Executor:
             if self._uses.uses.get(name):
                 param = self._model.get_parameter(self._program.params[name])
                 local = param.to_local() if isinstance(param, DTensor) else param
-                values[name] = self._to_hub(name, local, self._stored[name])
+                values[name] = self._to_shared_layout(name, local, self._stored[name])
         for steps, cut in self._spans():
             if cut is None or not torch.is_grad_enabled():
                 self._run_all(steps, values)
@@ -175,7 +183,7 @@ class Executor:
             is_constant = self._uses.constants.issuperset(step.outputs)
             for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
                 codes = () if is_constant else self._outs(step.name, port)
-                values[name] = x if is_constant else self._to_hub(name, x, codes)
+                values[name] = x if is_constant else self._to_shared_layout(name, x, codes)
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
         """Add what a block hands on, and keep what it is given for computing the rest again."""
@@ -207,11 +215,11 @@ class Executor:
                 )
         return values
 
-    def local_shape(self, name: str, codes: Codes | Row) -> tuple[int, ...]:
+    def local_shape(self, name: str, codes: IntArray | Row) -> tuple[int, ...]:
         """Return the shape of this rank's part of a value that lies as `codes` says."""
         shape = list(self._program.values[name].shape)
         for axis, code in enumerate(codes):
-            if code < SHARDS:
+            if code < SHARD_CODES:
                 shape[int(code)] //= self._setting.sizes[axis]
         return tuple(shape)
 
@@ -221,14 +229,14 @@ class Executor:
     def _outs(self, name: str, port: int) -> Row:
         return tuple(choice.outs[port] for choice in self._choices(name))
 
-    def _to_hub(self, name: str, x: Tensor, codes: Row) -> Tensor:
-        hub = f"hub:{name}"
+    def _to_shared_layout(self, name: str, x: Tensor, codes: Row) -> Tensor:
+        hub = layout_node(name)
         return self._exchange(x, codes, self._outs(hub, 0)) if hub in self._chosen else x
 
     def lies(self, name: str) -> Row:
         """Return the codes at which readers find a value."""
-        if f"hub:{name}" in self._chosen:
-            return self._outs(f"hub:{name}", 0)
+        if layout_node(name) in self._chosen:
+            return self._outs(layout_node(name), 0)
         if name in self._stored:
             return self._stored[name]
         step = self._makers[name]
@@ -237,28 +245,28 @@ class Executor:
     def _exchange(self, x: Tensor, source: Row, target: Row) -> Tensor:
         """Carry values from `source` to `target`, and later their gradient back."""
         a, b = np.array(source), np.array(target)
-        through = np.where((forward(a) >= 0) & (forward(b) == SUM), RR, a)
+        through = np.where((value_placement(a) >= 0) & (value_placement(b) == PARTIAL), RR, a)
         if (through != a).any():
             # What is stored in parts for its state's sake is whole before it is a sum.
             x, a = self._exchange(x, source, tuple(through.tolist())), through
-        ahead = (forward(a).tolist(), forward(b).tolist())
-        back = (gradient(b).tolist(), gradient(a).tolist())
+        ahead = (value_placement(a).tolist(), value_placement(b).tolist())
+        back = (gradient_placement(b).tolist(), gradient_placement(a).tolist())
         if ahead[0] == ahead[1] and (back[0] == back[1] or not x.requires_grad):
             return x
         if not x.requires_grad:
             return self._redistributor.redistribute(x, *ahead)
-        moved: Tensor = _apply(Exchanged, x, self._redistributor, ahead, back)
+        moved: Tensor = _apply(RedistributeFunction, x, self._redistributor, ahead, back)
         return moved
 
     def _fetch(self, name: str, wanted: Row, values: Mapping[str, Tensor]) -> Tensor:
         """Return a value, or a view of one, as a reader wants it."""
-        root, view = self._uses.behind(name)
+        root, view = self._uses.base_of(name)
         if root in self._uses.constants:
-            layout = forward(self._uses.layouts[name][0]).tolist()
+            layout = value_placement(self._uses.layouts[name][0]).tolist()
             return self._redistributor.redistribute(
-                values[name], layout, forward(np.array(wanted)).tolist()
+                values[name], layout, value_placement(np.array(wanted)).tolist()
             )
-        at_root, seen = behind(self._setting.sizes, np.array([wanted]), view)
+        at_root, seen = base_codes(self._setting.sizes, np.array([wanted]), view)
         codes: Row = tuple(at_root[0].tolist())
         x = self._exchange(values[root], self.lies(root), codes)
         for step in self._views(root, name):
@@ -276,11 +284,11 @@ class Executor:
 
     def _look(self, step: Step, codes: Row, x: Tensor) -> tuple[Row, Tensor]:
         """Return a view of this rank's part, and how it lies."""
-        view = renaming(Site(step, self._program))
+        view = dim_map(Site(step, self._program))
         dims = view.dims if view else {}
         back = {source: dim for dim, (source, _) in dims.items()}
-        after = tuple(back.get(code, code) if code < SHARDS else code for code in codes)
-        if is_regrouped(step):
+        after = tuple(back.get(code, code) if code < SHARD_CODES else code for code in codes)
+        if is_reshape(step):
             return after, x.reshape(self.local_shape(step.outputs[0], after))
         return after, self._call(step, [x])[0]
 
@@ -294,7 +302,7 @@ class Executor:
         codes = tuple(choice.ins[0] for choice in self._choices(f"out:{number}"))
         x = self._fetch(name, codes, values)
         shares = math.prod(
-            self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARDS
+            self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARD_CODES
         )
         is_shared = shares > 1 and x.requires_grad
         given: Tensor = _apply(_Shared, x, 1.0 / shares) if is_shared else x
@@ -321,7 +329,7 @@ class Executor:
         uses = self._uses
         whole = (RR,) * len(self._setting.sizes)
         is_whole = all((uses.layouts[name] == RR).all() for name in step.outputs)
-        view = renaming(Site(step, self._program))
+        view = dim_map(Site(step, self._program))
         ins = []
         for name in step.inputs.values():
             layout = tuple(uses.layouts[name][0].tolist())
@@ -329,11 +337,13 @@ class Executor:
             ins.append(values[name] if is_kept else self._fetch(name, whole, values))
             if view is not None:
                 kept = {source for source, _ in view.dims.values()}
-                at = tuple(c if c in kept or c >= SHARDS else RR for c in layout)
+                at = tuple(c if c in kept or c >= SHARD_CODES else RR for c in layout)
                 ins[-1] = self._redistributor.redistribute(
-                    values[name], forward(np.array(layout)).tolist(), forward(np.array(at)).tolist()
+                    values[name],
+                    value_placement(np.array(layout)).tolist(),
+                    value_placement(np.array(at)).tolist(),
                 )
-        if view is not None and is_regrouped(step):
+        if view is not None and is_reshape(step):
             layout = tuple(uses.layouts[step.outputs[0]][0].tolist())
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
         if step in self.dropout_rng:
@@ -365,7 +375,7 @@ class Executor:
         return math.prod(
             self._setting.sizes[axis]
             for axis, choice in enumerate(choices)
-            if choice.divides and choice.outs[0] >= SHARDS
+            if choice.divides and choice.outs[0] >= SHARD_CODES
         )
 
     def summed_axes(self, choices: Sequence[Choice]) -> list[int]:
@@ -373,7 +383,7 @@ class Executor:
         return [
             axis
             for axis, choice in enumerate(choices)
-            if choice.divides and choice.outs[0] >= SHARDS
+            if choice.divides and choice.outs[0] >= SHARD_CODES
         ]
 
     # Operators that parts do not know all about.
@@ -437,7 +447,7 @@ class Executor:
         """Drop from a part that lies as `codes` says: all ranks draw the whole mask."""
         if not self._model.training:
             return x
-        whole, parts = [-1] * self._mesh.ndim, forward(np.array(codes)).tolist()
+        whole, parts = [-1] * self._mesh.ndim, value_placement(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
         return x * self._redistributor.redistribute(
             self.dropout_rng.mask(step, keep), whole, parts

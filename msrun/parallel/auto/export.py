@@ -23,7 +23,7 @@ from msrun.parallel.auto.module_dedup import (
     ENTER,
     LEAVE,
     ModuleDeduplicator,
-    UnlikeError,
+    NotRepeatableError,
     tensors_of,
 )
 from msrun.parallel.torch_compat import without_stack_traces
@@ -143,7 +143,7 @@ class _Expansion:
         """Return the graph without marks.
 
         Raises:
-            UnlikeError: What is between two marks is not all that a module does.
+            NotRepeatableError: What is between two marks is not all that a module does.
         """
         nodes = list(self._found.graph.nodes)
         self._add_inputs([node for node in nodes if node.op == "placeholder"])
@@ -182,7 +182,7 @@ class _Expansion:
         """Add an input such as `node`."""
         made = self._graph.placeholder(name)
         if made.name != name:
-            raise UnlikeError(f"there are two inputs {name}")
+            raise NotRepeatableError(f"there are two inputs {name}")
         made.meta = node.meta
         if full is not None:
             kept = self._params if node.name in self._found.params else self._buffers
@@ -194,11 +194,11 @@ class _Expansion:
         """Take note of a node that stands between two marks."""
         if self._open is None:
             if not self._inside.isdisjoint(node.all_input_nodes):
-                raise UnlikeError(f"{node.name} reads what a module keeps to itself")
+                raise NotRepeatableError(f"{node.name} reads what a module keeps to itself")
             return
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or (schema is not None and schema.is_mutable):
-            raise UnlikeError(f"{node.name} does more than return a value")
+            raise NotRepeatableError(f"{node.name} does more than return a value")
         self._open.nodes.append(node)
         self._inside.add(node)
 
@@ -206,7 +206,7 @@ class _Expansion:
         """Have what is taken out of `mark` be what it stands for."""
         given, _, role, words = mark.args
         if (self._open is None) == (role == LEAVE):
-            raise UnlikeError(f"{words} is called by another")
+            raise NotRepeatableError(f"{words} is called by another")
         name, _, of = str(words).partition(" ")
         parts = {part: int(part.args[1]) for part in mark.users}  # type: ignore[arg-type]
         found = [self._made[node] for node in given]  # type: ignore[union-attr, index]
@@ -228,7 +228,7 @@ class _Expansion:
         def source(node: fx.Node) -> fx.Node:
             if node not in made:
                 if node.op != "placeholder":
-                    raise UnlikeError(f"{of} reads {node.name}, which it is not given")
+                    raise NotRepeatableError(f"{of} reads {node.name}, which it is not given")
                 made[node] = self._counterpart(node, of, name)
             return made[node]
 
@@ -236,7 +236,7 @@ class _Expansion:
             made[node] = self._copied(node, source)
             made[node].meta = {**node.meta, "nn_module_stack": _moved(node, of, name)}
         if template.returned is None:
-            raise UnlikeError(f"{of} does not end")
+            raise NotRepeatableError(f"{of} does not end")
         return [source(node) for node in template.returned]
 
     def _counterpart(self, node: fx.Node, of: str, name: str) -> fx.Node:

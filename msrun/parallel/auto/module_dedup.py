@@ -4,7 +4,7 @@ Two modules are alike if they have the same class, the same attributes but for l
 and buffers of the same form, and children that are alike; two calls, if their arguments are.  While
 a model is traced, the first module of each kind is marked where it begins and ends, and the others
 are one mark each, without parameters, which would take time.  Whatever does not say all of what a
-call does, or a call that does more than return a value, is an `UnlikeError`.
+call does, or a call that does more than return a value, is an `NotRepeatableError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 Key = tuple[object, ...]
 
 
-class UnlikeError(Exception):
+class NotRepeatableError(Exception):
     """A call can not stand for others."""
 
 
@@ -235,11 +235,11 @@ class _TracedModule:
         given, name = _Packed((args, kwargs)), self._member.full
         key = given.call(self._kind, self._member.module)
         if key in self._templates:
-            raise UnlikeError(f"{name} is called twice")
+            raise NotRepeatableError(f"{name} is called twice")
         args, kwargs = given.filled(mark(given.tensors, given.tensors, ENTER, name))
         out = _Packed(self._forward(*args, **kwargs))
         if _Packed((args, kwargs)).call(self._kind, self._member.module) != key:
-            raise UnlikeError(f"{name} does more than return a value")
+            raise NotRepeatableError(f"{name} does more than return a value")
         out.check()
         like = mark(out.tensors, out.tensors, LEAVE, name)
         self._templates[key] = _FirstCall(name, out, like)
@@ -316,16 +316,16 @@ class _Packed:
         """Refuse values that say less than all, and none at all.
 
         Raises:
-            UnlikeError: There are such.
+            NotRepeatableError: There are such.
         """
         if not self.is_plain or not self.tensors:
-            raise UnlikeError("a call takes or returns what can not be compared")
+            raise NotRepeatableError("a call takes or returns what can not be compared")
 
     def call(self, kind: ModuleKind, module: nn.Module) -> Key:
         """Return what equal calls of `module` with these arguments have in common.
 
         Raises:
-            UnlikeError: An argument cannot be compared.
+            NotRepeatableError: An argument cannot be compared.
         """
         self.check()
         tensors = tuple(_form(x) for x in self.tensors)

@@ -20,12 +20,12 @@ from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps
-from msrun.parallel.search.graph.program import Batches, Program
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
 from msrun.parallel.search.mesh.job_layout import Job, JobLayout, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import Progress, explore
-from msrun.parallel.search.mesh.stage_search import hubs
+from msrun.parallel.search.mesh.stage_search import layout_nodes
 from msrun.parallel.search.plan.cost_breakdown import (
     CostBreakdown,
     axis_names,
@@ -84,7 +84,7 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 class _Traced(NamedTuple):
     """A whole program for any batch, its blocks, the names of what is in them, and its modules."""
 
-    programs: Batches
+    programs: ProgramByBatch
     blocks: Blocks
     names: BlockNodes
     modules: Modules
@@ -127,7 +127,7 @@ def search_model(
     short, two = shortened(small, blocks)
     other, _ = shortened(large, blocks)
     job = Job(
-        programs=Batches(short, other, SIZES),
+        programs=ProgramByBatch(short, other, SIZES),
         blocks=two,
         count=blocks.count,
         topology=question.topology,
@@ -146,7 +146,10 @@ def search_model(
     if progress.best is None:
         raise _too_little(job.limit, progress.least, question.world)
     whole = _Traced(
-        Batches(small, large, SIZES), blocks, BlockNodes(small, short, blocks), traced[0].modules
+        ProgramByBatch(small, large, SIZES),
+        blocks,
+        BlockNodes(small, short, blocks),
+        traced[0].modules,
     )
     return _saved(question, job, progress, whole)
 
@@ -228,7 +231,7 @@ def _saved(
         batch=job.batch,
         recompute=layout.recompute,
         seconds=best.seconds,
-        costs=stage_costs(best, setting.prices(), names),
+        costs=stage_costs(best, setting.redistribution_costs(), names),
         memory=best.memory,
         gap=max(0.0, best.seconds / best.bound - 1),
         limit=job.limit,
@@ -255,7 +258,7 @@ def _runs_on(
     part = job.batch // layout.microbatches
     program, data = traced.programs.at(part), _data_axes(names)
     setting = Setting(sizes=layout.sizes, topology=job.topology, data_axes=data, batch=part)
-    nodes = build(program, setting, cuts=hubs(chosen)).nodes
+    nodes = build(program, setting, cuts=layout_nodes(chosen)).nodes
     outs = {node.name: tuple(node.rows[0].tolist()) for node in nodes if node.kind == "out"}
     rules = rules_of_steps(program) | rules_of(nodes)
     ranks = math.prod(layout.sizes[axis] for axis in data)
@@ -329,7 +332,7 @@ def _saved_mesh(
         if blocks
         else build(program, setting)
     )
-    breakdown = CostBreakdown(setting.prices(), axes)
+    breakdown = CostBreakdown(setting.redistribution_costs(), axes)
     breakdown.add(problem, dict(enumerate(indices(problem, found.chosen))))
     rules = rules_of(problem.nodes)
     return SavedPlan(

@@ -72,7 +72,7 @@ class Redistributor:
                 return x if self._rank[hop.axis] == 0 else torch.zeros_like(x)
 
 
-class Exchanged(Function):
+class RedistributeFunction(Function):
     """Redistribution whose gradient goes back by placements of its own."""
 
     @staticmethod

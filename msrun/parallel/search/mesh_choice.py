@@ -11,7 +11,7 @@ import msgspec
 
 from msrun.parallel.config import PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.program import Batches
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.mesh.job_layout import Job, data_shapes, divisors
 from msrun.parallel.search.mesh.mesh_search import explore
@@ -59,7 +59,7 @@ def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
             yield dict(zip(axis_names(sizes, batch), sizes, strict=True))
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a mesh is for.
 
     Args:
@@ -71,7 +71,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         limit: Bytes that a rank has; None is any.
     """
 
-    programs: Batches
+    programs: ProgramByBatch
     topology: Topology
     world: int
     batch: int
@@ -79,7 +79,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
 
-def choose(wanted: Wanted, clock: Callable[[], float]) -> ChosenMesh:
+def choose_mesh(wanted: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
     """Return the fastest mesh and plan.
 
     Args:
@@ -96,7 +96,7 @@ def choose(wanted: Wanted, clock: Callable[[], float]) -> ChosenMesh:
     return min(fitting, key=lambda one: one.seconds)
 
 
-def _plain(wanted: Wanted) -> Iterator[ChosenMesh | float]:
+def _plain(wanted: MeshRequest) -> Iterator[ChosenMesh | float]:
     """Yield the best plan of every mesh without stages, or its least bytes where none fits.
 
     A micro-batch never takes less time for a sample than the whole batch at once, so there are
@@ -134,7 +134,7 @@ def _plain(wanted: Wanted) -> Iterator[ChosenMesh | float]:
             break
 
 
-def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
+def _with_stages(wanted: MeshRequest, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
     """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
     small, large, sizes = wanted.programs.ends
     blocks = find_blocks(small)
@@ -142,7 +142,7 @@ def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[ChosenM
         return
     short, two = shortened(small, blocks)
     job = Job(
-        programs=Batches(short, shortened(large, blocks)[0], sizes),
+        programs=ProgramByBatch(short, shortened(large, blocks)[0], sizes),
         blocks=two,
         count=blocks.count,
         topology=wanted.topology,

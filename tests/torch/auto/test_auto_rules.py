@@ -16,12 +16,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
-from msrun.parallel.search.graph.axis_placement import PR, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RR, SHARD_CODES
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
 from msrun.parallel.search.graph.rules import Site, divided, letters
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.search.graph.views import _MAKERS as VIEWS
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.problem import Setting
 
@@ -237,8 +237,8 @@ def given(trial, choice):
         root, at = name, code
         while root in trial.makers:
             step = trial.makers[root]
-            view = renaming(Site(step, trial.program))
-            if view is not None and at is not None and at < SHARDS:
+            view = dim_map(Site(step, trial.program))
+            if view is not None and at is not None and at < SHARD_CODES:
                 at, _ = view.dims.get(at, (None, 1))
             root = next(iter(step.inputs.values()), "")
         found[full.get(root, "")] = at
@@ -246,7 +246,7 @@ def given(trial, choice):
 
 
 def placement(code):
-    return Shard(code) if code < SHARDS else Partial() if code == PR else Replicate()
+    return Shard(code) if code < SHARD_CODES else Partial() if code == PR else Replicate()
 
 
 def placed(x, code, mesh):

@@ -9,14 +9,14 @@ from programs import TINY
 
 from msrun.errors import UsageError
 from msrun.parallel.search.graph.operators import rule_of
-from msrun.parallel.search.graph.program import Batches
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.mesh import mesh_search
 from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import explore
-from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, largest
+from msrun.parallel.search.mesh.stages import Pace, cut_between_blocks, divide, largest_stage_memory
 from msrun.parallel.search.plan.cost_breakdown import expanded
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.modes import BlockNodes, Setting, indices, search
@@ -34,7 +34,7 @@ def job(limit=math.inf, world=4, batch=4):
     short, two = shortened(small, blocks)
     other, _ = shortened(large, find_blocks(large))
     return Job(
-        programs=Batches(short, other, (2, 6)),
+        programs=ProgramByBatch(short, other, (2, 6)),
         blocks=two,
         count=4,
         topology=TINY,
@@ -126,21 +126,23 @@ def test_memory_of_stages_is_that_of_the_whole_program_cut_into_them(spare, reco
 
     small, blocks = whole(2), find_blocks(whole(2))
     names = BlockNodes(small, job().programs.ends[0], blocks)
-    program = Batches(small, whole(6), (2, 6)).at(2)
+    program = ProgramByBatch(small, whole(6), (2, 6)).at(2)
     setting = Setting(sizes=(2,), topology=TINY, rounds=layout.rounds, recompute=recompute)
     inside = blocks.block_of(program)
     problem = build(program, setting, cuts=blocks.cuts, block_of=inside)
     chosen = indices(problem, expanded(outcome, names))
     rules = {step.name: rule_of(Site(step, program)) for step in program.steps}
-    starts = between_blocks(blocks, 2, "key")
+    starts = cut_between_blocks(blocks, 2, "key")
     parts = divide(program, Uses(program, setting, rules), starts)
     pace = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
 
-    assert largest(problem, chosen, parts, pace) == pytest.approx(outcome.memory, rel=1e-9)
+    assert largest_stage_memory(problem, chosen, parts, pace) == pytest.approx(
+        outcome.memory, rel=1e-9
+    )
 
 
 def test_numbers_grow_with_the_batch():
     small, large = (programs.transformer(1, batch=b) for b in (2, 6))
-    assert Batches(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
+    assert ProgramByBatch(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
     with pytest.raises(UsageError, match="other operators"):
-        Batches(small, programs.transformer(2), (2, 6))
+        ProgramByBatch(small, programs.transformer(2), (2, 6))

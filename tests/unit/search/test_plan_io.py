@@ -7,6 +7,7 @@ import pytest
 from programs import TINY, Draft
 
 from msrun.errors import UsageError
+from msrun.parallel.search.mesh.stage_search import layout_nodes
 from msrun.parallel.search.plan.cost_breakdown import operators, parameters, rules_of
 from msrun.parallel.search.plan.plan import VERSION, SavedPlan, read_plan, write_plan
 from msrun.parallel.search.plan.plan_io import choices_of, identity, shared
@@ -18,7 +19,7 @@ SETTING = Setting(sizes=(2, 2), topology=TINY, data_axes=frozenset({0}), batch=8
 
 
 def saved(program, chosen):
-    problem = build(program, SETTING, cuts=[n[4:] for n in chosen if n.startswith("hub:")])
+    problem = build(program, SETTING, cuts=layout_nodes(chosen))
     rules = rules_of(problem.nodes)
     plan = SavedPlan(
         version=VERSION,

@@ -14,7 +14,7 @@ import numpy as np
 
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves
 from msrun.parallel.search.cost.topology import Wire
-from msrun.parallel.search.graph.axis_placement import Array, Codes
+from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 
 
 def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
@@ -60,7 +60,7 @@ def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
             return 0.0, 0.0
 
 
-class Prices:
+class RedistributionCosts:
     """Costs of redistribution on one mesh; each table is made once.
 
     Args:
@@ -70,9 +70,9 @@ class Prices:
     def __init__(self, wires: Sequence[Wire]) -> None:
         self.wires = tuple(wires)
         self.sizes = tuple(wire.size for wire in wires)
-        self._tables: dict[tuple[bytes, bytes], tuple[Array, Array]] = {}
+        self._tables: dict[tuple[bytes, bytes], tuple[FloatArray, FloatArray]] = {}
 
-    def seconds(self, source: Codes, target: Codes, nbytes: float) -> Array:
+    def seconds(self, source: IntArray, target: IntArray, nbytes: float) -> FloatArray:
         """Return the seconds from each row of `source` to each row of `target`.
 
         Args:
@@ -90,8 +90,8 @@ class Prices:
         latency, per_byte = table
         return latency + nbytes * per_byte
 
-    def _table(self, source: Codes, target: Codes) -> tuple[Array, Array]:
-        latency: Array = np.where(impossible(source, target), np.inf, 0.0)
+    def _table(self, source: IntArray, target: IntArray) -> tuple[FloatArray, FloatArray]:
+        latency: FloatArray = np.where(impossible(source, target), np.inf, 0.0)
         per_byte = np.zeros_like(latency)
         for move in moves(source, target, self.sizes):
             start, rate = collective(move.kind, self.wires[move.axis])

@@ -25,7 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import SUM, WHOLE, Array, Codes, Mask
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    REPLICATED,
+    BoolArray,
+    FloatArray,
+    IntArray,
+)
 
 # Pairs of sets of placements whose moves are kept: a model has some, on all meshes the same.
 _KEPT = 256
@@ -54,39 +60,39 @@ class Move(NamedTuple):
 
     kind: MoveKind
     axis: int
-    where: Mask
-    parts: Array
+    where: BoolArray
+    parts: FloatArray
 
 
 class _Pairs:
     """Which axis does what, for every pair."""
 
-    def __init__(self, source: Codes, target: Codes) -> None:
+    def __init__(self, source: IntArray, target: IntArray) -> None:
         axes = range(source.shape[1])
         self.a = a = [source[:, m][:, None] for m in axes]
         self.b = b = [target[:, m][None, :] for m in axes]
         self.changed = [a[m] != b[m] for m in axes]
-        self.scatter = [(a[m] == SUM) & (b[m] >= 0) for m in axes]
-        self.reduce = [(a[m] == SUM) & (b[m] == WHOLE) for m in axes]
-        self.to_sum = [(a[m] == WHOLE) & (b[m] == SUM) for m in axes]
-        self.impossible = np.logical_or.reduce([(a[m] >= 0) & (b[m] == SUM) for m in axes])
+        self.scatter = [(a[m] == PARTIAL) & (b[m] >= 0) for m in axes]
+        self.reduce = [(a[m] == PARTIAL) & (b[m] == REPLICATED) for m in axes]
+        self.to_sum = [(a[m] == REPLICATED) & (b[m] == PARTIAL) for m in axes]
+        self.impossible = np.logical_or.reduce([(a[m] >= 0) & (b[m] == PARTIAL) for m in axes])
         shift = [(a[m] >= 0) & (b[m] >= 0) & self.changed[m] for m in axes]
         self.move = [shift[m] & ~self._meets(m) for m in axes]
-        # Held on both sides, but an axis before it takes or leaves the same dim.
+        # SavedTensor on both sides, but an axis before it takes or leaves the same dim.
         blocked = [self._is_blocked(m) for m in axes]
         returning = [blocked[m] | (shift[m] & ~self.move[m]) for m in axes]
-        self.gather = [((a[m] >= 0) & (b[m] == WHOLE)) | returning[m] for m in axes]
+        self.gather = [((a[m] >= 0) & (b[m] == REPLICATED)) | returning[m] for m in axes]
         self.early = [self.gather[m] & (blocked[m] | self._is_taken(m)) for m in axes]
-        take = [(a[m] == WHOLE) & (b[m] >= 0) for m in axes]
+        take = [(a[m] == REPLICATED) & (b[m] >= 0) for m in axes]
         self.late = [returning[m] | (take[m] & self._is_left(m)) for m in axes]
         self.take = [take[m] & ~self.late[m] for m in axes]
 
-    def _any(self, masks: list[Mask]) -> Mask:
+    def _any(self, masks: list[BoolArray]) -> BoolArray:
         nothing = np.zeros((self.a[0].shape[0], self.b[0].shape[1]), bool)
-        found: Mask = np.logical_or.reduce([nothing, *masks])
+        found: BoolArray = np.logical_or.reduce([nothing, *masks])
         return found
 
-    def _meets(self, m: int) -> Mask:
+    def _meets(self, m: int) -> BoolArray:
         """Return where another axis has to do with a dim that `m` leaves or takes."""
         a, b = self.a, self.b
         found = []
@@ -96,22 +102,22 @@ class _Pairs:
                 found.append(touches & (self.changed[q] | (q > m)))
         return self._any(found)
 
-    def _is_blocked(self, q: int) -> Mask:
+    def _is_blocked(self, q: int) -> BoolArray:
         a, b = self.a, self.b
         touched = [self.changed[m] & ((a[m] == a[q]) | (b[m] == a[q])) for m in range(q)]
-        found: Mask = self._any(touched) & ~self.changed[q] & (a[q] >= 0)
+        found: BoolArray = self._any(touched) & ~self.changed[q] & (a[q] >= 0)
         return found
 
-    def _is_taken(self, m: int) -> Mask:
+    def _is_taken(self, m: int) -> BoolArray:
         others = [q for q in range(len(self.a)) if q != m]
         return self._any([self.scatter[q] & (self.b[q] == self.a[m]) for q in others])
 
-    def _is_left(self, m: int) -> Mask:
+    def _is_left(self, m: int) -> BoolArray:
         others = [q for q in range(len(self.a)) if q != m]
         return self._any([self.gather[q] & (self.a[q] == self.b[m]) for q in others])
 
 
-def moves(source: Codes, target: Codes, sizes: Sequence[int]) -> Iterator[Move]:
+def moves(source: IntArray, target: IntArray, sizes: Sequence[int]) -> Iterator[Move]:
     """Yield what brings tensors from each row of `source` to each row of `target`, in order.
 
     Args:
@@ -140,9 +146,9 @@ class _Step(NamedTuple):
 
     kind: MoveKind
     axis: int
-    where: Mask
-    cut: Codes
-    reduced: Codes
+    where: BoolArray
+    cut: IntArray
+    reduced: IntArray
 
 
 @lru_cache(maxsize=_KEPT)
@@ -186,11 +192,11 @@ def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step,
     return tuple(found)
 
 
-def impossible(source: Codes, target: Codes) -> Mask:
+def impossible(source: IntArray, target: IntArray) -> BoolArray:
     """Return the pairs that there is no way between: from a part to a pending sum."""
-    found: Mask = np.logical_or.reduce(
+    found: BoolArray = np.logical_or.reduce(
         [
-            (source[:, m][:, None] >= 0) & (target[:, m][None, :] == SUM)
+            (source[:, m][:, None] >= 0) & (target[:, m][None, :] == PARTIAL)
             for m in range(source.shape[1])
         ]
     )
@@ -203,7 +209,7 @@ class Hop(NamedTuple):
     Args:
         kind: What happens.
         axis: On which axis.
-        dim: Which dim is taken, scattered, gathered or left; `WHOLE` for sums alone.
+        dim: Which dim is taken, scattered, gathered or left; `REPLICATED` for sums alone.
         to: Which dim a move cuts instead.
         room: Parts of `dim`, slower than this axis', that are all on this rank for the moment:
             earlier axes take theirs later, or have gathered theirs before.
@@ -238,6 +244,6 @@ def route(source: Sequence[int], target: Sequence[int], sizes: Sequence[int]) ->
         elif move.kind is MoveKind.GATHER:
             room = math.prod(sizes[m] for m, left in gathered if m < axis and left == dim)
             gathered.append((axis, dim))
-        to = target[axis] if move.kind is MoveKind.MOVE else WHOLE
+        to = target[axis] if move.kind is MoveKind.MOVE else REPLICATED
         hops.append(Hop(move.kind, axis, dim, to, room))
     return hops

@@ -1,10 +1,10 @@
-"""Codes of how a tensor lies on one mesh axis: a placement of its values and one of its gradient.
+"""Placement codes: how a tensor is placed on one mesh axis, its values and its gradient.
 
 The forward graph is enough to plan forward and backward, since an operator's strategy fixes both:
 where work is divided by a loop that an input does not have, that input is whole on every rank and
 its gradient a sum over them.
 
-A code below `SHARDS` cuts that tensor dim, values and gradient alike.  The others:
+A code below `SHARD_CODES` cuts that tensor dim, values and gradient alike.  The others:
 
 - `RR`: values and gradient whole on every rank.
 - `RP`: values whole, the gradient a pending sum.
@@ -17,40 +17,40 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Codes = npt.NDArray[np.int64]
-Array = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
-SHARDS = 8
-RR, RP, PR, RZ = range(SHARDS, SHARDS + 4)
+SHARD_CODES = 8
+RR, RP, PR, RZ = range(SHARD_CODES, SHARD_CODES + 4)
 
 # Placements: a dim that is cut, or one of these.
-WHOLE, SUM = -1, -2
-FLAT = SHARDS
+REPLICATED, PARTIAL = -1, -2
+FLAT_SHARDED = SHARD_CODES
 
-_FORWARD = np.array([*range(SHARDS), WHOLE, WHOLE, SUM, WHOLE])
-_GRADIENT = np.array([*range(SHARDS), WHOLE, SUM, WHOLE, FLAT])
+_FORWARD = np.array([*range(SHARD_CODES), REPLICATED, REPLICATED, PARTIAL, REPLICATED])
+_GRADIENT = np.array([*range(SHARD_CODES), REPLICATED, PARTIAL, REPLICATED, FLAT_SHARDED])
 _TEXTS = {RR: "R", RP: "R", PR: "P", RZ: "R, state cut"}
 
 
-def forward(codes: Codes) -> Codes:
+def value_placement(codes: IntArray) -> IntArray:
     """Return the placement of the values."""
-    found: Codes = _FORWARD[codes]
+    found: IntArray = _FORWARD[codes]
     return found
 
 
-def gradient(codes: Codes) -> Codes:
+def gradient_placement(codes: IntArray) -> IntArray:
     """Return the placement of the gradient."""
-    found: Codes = _GRADIENT[codes]
+    found: IntArray = _GRADIENT[codes]
     return found
 
 
-def is_cut(codes: Codes) -> Mask:
+def is_sharded(codes: IntArray) -> BoolArray:
     """Return where the values are cut."""
-    found: Mask = codes < SHARDS
+    found: BoolArray = codes < SHARD_CODES
     return found
 
 
-def text(code: int) -> str:
+def placement_text(code: int) -> str:
     """Return `code` as plans show it: `S(0)`, `R`, `P`."""
-    return f"S({code})" if code < SHARDS else _TEXTS[code]
+    return f"S({code})" if code < SHARD_CODES else _TEXTS[code]

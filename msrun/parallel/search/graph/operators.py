@@ -43,7 +43,7 @@ def rules_of_steps(program: Program) -> dict[str, ShardingRule]:
 def _elementwise(site: Site) -> ShardingRule:
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
-    return divided(site, ins, [letters(len(shape))] * len(site.outs), keeps=_all(site))
+    return divided(site, ins, [letters(len(shape))] * len(site.outs), saved_inputs=_all(site))
 
 
 def _linear_elementwise(site: Site) -> ShardingRule:
@@ -57,8 +57,8 @@ def _linear_elementwise(site: Site) -> ShardingRule:
     is_rounded = bool(site.attr("rounding_mode")) or not site.out.is_float
     is_affine = is_rounded or (is_sum and len(ins) == 1)
     linear: list[list[int]] = [] if is_affine else [list(range(len(ins))) if is_sum else [0]]
-    keeps = () if is_sum or len(ins) == 1 else _all(site)
-    return divided(site, ins, [letters(len(shape))], linear=linear, keeps=keeps)
+    saved = () if is_sum or len(ins) == 1 else _all(site)
+    return divided(site, ins, [letters(len(shape))], linear=linear, saved_inputs=saved)
 
 
 def _all(site: Site) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def _linear(site: Site) -> ShardingRule:
 def _contraction(
     site: Site, ins: list[Labels], out: Labels, *, added: tuple[int, ...] = (), **options: Any
 ) -> ShardingRule:
-    keeps = tuple(index for index in _all(site) if index not in added)
-    return divided(site, ins, [out], added=added, backward=2.0, keeps=keeps, **options)
+    saved = tuple(index for index in _all(site) if index not in added)
+    return divided(site, ins, [out], added=added, backward=2.0, saved_inputs=saved, **options)
 
 
 def _matmul(site: Site) -> ShardingRule:
@@ -118,7 +118,9 @@ def _attention(site: Site) -> ShardingRule:
         ins.append([names[int(label[1:])] if label else None for label in shown])
     flops = 4.0 * query.count * key.shape[-2] * (0.5 if is_causal else 1.0)
     out: Labels = [*lead, at, None]
-    return divided(site, ins, [out], flops=flops, backward=2.5, keeps=(0, 1, 2), keeps_out=True)
+    return divided(
+        site, ins, [out], flops=flops, backward=2.5, saved_inputs=(0, 1, 2), saves_outputs=True
+    )
 
 
 def _normalization(site: Site) -> ShardingRule:
@@ -127,14 +129,14 @@ def _normalization(site: Site) -> ShardingRule:
     last = len(site.attr("normalized_shape", [0]))
     labels = [*letters(len(shape) - last), *[None] * last]
     weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+    return divided(site, [labels, *weights], [labels], saved_inputs=(0,), backward=2.0)
 
 
 def _group_norm(site: Site) -> ShardingRule:
     x = site.ins[0]
     labels = ["b", *[None] * (len(x.shape) - 1)]
     weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+    return divided(site, [labels, *weights], [labels], saved_inputs=(0,), backward=2.0)
 
 
 def _batch_norm(site: Site) -> ShardingRule:
@@ -144,7 +146,9 @@ def _batch_norm(site: Site) -> ShardingRule:
     others: list[Labels] = [["c"] for _ in site.ins[1:]]
     is_training = bool(site.attr("training", default=True))
     summed = {"b": 8 * x.shape[1]} if is_training else {}
-    return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
+    return divided(
+        site, [labels, *others], [labels], saved_inputs=(0,), backward=2.0, summed=summed
+    )
 
 
 def _gated(site: Site) -> ShardingRule:
@@ -153,7 +157,7 @@ def _gated(site: Site) -> ShardingRule:
     labels = letters(len(shape))
     weight = [labels[1] if len(shape) > 1 and site.ins[1].count > 1 else None]
     weights = weight * len(site.ins[1].shape)
-    return divided(site, [labels, weights], [labels], keeps=_all(site))
+    return divided(site, [labels, weights], [labels], saved_inputs=_all(site))
 
 
 def _along(site: Site) -> ShardingRule:
@@ -163,7 +167,7 @@ def _along(site: Site) -> ShardingRule:
     labels = [None if dim in along else f"d{dim}" for dim in range(len(shape))]
     outs = [labels] * len(site.outs)
     others: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *others], outs, keeps_out=True)
+    return divided(site, [labels, *others], outs, saves_outputs=True)
 
 
 def _reduction(site: Site) -> ShardingRule:
@@ -179,9 +183,9 @@ def _reduction(site: Site) -> ShardingRule:
         out = kept
     else:
         out = [label for dim, label in enumerate(kept) if dim not in dims]
-    keeps = () if is_sum else (0,)
+    saved = () if is_sum else (0,)
     linear = [[0]] if is_sum else []
-    return divided(site, [ins], [out] * len(site.outs), linear=linear, keeps=keeps)
+    return divided(site, [ins], [out] * len(site.outs), linear=linear, saved_inputs=saved)
 
 
 def _embedding(site: Site) -> ShardingRule:
@@ -191,7 +195,7 @@ def _embedding(site: Site) -> ShardingRule:
     # Gradients divided by how often a token comes need all tokens.
     whole = ["v", *filter(None, tokens)] if site.attr("scale_grad_by_freq") else []
     ins: list[Labels] = [["v", "h"], tokens]
-    return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, keeps=(1,))
+    return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, saved_inputs=(1,))
 
 
 def _cross_entropy(site: Site) -> ShardingRule:
@@ -206,13 +210,13 @@ def _cross_entropy(site: Site) -> ShardingRule:
     # Weights of classes make a mean that is none of the parts' means.
     is_weighted = "weight" in site.slots and not site.out.shape
     whole = [str(label) for label in batch] if is_weighted else []
-    return divided(site, [labels, *others], [out], whole=whole, keeps=(0,))
+    return divided(site, [labels, *others], [out], whole=whole, saved_inputs=(0,))
 
 
 def _elementwise_loss(site: Site) -> ShardingRule:
     labels = letters(len(site.ins[0].shape))
     ins: list[Labels] = [broadcast(value.shape, site.ins[0].shape) for value in site.ins]
-    return divided(site, ins, [labels if site.out.shape else []], keeps=(0, 1))
+    return divided(site, ins, [labels if site.out.shape else []], saved_inputs=(0, 1))
 
 
 def _convolution(site: Site, *, transposed: bool = False) -> ShardingRule:
@@ -239,7 +243,7 @@ def _spatial(site: Site, *, last: int) -> ShardingRule:
     """Every dim but the `last` ones, which are positions: pooling, resizing."""
     shape = site.ins[0].shape
     labels = [*letters(len(shape) - last), *[None] * last]
-    return divided(site, [labels], [labels] * len(site.outs), keeps=(0,))
+    return divided(site, [labels], [labels] * len(site.outs), saved_inputs=(0,))
 
 
 def _padding(site: Site) -> ShardingRule:
@@ -304,7 +308,7 @@ def _selected(site: Site) -> ShardingRule:
     ndim = len(site.ins[0].shape)
     x = [None if dim == along else f"d{dim}" for dim in range(ndim)]
     out = ["i" if dim == along else label for dim, label in enumerate(x)]
-    return divided(site, [x, ["i"] * len(site.ins[1].shape)], [out], keeps=(1,))
+    return divided(site, [x, ["i"] * len(site.ins[1].shape)], [out], saved_inputs=(1,))
 
 
 def _gathered(site: Site) -> ShardingRule:
@@ -312,7 +316,7 @@ def _gathered(site: Site) -> ShardingRule:
     along = site.dim()
     pairs = zip(site.ins[0].shape, site.ins[1].shape, strict=True)
     labels = [None if d == along or n != m else f"d{d}" for d, (n, m) in enumerate(pairs)]
-    return divided(site, [labels, labels], [labels], keeps=(1,))
+    return divided(site, [labels, labels], [labels], saved_inputs=(1,))
 
 
 def _triangle(site: Site) -> ShardingRule:

@@ -104,7 +104,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Batches:
+class ProgramByBatch:
     """A program whose numbers grow with the batch as they did between two sizes.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.parallel.search.graph.axis_placement import PR, RP, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR, SHARD_CODES
 from msrun.parallel.search.graph.program import Program, Step, Value
 
 Labels = Sequence[str | None]
@@ -49,7 +49,7 @@ class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: Bytes that are read and written.
         backward: Work of the backward pass, as a multiple of the forward pass.
         keeps: Inputs that the backward pass needs.
-        keeps_out: Whether it needs the outputs.
+        saves_outputs: Whether it needs the outputs.
         known: Whether there is a rule at all.
     """
 
@@ -57,8 +57,8 @@ class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
     flops: float = 0.0
     nbytes: float = 0.0
     backward: float = 1.0
-    keeps: tuple[int, ...] = ()
-    keeps_out: bool = False
+    saved_inputs: tuple[int, ...] = ()
+    saves_outputs: bool = False
     known: bool = True
 
 
@@ -148,7 +148,7 @@ def divided(
     choices = [_whole_choice(site)]
     for label, size in sizes.items():
         dims = [list(labels).index(label) if label in labels else -1 for _, labels in tensors]
-        if size == 1 or any(dim >= SHARDS for dim in dims):
+        if size == 1 or any(dim >= SHARD_CODES for dim in dims):
             continue
         is_summed = all(dim < 0 for dim in dims[len(ins) :])
         codes = [dim if dim >= 0 else RP for dim in dims[: len(ins)]]
@@ -169,9 +169,9 @@ def _whole_choice(site: Site) -> Choice:
     return Choice("R", 0, (RR,) * len(site.ins), (RR,) * len(site.outs), divides=False)
 
 
-def hub(value: Value) -> ShardingRule:
+def layout_rule(value: Value) -> ShardingRule:
     """Return the rule of a tensor that several operators read: it moves once for all of them."""
-    dims = [dim for dim, size in enumerate(value.shape[:SHARDS]) if size > 1]
+    dims = [dim for dim, size in enumerate(value.shape[:SHARD_CODES]) if size > 1]
     choices = [
         Choice("R", 0, (RR,), (RR,), divides=False),
         Choice("RP", 0, (RP,), (RP,), divides=False),
@@ -183,8 +183,10 @@ def hub(value: Value) -> ShardingRule:
 def unknown(site: Site) -> ShardingRule:
     """Return the rule of an operator that we know nothing of."""
     nbytes = float(sum(value.nbytes for value in (*site.ins, *site.outs)))
-    keeps = tuple(range(len(site.ins)))
-    return ShardingRule(choices=(_whole_choice(site),), nbytes=nbytes, keeps=keeps, known=False)
+    saved = tuple(range(len(site.ins)))
+    return ShardingRule(
+        choices=(_whole_choice(site),), nbytes=nbytes, saved_inputs=saved, known=False
+    )
 
 
 def broadcast(shape: Sequence[int], out: Sequence[int]) -> list[str | None]:

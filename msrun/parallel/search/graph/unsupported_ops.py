@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msrun.errors import UsageError
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Site
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 
 # They draw numbers, or keep statistics of a batch, that one process would have others of.
 _REFUSED = """
@@ -41,7 +41,7 @@ def check(program: Program) -> None:
 
 def _root(name: str, program: Program, makers: Mapping[str, Step]) -> str:
     """Return the tensor that `name` is a view of, or itself."""
-    while name in makers and renaming(Site(makers[name], program)) is not None:
+    while name in makers and dim_map(Site(makers[name], program)) is not None:
         (name,) = makers[name].inputs.values()
     return name
 

@@ -14,7 +14,7 @@ from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.graph.rules import Site
 
 
-class Renaming(msgspec.Struct, frozen=True):
+class DimMap(msgspec.Struct, frozen=True):
     """Which dim of a tensor is which of its view.
 
     Args:
@@ -23,17 +23,17 @@ class Renaming(msgspec.Struct, frozen=True):
 
     dims: dict[int, tuple[int, int]]
 
-    def after(self, earlier: Renaming) -> Renaming:
+    def after(self, earlier: DimMap) -> DimMap:
         """Return the renaming of a view of a view."""
         found = {}
         for dim, (middle, limit) in self.dims.items():
             if middle in earlier.dims:
                 source, other = earlier.dims[middle]
                 found[dim] = (source, math.gcd(limit, other))
-        return Renaming(found)
+        return DimMap(found)
 
 
-def renaming(site: Site) -> Renaming | None:
+def dim_map(site: Site) -> DimMap | None:
     """Return what the view at `site` renames; None for what is no view."""
     maker = _MAKERS.get(site.packet)
     if maker is None or len(site.ins) != 1 or len(site.outs) != 1:
@@ -41,12 +41,12 @@ def renaming(site: Site) -> Renaming | None:
     return maker(site)
 
 
-def is_regrouped(step: Step) -> bool:
+def is_reshape(step: Step) -> bool:
     """Return whether a view is a reshape, which can be done again with other sizes."""
-    return _MAKERS.get(step.target.split(".")[1]) is _regrouped
+    return _MAKERS.get(step.target.split(".")[1]) is _reshaped
 
 
-def _regrouped(site: Site) -> Renaming:
+def _reshaped(site: Site) -> DimMap:
     """Return the first dims of groups of equal product, in any reshape."""
     before, after = site.ins[0].shape, site.out.shape
     found = {}
@@ -55,7 +55,7 @@ def _regrouped(site: Site) -> Renaming:
         view = next((dim for dim in made if after[dim] > 1), None)
         if first is not None and view is not None:
             found[view] = (first, math.gcd(before[first], after[view]))
-    return Renaming(found)
+    return DimMap(found)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -77,7 +77,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return found
 
 
-def _permuted(site: Site) -> Renaming:
+def _permuted(site: Site) -> DimMap:
     shape = site.ins[0].shape
     ndim = len(shape)
     order = list(range(ndim))
@@ -87,17 +87,17 @@ def _permuted(site: Site) -> Renaming:
         a = int(site.attr("dim0", site.attr("axis0", -2))) % ndim
         b = int(site.attr("dim1", site.attr("axis1", -1))) % ndim
         order[a], order[b] = order[b], order[a]
-    return Renaming({dim: (source, shape[source]) for dim, source in enumerate(order)})
+    return DimMap({dim: (source, shape[source]) for dim, source in enumerate(order)})
 
 
-def _same(site: Site) -> Renaming:
-    return Renaming({dim: (dim, size) for dim, size in enumerate(site.out.shape)})
+def _same(site: Site) -> DimMap:
+    return DimMap({dim: (dim, size) for dim, size in enumerate(site.out.shape)})
 
 
-_MAKERS: dict[str, Callable[[Site], Renaming]] = {
+_MAKERS: dict[str, Callable[[Site], DimMap]] = {
     **dict.fromkeys(
         ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"),
-        _regrouped,
+        _reshaped,
     ),
     **dict.fromkeys(
         ("permute", "transpose", "t", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint"),

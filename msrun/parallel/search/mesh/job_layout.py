@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.program import Batches
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks
 
 _AXIS_MAX = 64
@@ -33,7 +33,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         data_axes: Axes of these whose ranks are handed different samples.
     """
 
-    programs: Batches
+    programs: ProgramByBatch
     blocks: Blocks
     count: int
     topology: Topology

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from msrun.parallel.search.cost.cost import Prices
-from msrun.parallel.search.graph.axis_placement import Array, is_cut
+from msrun.parallel.search.cost.cost import RedistributionCosts
+from msrun.parallel.search.graph.axis_placement import FloatArray, is_sharded
 from msrun.parallel.search.mesh.job_layout import Job, JobLayout
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.chain import Chain, ChainPlan, Tables, flat, shortest, through
@@ -63,7 +63,7 @@ class LayoutSolver:
     micro-batches as there are stages from it to the last (1F1B).
     """
 
-    def __init__(self, job: Job, layout: JobLayout, prices: Prices) -> None:
+    def __init__(self, job: Job, layout: JobLayout, prices: RedistributionCosts) -> None:
         self._job, self._layout = job, layout
         self._per_stage = job.count // layout.stages
         program = job.programs.at(job.batch // layout.microbatches)
@@ -85,11 +85,11 @@ class LayoutSolver:
             kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
         self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
         self._free: dict[str, Tables] = {}
-        hub = chain.problem.nodes[chain.hubs[0]]
-        shares = parts(is_cut(hub.outs()), layout.sizes)
+        hub = chain.problem.nodes[chain.cut_nodes[0]]
+        shares = parts(is_sharded(hub.outs()), layout.sizes)
         across = job.topology.across
         nbytes = program.values[job.blocks.cuts[0]].nbytes
-        self._sent: Array = (
+        self._sent: FloatArray = (
             2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
         )
 
@@ -160,22 +160,22 @@ class LayoutSolver:
 
     # Seconds of a stage for each layout at its borders, and of what is tied.
 
-    def _first(self, tables: Tables) -> Array:
+    def _first(self, tables: Tables) -> FloatArray:
         value = flat(tables.head.value)
         for _ in range(self._per_stage - 1):
             value = through(tables.middle.value.T, value)
         return value + self._sent[:, None]
 
-    def _last(self, tables: Tables) -> Array:
+    def _last(self, tables: Tables) -> FloatArray:
         value = flat(tables.tail.value)
         for _ in range(self._per_stage):
             value = through(tables.middle.value, value)
         return value
 
-    def _middle(self, tables: Tables) -> Array:
+    def _middle(self, tables: Tables) -> FloatArray:
         """Return the seconds of a stage that is given and hands on one layout."""
         one, power = tables.middle.value, self._per_stage
-        value: Array | None = None
+        value: FloatArray | None = None
         while power:
             if power % 2:
                 value = one if value is None else through(value, one)
@@ -189,7 +189,7 @@ class LayoutSolver:
     def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, ChainPlan]:
         """Return the best plan of one stage between borders that lie as `cut` says."""
         size = len(tables.middle.value)
-        border: Array = np.where(np.arange(size) == cut, 0.0, np.inf)
+        border: FloatArray = np.where(np.arange(size) == cut, 0.0, np.inf)
         chain = tables.chain
         shape = tables.head.value.shape[1:]
         ties = [int(at) for at in np.unravel_index(tie, shape)] if chain.tied else []

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.cost.cost import Prices
+from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
 from msrun.parallel.search.mesh.layout_solver import LayoutSolver, Outcome
 from msrun.parallel.search.solve.build import build
-from msrun.parallel.search.solve.problem import OperatorNode, Setting, work
+from msrun.parallel.search.solve.problem import Setting, StrategyNode, work
 
 _PRICES_MAX = 14
 _TOLERANCE = 2e-3
@@ -73,7 +73,7 @@ def explore(job: Job) -> Iterator[Progress]:
 class _Search:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._prices = Prices(())
+        self._prices = RedistributionCosts(())
         self._work = self._least_work()
 
     def _least_work(self) -> tuple[float, float]:
@@ -221,11 +221,11 @@ class _Search:
     def _stages(self, layout: JobLayout) -> LayoutSolver:
         """Return the stages of a layout; prices are kept for its mesh alone."""
         if layout.sizes != self._prices.sizes:
-            self._prices = Prices(self._job.topology.wires(layout.sizes))
+            self._prices = RedistributionCosts(self._job.topology.wires(layout.sizes))
         return LayoutSolver(self._job, layout, self._prices)
 
 
-def _pure(node: OperatorNode, setting: Setting) -> float:
+def _pure(node: StrategyNode, setting: Setting) -> float:
     """Return the seconds of computation of a node on one rank, without starting anything."""
     topology = msgspec.structs.replace(setting.topology, launch=0.0)
     alone = msgspec.structs.replace(setting, topology=topology)

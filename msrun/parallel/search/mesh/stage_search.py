@@ -8,18 +8,18 @@ import msgspec
 
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
-from msrun.parallel.search.mesh.stages import Pace, divide, evenly, largest
+from msrun.parallel.search.mesh.stages import Pace, cut_evenly, divide, largest_stage_memory
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Found, Mode, indices, search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, is_layout_node, named_by
 from msrun.parallel.search.solve.uses import Uses
 
 # A little less than what should fit is asked for, and a little more than what is known to.
 _LESS, _MORE = 0.97, 1.001
 
 
-class Staged(msgspec.Struct, frozen=True, kw_only=True):
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with stages.
 
     Args:
@@ -42,7 +42,7 @@ def search_stages(
     mode: Mode = "exact",
     pins: Sequence[Pin] = (),
     limit: float | None = None,
-) -> Staged:
+) -> PipelinePlan:
     """Return the plan that is fastest over all stages together, cut where they take equally long.
 
     Where memory is short, plans of less are asked for until the largest stage fits.
@@ -62,17 +62,19 @@ def search_stages(
     """
     uses = Uses(program, setting, rules)
 
-    def attempt(whole: float | None) -> Staged:
+    def attempt(whole: float | None) -> PipelinePlan:
         found = search(program, setting, mode=mode, pins=pins, limit=whole)
-        problem = build(program, setting, cuts=hubs(found.chosen), pins=pins)
+        problem = build(program, setting, cuts=layout_nodes(found.chosen), pins=pins)
         chosen = indices(problem, found.chosen)
         seconds = {
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = evenly(program, uses, seconds, setting, len(pace))
+        starts = cut_evenly(program, uses, seconds, setting, len(pace))
         parts = divide(program, uses, starts)
-        return Staged(found=found, starts=starts, memory=largest(problem, chosen, parts, pace))
+        return PipelinePlan(
+            found=found, starts=starts, memory=largest_stage_memory(problem, chosen, parts, pace)
+        )
 
     made = attempt(None)
     while limit is not None and made.memory > limit:
@@ -85,6 +87,6 @@ def search_stages(
     return made
 
 
-def hubs(chosen: Mapping[str, object]) -> list[str]:
+def layout_nodes(chosen: Mapping[str, object]) -> list[str]:
     """Return the tensors that a plan moves once for all who read them."""
-    return [name.removeprefix("hub:") for name in chosen if name.startswith("hub:")]
+    return [named_by(name) for name in chosen if is_layout_node(name)]

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.axis_placement import Array
+from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
-from msrun.parallel.search.solve.problem import OperatorNode, Problem, Setting
+from msrun.parallel.search.solve.problem import Problem, Setting, StrategyNode, named_by
 from msrun.parallel.search.solve.uses import Uses
 
 # Places to cut that are looked at, those where least is handed on.
@@ -109,7 +109,7 @@ class _PartUses:
             name = pending.pop()
             maker = self._makers.get(name)
             if name not in self._uses.constants:
-                root, _ = self._uses.behind(name)
+                root, _ = self._uses.base_of(name)
                 (self.params if root in self._program.params else self.made).add(root)
             elif maker is None:
                 self.given.add(name)
@@ -138,7 +138,7 @@ def runs(step: Step, uses: Uses) -> bool:
 # Where to cut.
 
 
-def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
+def cut_between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
     """Return the first step of each stage where all have the same number of blocks.
 
     Args:
@@ -158,7 +158,7 @@ def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
     return [0, *(blocks.first + steps * stage for stage in range(1, stages))]
 
 
-def evenly(
+def cut_evenly(
     program: Program,
     uses: Uses,
     seconds: Mapping[str, float],
@@ -201,7 +201,7 @@ def evenly(
     return [int(places[at]) for at in (_way(handed, np.add, stages) or slowest)[:-1]]
 
 
-def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
+def _way(cost: FloatArray, joined: np.ufunc, hops: int) -> list[int] | None:
     """Return the best way from the first place to the last; None if there is none.
 
     Args:
@@ -229,8 +229,8 @@ def _crossing(program: Program, uses: Uses) -> list[int]:
     last: dict[str, int] = {}
     for at, step in enumerate(program.steps):
         if runs(step, uses):
-            last |= {uses.behind(name)[0]: at for name in step.inputs.values()}
-    last |= {uses.behind(name)[0]: len(program.steps) for name in program.outputs}
+            last |= {uses.base_of(name)[0]: at for name in step.inputs.values()}
+    last |= {uses.base_of(name)[0]: len(program.steps) for name in program.outputs}
     change = [0] * (len(program.steps) + 2)
     for name, until in last.items():
         if name in made and name not in uses.constants:
@@ -242,7 +242,7 @@ def _crossing(program: Program, uses: Uses) -> list[int]:
 # Memory.
 
 
-def largest(
+def largest_stage_memory(
     problem: Problem, chosen: Sequence[int], parts: Sequence[Part], pace: Sequence[Pace]
 ) -> float:
     """Return the bytes on a rank of the largest stage.
@@ -266,7 +266,7 @@ def largest(
         if edge.memory is not None:
             nbytes = float(edge.memory[chosen[edge.source], chosen[edge.target]])
             for stage, batches in lives[edge.target].items():
-                found[stage] += nbytes * (batches if edge.is_of_each else 1)
+                found[stage] += nbytes * (batches if edge.is_per_microbatch else 1)
     return max(found.values())
 
 
@@ -293,5 +293,5 @@ def _names(part: Part) -> Iterator[str]:
         yield from step.outputs
 
 
-def _name(node: OperatorNode) -> str:
-    return node.name.removeprefix("hub:")
+def _name(node: StrategyNode) -> str:
+    return named_by(node.name)

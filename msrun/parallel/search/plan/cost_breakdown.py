@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.search.cost.cost import Prices
+from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.axis_placement import text
+from msrun.parallel.search.graph.axis_placement import placement_text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.mesh.layout_solver import Outcome, Stage
@@ -16,7 +16,7 @@ from msrun.parallel.search.plan.plan import Operator
 from msrun.parallel.search.solve.chain import ChainPlan
 from msrun.parallel.search.solve.edges import Item, itemize
 from msrun.parallel.search.solve.modes import BlockNodes
-from msrun.parallel.search.solve.problem import Exchange, OperatorNode, Problem
+from msrun.parallel.search.solve.problem import Exchange, Problem, StrategyNode
 
 _WORDS = {
     MoveKind.GATHER: "all-gather",
@@ -46,7 +46,7 @@ class CostBreakdown:
         names: Of the mesh axes.
     """
 
-    def __init__(self, prices: Prices, names: Sequence[str]) -> None:
+    def __init__(self, prices: RedistributionCosts, names: Sequence[str]) -> None:
         self._prices, self._names = prices, names
         self._items: dict[object, list[tuple[str, float]]] = {}
         self.costs: dict[str, float] = defaultdict(float)
@@ -98,7 +98,9 @@ class CostBreakdown:
         return f"{_WORDS[item.kind]} over {self._names[item.axis]}, {side}{what}"
 
 
-def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[str, float]:
+def stage_costs(
+    outcome: Outcome, prices: RedistributionCosts, names: Sequence[str]
+) -> dict[str, float]:
     """Return what the slowest stage of `outcome` spends its time on."""
     stage = max(outcome.stages, key=lambda one: one.seconds)
     breakdown = CostBreakdown(prices, names)
@@ -152,8 +154,12 @@ def operators(
             module=step.module,
             op=step.target.split(".")[1],
             divided=[choice.name for choice in choices],
-            ins=[[text(c.ins[port]) for c in choices] for port in range(len(step.inputs))],
-            outs=[[text(c.outs[port]) for c in choices] for port in range(len(step.outputs))],
+            ins=[
+                [placement_text(c.ins[port]) for c in choices] for port in range(len(step.inputs))
+            ],
+            outs=[
+                [placement_text(c.outs[port]) for c in choices] for port in range(len(step.outputs))
+            ],
         )
     return found
 
@@ -163,12 +169,12 @@ def parameters(
 ) -> dict[str, list[str]]:
     """Return how every parameter of `program` is stored."""
     return {
-        full: [text(rules[name].choices[at].outs[0]) for at in chosen[name]]
+        full: [placement_text(rules[name].choices[at].outs[0]) for at in chosen[name]]
         for name, full in program.params.items()
         if name in chosen
     }
 
 
-def rules_of(nodes: Iterable[OperatorNode]) -> dict[str, ShardingRule]:
+def rules_of(nodes: Iterable[StrategyNode]) -> dict[str, ShardingRule]:
     """Return node -> its rule."""
     return {node.name: node.rule for node in nodes}

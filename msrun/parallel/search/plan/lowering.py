@@ -2,7 +2,7 @@
 
 On the data axis every rank runs the model on its own samples, and gradients are averaged, perhaps
 in parts; on other axes modules are divided as rules of `parallel.plan` can say.  Whatever else a
-plan does, such as to move samples, is not lowered.  Every condition is one of `_Matched`.
+plan does, such as to move samples, is not lowered.  Every condition is one of `_Lowerer`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ import numpy as np
 
 from msrun.parallel.config import DATA_AXIS, Dims, Optimizer, PlanRule
 from msrun.parallel.notation.dims import dim_of
-from msrun.parallel.search.graph.axis_placement import PR, RR, RZ, SUM, WHOLE, forward
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    PR,
+    REPLICATED,
+    RR,
+    RZ,
+    value_placement,
+)
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.mesh.stages import runs
-from msrun.parallel.search.solve.edges import behind
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.edges import base_codes
+from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
 EXECUTOR = "executor"
@@ -106,7 +113,7 @@ class Planned(msgspec.Struct, frozen=True):
         return [self.rules[node].choices[at] for at in self.chosen[node]]
 
 
-def lowered(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
+def lower(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
     """Return how the runtime does by itself what a plan says; None where it does not.
 
     Args:
@@ -115,24 +122,24 @@ def lowered(planned: Planned, modules: Modules, local: Callable[[], Program]) ->
         local: Returns the program for the samples of one rank.
     """
     try:
-        return _Matched(planned, modules).lowering(local)
-    except _UnlikeError:
+        return _Lowerer(planned, modules).lowering(local)
+    except _NotLowerableError:
         return None
 
 
 def runs_on(planned: Planned, modules: Modules, local: Callable[[], Program]) -> str:
-    """Return what a person is told that a plan runs on; see `lowered`."""
-    found = lowered(planned, modules, local)
+    """Return what a person is told that a plan runs on; see `lower`."""
+    found = lower(planned, modules, local)
     return found.name if found else EXECUTOR
 
 
-class _UnlikeError(Exception):
+class _NotLowerableError(Exception):
     """The plan does what the runtime does not."""
 
 
-def _demand(is_alike: object) -> None:
+def _require(is_alike: object) -> None:
     if not is_alike:
-        raise _UnlikeError
+        raise _NotLowerableError
 
 
 class _Read(NamedTuple):
@@ -142,7 +149,7 @@ class _Read(NamedTuple):
         step: Who reads; None is whoever called the model.
         slot: Name of the step's input; of an output its number.
         name: What is read.
-        wanted: Codes.
+        wanted: IntArray.
     """
 
     step: Step | None
@@ -151,7 +158,7 @@ class _Read(NamedTuple):
     wanted: Placed
 
 
-class _Matched:
+class _Lowerer:
     def __init__(self, planned: Planned, modules: Modules) -> None:
         self._planned, self._modules = planned, modules
         self._program, sizes = planned.program, planned.setting.sizes
@@ -170,7 +177,7 @@ class _Matched:
         """Return it.
 
         Raises:
-            _UnlikeError: There is none.
+            _NotLowerableError: There is none.
         """
         self._place()
         outputs = [self._check(read) for read in self._reads()]
@@ -211,14 +218,14 @@ class _Matched:
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
             packet = _packet(step)
-            _demand(packet != "dropout" and not step.attrs.get("sparse"))
+            _require(packet != "dropout" and not step.attrs.get("sparse"))
             if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
                 for port, name in enumerate(step.outputs):
                     self._made[name] = _placed([c.outs[port] for c in choices])
                     self._sum_up(step, choices, name)
         for value in self._made:
-            hub = f"hub:{value}"
+            hub = layout_node(value)
             if hub in self._planned.chosen:
                 self._handed[value] = _placed([c.outs[0] for c in self._planned.choices(hub)])
                 self._check_hub(value)
@@ -226,28 +233,28 @@ class _Matched:
     def _sum_up(self, step: Step, choices: Sequence[Choice], name: str) -> None:
         """Check an output that is a pending sum: over samples a mean, over others by a module."""
         made = self._made[name]
-        _demand(step.name in self._dividing or all(made[axis] != SUM for axis in self._others))
+        _require(step.name in self._dividing or all(made[axis] != PARTIAL for axis in self._others))
         for axis in self._data:
-            if made[axis] != SUM:
+            if made[axis] != PARTIAL:
                 continue
             given = [
-                self._uses.behind(value)[0]
+                self._uses.base_of(value)[0]
                 for value, code in zip(step.inputs.values(), choices[axis].ins, strict=True)
                 if code == PR
             ]
             is_mean = (
                 _packet(step) in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
             )
-            _demand(self._means.issuperset(given) if not choices[axis].divides else is_mean)
+            _require(self._means.issuperset(given) if not choices[axis].divides else is_mean)
             self._means.add(name)
 
     def _check_hub(self, value: str) -> None:
         """Demand that only modules that rules divide hand on what they make in another place."""
         made, handed = self._made[value], self._handed[value]
         for axis in self._data:
-            _demand(handed[axis] == (WHOLE if value in self._program.params else made[axis]))
+            _require(handed[axis] == (REPLICATED if value in self._program.params else made[axis]))
         for axis in self._others:
-            _demand(handed[axis] == made[axis] or value in self._ends)
+            _require(handed[axis] == made[axis] or value in self._ends)
 
     # Who reads what.
 
@@ -269,16 +276,16 @@ class _Matched:
         layouts = self._uses.layouts
         for axis in self._data:
             is_cut = [layouts[name][0][axis] != RR for name in step.inputs.values()]
-            _demand(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
+            _require(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
 
     def _check(self, read: _Read) -> int | None:
         """Demand that nothing moves for `read`; return the number of an output that is a mean."""
-        root, view = self._uses.behind(read.name)
+        root, view = self._uses.base_of(read.name)
         if root in self._uses.constants:
-            _demand(_placed(self._uses.layouts[read.name][0].tolist()) == _placed(read.wanted))
+            _require(_placed(self._uses.layouts[read.name][0].tolist()) == _placed(read.wanted))
             return None
-        at_root, seen = behind(self._planned.setting.sizes, np.array([read.wanted]), view)
-        _demand(seen is None)
+        at_root, seen = base_codes(self._planned.setting.sizes, np.array([read.wanted]), view)
+        _require(seen is None)
         wanted = _placed(at_root[0].tolist())
         own = self._dividing.get(read.step.name) if read.step else None
         if root in self._program.params:
@@ -289,12 +296,12 @@ class _Matched:
         handed = self._handed.setdefault(root, wanted if root in self._ends else self._made[root])
         is_first = own is not None and read.slot == _DIVIDED[self._modules.kinds[own.module]]
         for axis in self._others:
-            _demand(handed[axis] != SUM and (is_first or wanted[axis] == handed[axis]))
+            _require(handed[axis] != PARTIAL and (is_first or wanted[axis] == handed[axis]))
         is_mean = False
         for axis in self._data:
             made = self._made[root][axis]
-            is_mean = read.step is None and made == SUM and wanted[axis] == WHOLE
-            _demand(is_mean or wanted[axis] == made)
+            is_mean = read.step is None and made == PARTIAL and wanted[axis] == REPLICATED
+            _require(is_mean or wanted[axis] == made)
         return int(read.slot) if is_mean else None
 
     def _check_param(self, value: str, wanted: Placed, *, is_divided: bool) -> None:
@@ -303,24 +310,24 @@ class _Matched:
         What a module adds to a pending sum is added once by the runtime too.
         """
         for axis in self._data:
-            _demand(wanted[axis] == WHOLE)
+            _require(wanted[axis] == REPLICATED)
         for axis in self._others:
             made = self._made[value][axis]
-            _demand(self._stored[value][axis] != RZ and (is_divided or wanted[axis] == WHOLE))
-            _demand(wanted[axis] in (made, SUM if made == WHOLE else made))
+            _require(self._stored[value][axis] != RZ and (is_divided or wanted[axis] == REPLICATED))
+            _require(wanted[axis] in (made, PARTIAL if made == REPLICATED else made))
 
     def _check_following(self, read: _Read, wanted: Placed) -> None:
         """Demand that what is no module of a rule keeps parts as the runtime does."""
-        if read.step and any(wanted[axis] != WHOLE for axis in self._others):
-            _demand(_packet(read.step) in _FOLLOWING and not read.slot.startswith("attn_mask"))
+        if read.step and any(wanted[axis] != REPLICATED for axis in self._others):
+            _require(_packet(read.step) in _FOLLOWING and not read.slot.startswith("attn_mask"))
 
     # A rank's own program.
 
     def _compare(self, local: Program) -> None:
         """Demand that a model does with one rank's samples what the plan has a rank do."""
-        _demand(len(local.steps) == len(self._program.steps))
+        _require(len(local.steps) == len(self._program.steps))
         for ours, theirs in zip(self._program.steps, local.steps, strict=True):
-            _demand(
+            _require(
                 (ours.name, ours.target, ours.inputs, ours.outputs)
                 == (theirs.name, theirs.target, theirs.inputs, theirs.outputs)
                 and (ours.attrs == theirs.attrs or _packet(ours) in _SIZED)
@@ -331,7 +338,7 @@ class _Matched:
             if name in cut:
                 for axis in self._data:
                     shape[cut[name]] //= self._planned.setting.sizes[axis]
-            _demand(local.values[name].shape == tuple(shape))
+            _require(local.values[name].shape == tuple(shape))
 
     def _cut(self) -> dict[str, int]:
         """Return the dim by which the data axis cuts each value that it cuts."""
@@ -345,7 +352,7 @@ class _Matched:
                     found[name] = made[axis]
             for step in self._program.steps:
                 if step.outputs[0] in self._uses.views:
-                    view = renaming(Site(step, self._program))
+                    view = dim_map(Site(step, self._program))
                     (source,) = step.inputs.values()
                     for dim, (of, _) in (view.dims if view else {}).items():
                         if found.get(source) == of:
@@ -399,13 +406,13 @@ class _Matched:
         if not cut:
             return Optimizer()
         threshold = max(whole) + 1 if len(whole) > 1 else 0
-        _demand(min(cut.values()) >= threshold)
-        _demand(len({self._program.values[value].itemsize for value in cut}) == 1)
+        _require(min(cut.values()) >= threshold)
+        _require(len({self._program.values[value].itemsize for value in cut}) == 1)
         is_state = all(self._stored[value][axis] == RZ for value in cut for axis in self._data)
         return Optimizer(zero=1 if is_state else 2, threshold=threshold)
 
 
-_PLACED: list[int] = forward(np.arange(RZ + 1)).tolist()
+_PLACED: list[int] = value_placement(np.arange(RZ + 1)).tolist()
 
 
 def _placed(codes: Sequence[int]) -> Placed:

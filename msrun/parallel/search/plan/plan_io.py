@@ -9,14 +9,13 @@ from collections.abc import Mapping
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.axis_placement import text
+from msrun.parallel.search.graph.axis_placement import placement_text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.plan.plan import SavedPlan
-from msrun.parallel.search.solve.problem import OperatorNode, Problem
+from msrun.parallel.search.solve.problem import Problem, StrategyNode, is_layout_node, named_by
 
 Row = tuple[int, ...]
-_HUB = "hub:"
 _DIGITS = 12
 
 
@@ -32,9 +31,9 @@ def identity(program: Program) -> str:
 def shared(rules: Mapping[str, ShardingRule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
     """Return how tensors lie that several operators read: the names of the hubs' choices."""
     return {
-        name.removeprefix(_HUB): [rules[name].choices[at].name for at in row]
+        named_by(name): [rules[name].choices[at].name for at in row]
         for name, row in chosen.items()
-        if name.startswith(_HUB)
+        if is_layout_node(name)
     }
 
 
@@ -90,16 +89,16 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
     return {node.name: _row(plan, where, node, program) for node in problem.nodes}
 
 
-def _row(plan: SavedPlan, where: str, node: OperatorNode, program: Program) -> Row:
-    name = program.params.get(node.name, node.name.removeprefix(_HUB))
+def _row(plan: SavedPlan, where: str, node: StrategyNode, program: Program) -> Row:
+    name = program.params.get(node.name, named_by(node.name))
     rows = [tuple(row) for row in node.rows.tolist()]
     if node.kind == "out":
         return rows[0]  # as whoever calls the model expects it: there is no other
     words = [choice.name for choice in node.rule.choices]
     if node.kind == "param":
-        words = [text(choice.outs[0]) for choice in node.rule.choices]
+        words = [placement_text(choice.outs[0]) for choice in node.rule.choices]
         said = plan.params.get(name, [])
-    elif node.kind == "hub":
+    elif node.kind == "layout":
         said = plan.shared.get(name, [])
     else:
         said = plan.operators[name].divided if name in plan.operators else []

@@ -9,21 +9,30 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
-from msrun.parallel.search.cost.cost import Prices, collective
+from msrun.parallel.search.cost.cost import RedistributionCosts, collective
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.axis_placement import RR, RZ, SHARDS, Array, Codes, forward, is_cut
+from msrun.parallel.search.graph.axis_placement import (
+    RR,
+    RZ,
+    SHARD_CODES,
+    FloatArray,
+    IntArray,
+    is_sharded,
+    value_placement,
+)
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.program import Program, Step, Value
-from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, hub
-from msrun.parallel.search.graph.views import Renaming
+from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, layout_rule
+from msrun.parallel.search.graph.views import DimMap
 from msrun.parallel.search.solve.edges import copied_bytes, exchange_seconds
 from msrun.parallel.search.solve.problem import (
     Edge,
     Exchange,
-    OperatorNode,
     Problem,
     Setting,
+    StrategyNode,
     combinations,
+    layout_node,
     parts,
     stored_parts,
     work,
@@ -33,7 +42,7 @@ from msrun.parallel.search.solve.uses import Uses
 
 Key = Any
 # Of each strategy: seconds, bytes, and bytes kept of one micro-batch.
-Weights = tuple[Array, Array, Array]
+Weights = tuple[FloatArray, FloatArray, FloatArray]
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +82,7 @@ def build(
     block_of: Mapping[str, int] | None = None,
     pins: Iterable[Pin] = (),
     focus: Focus | None = None,
-    prices: Prices | None = None,
+    prices: RedistributionCosts | None = None,
 ) -> Problem:
     """Return the problem of placing every tensor of `program`.
 
@@ -96,7 +105,7 @@ def build(
         block_of=block_of or {},
         pins=pins,
         focus=focus,
-        prices=prices or setting.prices(),
+        prices=prices or setting.redistribution_costs(),
     )
     return builder.build()
 
@@ -113,7 +122,7 @@ class _Builder:
         block_of: Mapping[str, int],
         pins: Iterable[Pin],
         focus: Focus | None,
-        prices: Prices,
+        prices: RedistributionCosts,
     ) -> None:
         self._program, self._setting, self._focus = program, setting, focus
         self._cuts, self._block_of = cuts, block_of
@@ -137,8 +146,8 @@ class _Builder:
             recomputed=self._again,
         )
         self._makers: dict[str, tuple[int, int]] = {}
-        self._tables: dict[Key, tuple[Codes, Weights]] = {}
-        self._matrices: dict[Key, tuple[Array, Array | None]] = {}
+        self._tables: dict[Key, tuple[IntArray, Weights]] = {}
+        self._matrices: dict[Key, tuple[FloatArray, FloatArray | None]] = {}
         self._keys: list[Key] = []
         self._problem = Problem(nodes=[], edges=[])
 
@@ -175,7 +184,7 @@ class _Builder:
             rows = self._rows(name, rule.choices, picked)
             self._tables[full] = (rows, weigh(rows))
         rows, (seconds, memory, held) = self._tables[full]
-        node = OperatorNode(
+        node = StrategyNode(
             name=name, kind=kind, rule=rule, rows=rows, seconds=seconds, memory=memory, held=held
         )
         self._problem.nodes.append(node)
@@ -184,7 +193,7 @@ class _Builder:
 
     def _rows(
         self, name: str, choices: tuple[Choice, ...], picked: tuple[int, ...] | None
-    ) -> Codes:
+    ) -> IntArray:
         """Return the strategies that a node has."""
         sizes = self._setting.sizes
         pins: Sequence[Pin] = self._pins.get(name, ())
@@ -207,14 +216,14 @@ class _Builder:
             self._shared[key] = _param_rule(value, is_trained=is_trained)
         rule = self._shared[key]
 
-        def weigh(rows: Codes) -> Weights:
+        def weigh(rows: IntArray) -> Weights:
             return self._weigh_param(value, rule, rows, is_trained=is_trained)
 
         self._makers[name] = (self._add(name, "param", rule, key, weigh), 0)
-        self._add_hub(name)
+        self._add_layout_node(name)
 
     def _weigh_param(
-        self, value: Value, rule: ShardingRule, rows: Codes, *, is_trained: bool
+        self, value: Value, rule: ShardingRule, rows: IntArray, *, is_trained: bool
     ) -> Weights:
         """Return seconds and bytes of a parameter: its update, and what it and its state take.
 
@@ -222,18 +231,18 @@ class _Builder:
         """
         setting, topology = self._setting, self._setting.topology
         codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
-        kept = parts(is_cut(codes), setting.sizes)
+        kept = parts(is_sharded(codes), setting.sizes)
         if not is_trained:
             return np.zeros(len(rows)), value.nbytes / kept, np.zeros(len(rows))
-        updated = parts(is_cut(codes) | (codes == RZ), setting.sizes)
-        memory: Array = (
+        updated = parts(is_sharded(codes) | (codes == RZ), setting.sizes)
+        memory: FloatArray = (
             value.count
             * (2 * value.itemsize + setting.state_bytes)
             / stored_parts(value.shape, codes, setting.sizes)
         )
         touched = 2 * (value.itemsize + setting.state_bytes)
-        seconds: Array = value.count * touched / updated / topology.memory_bandwidth
-        flat = np.where(codes == RZ, SHARDS, -1)
+        seconds: FloatArray = value.count * touched / updated / topology.memory_bandwidth
+        flat = np.where(codes == RZ, SHARD_CODES, -1)
         whole = np.full_like(flat[:1], -1)
         start = self._prices.seconds(flat, whole, 0.0)[:, 0]
         rate = self._prices.seconds(flat, whole, 1.0)[:, 0] - start
@@ -251,40 +260,42 @@ class _Builder:
             if name in layouts
         )
 
-        def weigh(rows: Codes) -> Weights:
+        def weigh(rows: IntArray) -> Weights:
             seconds = work(rule, rows, self._setting, again=again)
             memory, held = np.zeros(len(rows)), np.zeros(len(rows))
-            for end, port, nbytes, is_of_each in kept:
+            for end, port, nbytes, is_per_microbatch in kept:
                 codes = np.array([getattr(choice, end)[port] for choice in rule.choices])[rows]
-                share = nbytes / parts(is_cut(codes), self._setting.sizes)
+                share = nbytes / parts(is_sharded(codes), self._setting.sizes)
                 memory += share
-                held += share * is_of_each
+                held += share * is_per_microbatch
             seconds += self._fetch(step, rule, rows) + self._sum_inside(rule, rows)
             return seconds, memory, held
 
         key = ("op", self._signatures[step.name], again, kept, fixed)
         at = self._add(step.name, "op", rule, key, weigh)
         for port, name in enumerate(step.inputs.values()):
-            root, view = self._uses.behind(name)
+            root, view = self._uses.base_of(name)
             if root not in self._uses.constants:
                 self._connect(root, at, port, view, self._kept.of_copy(root, step, port))
         for port, name in enumerate(step.outputs):
             self._makers[name] = (at, port)
-            self._add_hub(name)
+            self._add_layout_node(name)
 
-    def _fetch(self, step: Step, rule: ShardingRule, rows: Codes) -> Array:
+    def _fetch(self, step: Step, rule: ShardingRule, rows: IntArray) -> FloatArray:
         """Return the seconds to bring constants to where each strategy wants them."""
         seconds = np.zeros(len(rows))
         for port, name in enumerate(step.inputs.values()):
             layout = self._uses.layouts.get(name)
             if layout is not None:
-                wanted = forward(np.array([choice.ins[port] for choice in rule.choices])[rows])
+                wanted = value_placement(
+                    np.array([choice.ins[port] for choice in rule.choices])[rows]
+                )
                 nbytes = self._program.values[name].nbytes
-                moved = self._prices.seconds(forward(layout), wanted, nbytes)[0]
+                moved = self._prices.seconds(value_placement(layout), wanted, nbytes)[0]
                 seconds += moved * self._setting.rounds
         return seconds
 
-    def _sum_inside(self, rule: ShardingRule, rows: Codes) -> Array:
+    def _sum_inside(self, rule: ShardingRule, rows: IntArray) -> FloatArray:
         """Return the seconds of sums that the operator itself takes over its ranks."""
         seconds = np.zeros(len(rows))
         nbytes = np.array([choice.summed for choice in rule.choices])
@@ -295,24 +306,24 @@ class _Builder:
                 seconds += np.where(here > 0, start + rate * here, 0.0)
         return seconds * self._setting.rounds * (1 + self._setting.training)
 
-    def _add_hub(self, value: str) -> None:
-        if not self._kept.has_hub(value):
+    def _add_layout_node(self, value: str) -> None:
+        if not self._kept.has_layout_node(value):
             return
         tensor = self._program.values[value]
-        is_kept, is_of_each = self._kept.of_hub(value)
-        key = ("hub", tensor.shape, tensor.itemsize, is_kept, is_of_each)
+        is_kept, is_per_microbatch = self._kept.of_layout_node(value)
+        key = ("layout", tensor.shape, tensor.itemsize, is_kept, is_per_microbatch)
         if key not in self._shared:
-            self._shared[key] = hub(tensor)
+            self._shared[key] = layout_rule(tensor)
         rule = self._shared[key]
 
-        def weigh(rows: Codes) -> Weights:
+        def weigh(rows: IntArray) -> Weights:
             if not is_kept:
                 return _nothing(rows)
             codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
-            share = tensor.nbytes / parts(is_cut(codes), self._setting.sizes)
-            return np.zeros(len(rows)), share, share * is_of_each
+            share = tensor.nbytes / parts(is_sharded(codes), self._setting.sizes)
+            return np.zeros(len(rows)), share, share * is_per_microbatch
 
-        at = self._add(f"hub:{value}", "hub", rule, key, weigh)
+        at = self._add(layout_node(value), "layout", rule, key, weigh)
         self._connect(value, at, 0, None, self._kept.of_copy(value, None, 0))
         self._makers[value] = (at, 0)
 
@@ -320,14 +331,14 @@ class _Builder:
         """Have the outputs lie as whoever called the model expects them."""
         sizes = self._setting.sizes
         for number, value in enumerate(self._program.outputs):
-            root, view = self._uses.behind(value)
+            root, view = self._uses.base_of(value)
             if root in self._uses.constants:
                 continue
             tensor = self._program.values[value]
             rule = _output_rule(tensor)
             rows = combinations(self._output_choices(tensor), rule.choices, sizes)
             zeros = np.zeros(len(rows))
-            node = OperatorNode(
+            node = StrategyNode(
                 name=f"out:{number}",
                 kind="out",
                 rule=rule,
@@ -353,7 +364,7 @@ class _Builder:
     # Edges.
 
     def _connect(
-        self, value: str, at: int, port: int, view: Renaming | None, copy: Retention = NOTHING
+        self, value: str, at: int, port: int, view: DimMap | None, copy: Retention = NOTHING
     ) -> None:
         """Add the edge on which node `at` gets `value`, and keeps its own copy of it."""
         source, made = self._makers[value]
@@ -374,10 +385,10 @@ class _Builder:
                 copied_bytes(self._setting.sizes, *ends, moved) if copy.is_kept else None,
             )
         seconds, memory = self._matrices[key]
-        self._problem.edges.append(Edge(source, at, seconds, moved, memory, copy.is_of_each))
+        self._problem.edges.append(Edge(source, at, seconds, moved, memory, copy.is_per_microbatch))
 
     def _traffic(
-        self, value: str, source: OperatorNode, target: OperatorNode
+        self, value: str, source: StrategyNode, target: StrategyNode
     ) -> tuple[float, float]:
         """Return how often a step moves `value` forward, and its gradient back.
 
@@ -397,7 +408,7 @@ class _Builder:
 class _Weigh(Protocol):
     """Finds seconds and bytes of strategies."""
 
-    def __call__(self, rows: Codes, /) -> Weights: ...
+    def __call__(self, rows: IntArray, /) -> Weights: ...
 
 
 def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
@@ -405,10 +416,10 @@ def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
     if axis not in pin.codes:
         return True
     code = choice.outs[0] if pin.port is None else choice.ins[pin.port]
-    return bool(forward(np.array(code)) == forward(np.array(pin.codes[axis])))
+    return bool(value_placement(np.array(code)) == value_placement(np.array(pin.codes[axis])))
 
 
-def _nothing(rows: Codes) -> Weights:
+def _nothing(rows: IntArray) -> Weights:
     return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
 
 
@@ -417,7 +428,7 @@ def _param_rule(value: Value, *, is_trained: bool) -> ShardingRule:
     choices = [Choice("R", 0, (), (RR,), divides=False)]
     if is_trained and value.shape:
         choices.append(Choice("Z", 0, (), (RZ,), divides=False))
-    for dim, size in enumerate(value.shape[:SHARDS]):
+    for dim, size in enumerate(value.shape[:SHARD_CODES]):
         if size > 1:
             choices.append(Choice(f"d{dim}", size, (), (dim,), divides=False))
     return ShardingRule(choices=tuple(choices))

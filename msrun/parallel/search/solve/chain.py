@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import Array, Codes
+from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 from msrun.parallel.search.solve.eliminate import Costs, Elimination, costs, eliminate
-from msrun.parallel.search.solve.problem import Edge, Problem
+from msrun.parallel.search.solve.problem import Edge, Problem, layout_node
 
 Chosen = Mapping[int, int]
 
@@ -36,13 +36,13 @@ class Chain:
     block_of: Mapping[str, int]
     cuts: tuple[str, ...]
     cells_max: int
-    hubs: tuple[int, int] = field(init=False)
+    cut_nodes: tuple[int, int] = field(init=False)
     parts: tuple[frozenset[int], frozenset[int], frozenset[int]] = field(init=False)
     tied: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         names = {node.name: at for at, node in enumerate(self.problem.nodes)}
-        self.hubs = (names[f"hub:{self.cuts[0]}"], names[f"hub:{self.cuts[1]}"])
+        self.cut_nodes = (names[layout_node(self.cuts[0])], names[layout_node(self.cuts[1])])
         part = self._divide()
         self.parts = tuple(  # type: ignore[assignment]  # there are three
             frozenset(at for at, number in part.items() if number == wanted) for wanted in range(3)
@@ -54,7 +54,7 @@ class Chain:
             if (a, b) == (0, 2):
                 # Such as an embedding that is the output's weight too.
                 tied.add(min(ends))
-            elif b - a == 1 and not ends & set(self.hubs):
+            elif b - a == 1 and not ends & set(self.cut_nodes):
                 raise ValueError("blocks share more than the values between them")
         self.tied = tuple(sorted(tied))
 
@@ -75,7 +75,7 @@ class Chain:
                 outside = 2 if node.name in self.block_of else outside
             elif node.kind == "out":
                 part[at] = 2
-            elif node.kind == "hub" and makers[at] in part:
+            elif node.kind == "layout" and makers[at] in part:
                 part[at] = part[makers[at]]
         for at in reversed(range(len(self.problem.nodes))):
             if at not in part:
@@ -91,7 +91,7 @@ class Chain:
         """Return the blocks as tables, with bytes of memory at `weight` seconds each."""
         found = costs(self.problem, weight)
         before, block, behind = self.parts
-        first, second = self.hubs
+        first, second = self.cut_nodes
 
         @cache
         def head() -> Elimination:
@@ -161,7 +161,7 @@ class Tables:
 
     def plan(self, path: list[int], ties: list[int]) -> ChainPlan:
         """Return all strategies that follow from those of the cuts, and of what is tied."""
-        first, second = self.chain.hubs
+        first, second = self.chain.cut_nodes
         tied = dict(zip(self.chain.tied, ties, strict=True))
         head = self.head.complete({first: path[0], **tied})
         blocks: dict[tuple[int, int], dict[int, int]] = {}
@@ -202,7 +202,7 @@ class ChainPlan:
             chain: Whose nodes these are.
             entry: Strategy of the value that is given where there is no head.
         """
-        first, second = chain.hubs
+        first, second = chain.cut_nodes
         at = self.head.get(first, entry)
         if first in self.head:
             yield self.head, self.head
@@ -220,7 +220,7 @@ class ChainPlan:
         copies = [edge for edge in problem.edges if edge.memory is not None]
         total = 0.0
         for chosen, own in self.pieces(chain, entry):
-            key = (id(own), chosen.get(chain.hubs[0]))
+            key = (id(own), chosen.get(chain.cut_nodes[0]))
             if key not in known:
                 known[key] = _memory(problem, copies, chosen, own)
             total += known[key]
@@ -228,7 +228,7 @@ class ChainPlan:
 
     def borrowed(self, chain: Chain) -> float:
         """Return the bytes of what is tied and stands in another stage."""
-        if chain.hubs[0] in self.head:
+        if chain.cut_nodes[0] in self.head:
             return 0.0
         return _memory(chain.problem, [], self.head, self.head)
 
@@ -243,10 +243,12 @@ def _memory(
     return total
 
 
-def shortest(head: Array, middle: Array, tail: Array, count: int) -> tuple[float, list[int]]:
+def shortest(
+    head: FloatArray, middle: FloatArray, tail: FloatArray, count: int
+) -> tuple[float, list[int]]:
     """Return the least sum of a path through `count` cuts, and the path (Viterbi)."""
     value = head
-    backs: list[Codes] = []
+    backs: list[IntArray] = []
     for _ in range(count - 1):
         sums = value[:, None] + middle
         backs.append(sums.argmin(axis=0))
@@ -258,13 +260,13 @@ def shortest(head: Array, middle: Array, tail: Array, count: int) -> tuple[float
     return float(total.min()), path[::-1]
 
 
-def flat(table: Array) -> Array:
+def flat(table: FloatArray) -> FloatArray:
     """Return a table over a cut and what is tied, with all that is tied as one dim."""
-    found: Array = table.reshape(len(table), -1)
+    found: FloatArray = table.reshape(len(table), -1)
     return found
 
 
-def through(a: Array, b: Array) -> Array:
+def through(a: FloatArray, b: FloatArray) -> FloatArray:
     """Return the least sums over what is between: (rows, between) with (between, columns)."""
     if b.shape[1] < len(a):
         return np.stack([(a + column).min(axis=1) for column in b.T], axis=1)

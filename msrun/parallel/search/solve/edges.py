@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.search.cost.cost import Prices, collective
+from msrun.parallel.search.cost.cost import RedistributionCosts, collective
 from msrun.parallel.search.cost.redistribution import MoveKind, moves
 from msrun.parallel.search.graph.axis_placement import (
     RR,
     RZ,
-    SHARDS,
-    Array,
-    Codes,
-    forward,
-    gradient,
-    is_cut,
+    SHARD_CODES,
+    FloatArray,
+    IntArray,
+    gradient_placement,
+    is_sharded,
+    value_placement,
 )
-from msrun.parallel.search.graph.views import Renaming
+from msrun.parallel.search.graph.views import DimMap
 from msrun.parallel.search.solve.problem import Exchange, parts
 
 # More than there are codes.
@@ -42,31 +42,39 @@ class Item(NamedTuple):
     seconds: float
 
 
-def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Array:
+def exchange_seconds(
+    prices: RedistributionCosts, made: IntArray, wanted: IntArray, moved: Exchange
+) -> FloatArray:
     """Return the seconds between every strategy that makes a tensor and every one that reads it.
 
     Args:
         prices: Costs of redistribution.
-        made: Codes of the tensor, (strategies, axes).
-        wanted: Codes in which it is read, in the dims of the reader's view.
+        made: IntArray of the tensor, (strategies, axes).
+        wanted: IntArray in which it is read, in the dims of the reader's view.
         moved: The tensor.
     """
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    root, seen = behind(prices.sizes, targets, moved.view)
-    table = moved.ahead * prices.seconds(forward(sources), forward(root), moved.nbytes)
+    root, seen = base_codes(prices.sizes, targets, moved.view)
+    table = moved.ahead * prices.seconds(
+        value_placement(sources), value_placement(root), moved.nbytes
+    )
     if moved.back:
-        returned = prices.seconds(gradient(root), gradient(sources), moved.nbytes)
+        returned = prices.seconds(
+            gradient_placement(root), gradient_placement(sources), moved.nbytes
+        )
         table = table + moved.back * returned.T
     if seen is not None and moved.back:
         # What a view cannot pass on is taken behind it, and its gradient gathered there.
-        extra = prices.seconds(gradient(targets), gradient(seen), moved.nbytes)
+        extra = prices.seconds(gradient_placement(targets), gradient_placement(seen), moved.nbytes)
         table = table + moved.back * np.diagonal(extra)
-    found: Array = table[source_of][:, target_of]
+    found: FloatArray = table[source_of][:, target_of]
     return found
 
 
-def copied_bytes(sizes: Sequence[int], made: Codes, wanted: Codes, moved: Exchange) -> Array:
+def copied_bytes(
+    sizes: Sequence[int], made: IntArray, wanted: IntArray, moved: Exchange
+) -> FloatArray:
     """Return the bytes on one rank of what is read, where it is not what was made.
 
     Args:
@@ -77,26 +85,28 @@ def copied_bytes(sizes: Sequence[int], made: Codes, wanted: Codes, moved: Exchan
     """
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    root, seen = behind(sizes, targets, moved.view)
+    root, seen = base_codes(sizes, targets, moved.view)
     # What is whole but for its state is stored in parts.
-    lies = np.where(sources == RZ, RZ, forward(sources))
-    is_other = (lies[:, None] != forward(root)[None]).any(axis=2)
+    lies = np.where(sources == RZ, RZ, value_placement(sources))
+    is_other = (lies[:, None] != value_placement(root)[None]).any(axis=2)
     if seen is not None:
         is_other = is_other | (seen != targets).any(axis=1)
-    table = np.where(is_other, moved.nbytes / parts(is_cut(targets), sizes), 0.0)
-    found: Array = table[source_of][:, target_of]
+    table = np.where(is_other, moved.nbytes / parts(is_sharded(targets), sizes), 0.0)
+    found: FloatArray = table[source_of][:, target_of]
     return found
 
 
-def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iterator[Item]:
+def itemize(
+    prices: RedistributionCosts, made: IntArray, wanted: IntArray, moved: Exchange
+) -> Iterator[Item]:
     """Yield the collectives of one pair of strategies; they add up to `exchange_seconds`."""
-    root, seen = behind(prices.sizes, wanted, moved.view)
+    root, seen = base_codes(prices.sizes, wanted, moved.view)
     trips = [
-        (False, moved.ahead, forward(made), forward(root)),
-        (True, moved.back, gradient(root), gradient(made)),
+        (False, moved.ahead, value_placement(made), value_placement(root)),
+        (True, moved.back, gradient_placement(root), gradient_placement(made)),
     ]
     if seen is not None:
-        trips.append((True, moved.back, gradient(wanted), gradient(seen)))
+        trips.append((True, moved.back, gradient_placement(wanted), gradient_placement(seen)))
     for is_back, times, source, target in trips:
         for move in moves(source, target, prices.sizes):
             start, rate = collective(move.kind, prices.wires[move.axis])
@@ -105,7 +115,9 @@ def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iter
                 yield Item(move.kind, move.axis, is_back, seconds)
 
 
-def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:
+def base_codes(
+    sizes: Sequence[int], codes: IntArray, view: DimMap | None
+) -> tuple[IntArray, IntArray | None]:
     """Return the codes of a tensor where its view has `codes`.
 
     Returns:
@@ -114,7 +126,7 @@ def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[C
     if view is None:
         return codes, None
     root, seen = codes.copy(), codes.copy()
-    for dim in range(SHARDS):
+    for dim in range(SHARD_CODES):
         cut = codes == dim
         if not cut.any():
             continue
@@ -125,7 +137,7 @@ def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[C
     return root, None if (seen == codes).all() else seen
 
 
-def _distinct(codes: Codes) -> tuple[Codes, Codes]:
+def _distinct(codes: IntArray) -> tuple[IntArray, IntArray]:
     """Return the distinct rows, and the number of each row among them."""
     packed = codes @ (_BASE ** np.arange(codes.shape[1]))
     _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import Array, Codes
+from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 from msrun.parallel.search.solve.problem import Problem
 
 # Cells of the largest table of one elimination; above it a mesh is solved by pairs of axes.
@@ -47,10 +47,10 @@ class Costs:
         pairs: Two nodes -> cost of each pair of strategies.
     """
 
-    own: dict[int, Array]
-    pairs: dict[tuple[int, int], Array] = field(default_factory=dict)
+    own: dict[int, FloatArray]
+    pairs: dict[tuple[int, int], FloatArray] = field(default_factory=dict)
 
-    def join(self, a: int, b: int, table: Array) -> None:
+    def join(self, a: int, b: int, table: FloatArray) -> None:
         """Add `table` to what the pair costs."""
         if (b, a) in self.pairs:
             self.pairs[b, a] = self.pairs[b, a] + table.T
@@ -66,7 +66,7 @@ def costs(problem: Problem, weight: float = 0.0) -> Costs:
     }
     found = Costs(own)
     # Edges between equal nodes share their tables.
-    priced: dict[tuple[int, int], Array] = {}
+    priced: dict[tuple[int, int], FloatArray] = {}
     for edge in problem.edges:
         table = edge.seconds
         if weight and edge.memory is not None:
@@ -88,8 +88,8 @@ class Elimination:
         cells: Of the largest table.
     """
 
-    value: Array
-    answers: list[tuple[int, tuple[int, ...], Codes]]
+    value: FloatArray
+    answers: list[tuple[int, tuple[int, ...], IntArray]]
     cells: int
 
     def complete(self, chosen: dict[int, int]) -> dict[int, int]:
@@ -112,7 +112,7 @@ class _Eliminator:
     def __init__(self, found: Costs, keep: Sequence[int], cells_max: int) -> None:
         self._keep, self._cells_max = tuple(keep), cells_max
         self._size = {node: len(table) for node, table in found.own.items()}
-        self._tables: dict[int, tuple[tuple[int, ...], Array]] = {}
+        self._tables: dict[int, tuple[tuple[int, ...], FloatArray]] = {}
         self._at: dict[int, set[int]] = defaultdict(set)
         self._near: dict[int, set[int]] = {node: set() for node in found.own}
         self._constant = 0.0
@@ -123,7 +123,7 @@ class _Eliminator:
             self._put(pair, table)
         self._cells = 0
 
-    def _put(self, scope: tuple[int, ...], table: Array) -> None:
+    def _put(self, scope: tuple[int, ...], table: FloatArray) -> None:
         number = self._made
         self._made += 1
         self._tables[number] = (scope, table)
@@ -162,7 +162,7 @@ class _Eliminator:
         value = np.broadcast_to(self._sum(self._keep, self._tables.values()), shape)
         return Elimination(value + self._constant, answers, self._cells)
 
-    def _remove(self, node: int, scope: tuple[int, ...]) -> Codes:
+    def _remove(self, node: int, scope: tuple[int, ...]) -> IntArray:
         """Eliminate one node and return its best strategies."""
         numbers = self._at.pop(node)
         taken = [self._tables.pop(number) for number in numbers]
@@ -179,8 +179,11 @@ class _Eliminator:
         return best
 
     def _best(
-        self, node: int, scope: tuple[int, ...], taken: Collection[tuple[tuple[int, ...], Array]]
-    ) -> tuple[Codes, Array]:
+        self,
+        node: int,
+        scope: tuple[int, ...],
+        taken: Collection[tuple[tuple[int, ...], FloatArray]],
+    ) -> tuple[IntArray, FloatArray]:
         """Return the best strategy, and its cost, for each choice of the neighbours in `scope`.
 
         The sums are made a block of the first neighbour's choices at a time, which the cache holds.
@@ -188,7 +191,7 @@ class _Eliminator:
         full = (*scope, node)
         if not scope:
             sums = self._sum(full, taken)
-            best: Codes = np.asarray(sums.argmin())
+            best: IntArray = np.asarray(sums.argmin())
             return best, np.asarray(sums.min())
         first = scope[0]
         shape = [self._size[w] for w in full]
@@ -209,11 +212,11 @@ class _Eliminator:
         return best, values
 
     def _sum(
-        self, scope: tuple[int, ...], tables: Collection[tuple[tuple[int, ...], Array]]
-    ) -> Array:
+        self, scope: tuple[int, ...], tables: Collection[tuple[tuple[int, ...], FloatArray]]
+    ) -> FloatArray:
         """Return the sum of `tables`, with a dim for each of `scope`: of one where none has it."""
         place = {node: at for at, node in enumerate(scope)}
-        total: Array = np.zeros([1] * len(scope))
+        total: FloatArray = np.zeros([1] * len(scope))
         for nodes, table in sorted(tables, key=lambda item: item[1].size):
             order = sorted(range(len(nodes)), key=lambda at: place[nodes[at]])
             wide = [1] * len(scope)

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import Array
+from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.solve.problem import Edge, Problem
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class _Polisher:
         now = self.chosen[at]
         return self._best(seconds - seconds[now], nbytes - nbytes[now])
 
-    def _costs(self, at: int, *, but: int | None = None) -> tuple[Array, Array]:
+    def _costs(self, at: int, *, but: int | None = None) -> tuple[FloatArray, FloatArray]:
         """Return seconds and bytes of each strategy of a node, next to all others but one."""
         node, chosen = self._problem.nodes[at], self.chosen
         near, copies = (
@@ -232,7 +232,7 @@ class _Polisher:
         )
         return node.seconds + near, node.memory + copies
 
-    def _best(self, saved: Array, taken: Array) -> tuple[float, int, float]:
+    def _best(self, saved: FloatArray, taken: FloatArray) -> tuple[float, int, float]:
         """Return seconds saved for each byte taken, by which change, and these bytes."""
         allowed = (saved < -_LEAST) & (self._memory + taken <= self._limit)
         if not allowed.any():
@@ -242,9 +242,9 @@ class _Polisher:
         return float(rate.flat[best]), best, float(taken.flat[best])
 
 
-def _beside(tables: Iterable[tuple[Edge, Array | None]]) -> dict[int, dict[int, Array]]:
+def _beside(tables: Iterable[tuple[Edge, FloatArray | None]]) -> dict[int, dict[int, FloatArray]]:
     """Return node -> neighbour -> a table whose rows are the node's strategies."""
-    found: dict[int, dict[int, Array]] = defaultdict(dict)
+    found: dict[int, dict[int, FloatArray]] = defaultdict(dict)
     for edge, table in tables:
         if table is not None:
             ends = (edge.source, edge.target, table), (edge.target, edge.source, table.T)

@@ -15,7 +15,7 @@ from msrun.parallel.search.solve.chain import Chain, ChainPlan
 from msrun.parallel.search.solve.descent import descend
 from msrun.parallel.search.solve.eliminate import CELLS_MAX, TooWideError, solve
 from msrun.parallel.search.solve.memory import PricedPlan, bounded, refine
-from msrun.parallel.search.solve.problem import Edge, Problem, Setting
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting, layout_node, named_by
 
 Mode = Literal["exact", "recursive", "propagation"]
 EXACT_AXES_MAX = 3
@@ -89,7 +89,7 @@ def _blocks(program: Program, pins: Sequence[Pin]) -> Blocks | None:
     for step in program.steps:
         if step.name in inside:
             names.update(step.inputs.values())
-            names.update(f"hub:{name}" for name in (*step.inputs.values(), *step.outputs))
+            names.update(layout_node(name) for name in (*step.inputs.values(), *step.outputs))
     return None if any(pin.node in names for pin in pins) else blocks
 
 
@@ -238,7 +238,7 @@ def alike(chain: Chain, count: int) -> Problem:
         else e
         for e in problem.edges
     ]
-    first, second = chain.hubs
+    first, second = chain.cut_nodes
     same = (nodes[first].rows[:, None] == nodes[second].rows[None]).all(axis=2)
     edges.append(Edge(first, second, np.where(same, 0.0, np.inf)))
     return Problem(nodes=nodes, edges=edges, fixed=problem.fixed, unknown=problem.unknown)
@@ -263,7 +263,7 @@ class BlockNodes:
         self._maps: list[dict[str, str]] = []
         for number in range(1, blocks.count):
             start = first + number * period
-            found = {f"hub:{blocks.cuts[1]}": f"hub:{blocks.cuts[number]}"}
+            found = {layout_node(blocks.cuts[1]): layout_node(blocks.cuts[number])}
             for step, other in zip(template, program.steps[start : start + period], strict=True):
                 found[step.name] = other.name
                 pairs = zip(
@@ -274,7 +274,7 @@ class BlockNodes:
                 for name, theirs in pairs:
                     if name != blocks.cuts[0]:
                         found[name] = theirs
-                        found[f"hub:{name}"] = f"hub:{theirs}"
+                        found[layout_node(name)] = layout_node(theirs)
             self._maps.append(found)
 
     def expand(self, problem: Problem, plan: ChainPlan) -> dict[str, tuple[int, ...]]:
@@ -311,7 +311,7 @@ def _groups(program: Program, blocks: Blocks, problem: Problem) -> list[int]:
             group[name] = number
         for name in step.inputs.values():
             group.setdefault(name, number)
-    return [group.get(node.name.removeprefix("hub:"), blocks.count + 1) for node in problem.nodes]
+    return [group.get(named_by(node.name), blocks.count + 1) for node in problem.nodes]
 
 
 def _order(problem: Problem) -> list[int]:

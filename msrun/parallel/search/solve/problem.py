@@ -14,11 +14,29 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.cost.cost import Prices
+from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.axis_placement import RZ, Array, Codes, is_cut
+from msrun.parallel.search.graph.axis_placement import RZ, FloatArray, IntArray, is_sharded
 from msrun.parallel.search.graph.rules import Choice, ShardingRule
-from msrun.parallel.search.graph.views import Renaming
+from msrun.parallel.search.graph.views import DimMap
+
+# Nodes that choose the layout of a value have the value's name behind this.
+_LAYOUT_NODE = "layout:"
+
+
+def layout_node(value: str) -> str:
+    """Return the name of the node that chooses the layout of `value` for all its consumers."""
+    return f"{_LAYOUT_NODE}{value}"
+
+
+def is_layout_node(name: str) -> bool:
+    """Return whether a node of this name chooses a layout for all consumers of a value."""
+    return name.startswith(_LAYOUT_NODE)
+
+
+def named_by(node: str) -> str:
+    """Return the value or the step that the node called `node` is for."""
+    return node.removeprefix(_LAYOUT_NODE)
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +55,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     value: str
     made: int
     port: int
-    view: Renaming | None
+    view: DimMap | None
     nbytes: int
     ahead: float
     back: float
@@ -67,13 +85,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 12
     training: bool = True
 
-    def prices(self) -> Prices:
+    def redistribution_costs(self) -> RedistributionCosts:
         """Return the costs of redistribution."""
-        return Prices(self.topology.wires(self.sizes))
+        return RedistributionCosts(self.topology.wires(self.sizes))
 
 
 @dataclass(slots=True, kw_only=True)
-class OperatorNode:
+class StrategyNode:
     """What chooses one strategy.
 
     Args:
@@ -89,19 +107,19 @@ class OperatorNode:
     name: str
     kind: str
     rule: ShardingRule
-    rows: Codes
-    seconds: Array
-    memory: Array
-    held: Array
+    rows: IntArray
+    seconds: FloatArray
+    memory: FloatArray
+    held: FloatArray
 
-    def outs(self, port: int = 0) -> Codes:
+    def outs(self, port: int = 0) -> IntArray:
         """Return the codes of an output, (strategies, axes)."""
-        codes: Codes = np.array([choice.outs[port] for choice in self.rule.choices])[self.rows]
+        codes: IntArray = np.array([choice.outs[port] for choice in self.rule.choices])[self.rows]
         return codes
 
-    def ins(self, port: int) -> Codes:
+    def ins(self, port: int) -> IntArray:
         """Return the codes of an input, (strategies, axes)."""
-        codes: Codes = np.array([choice.ins[port] for choice in self.rule.choices])[self.rows]
+        codes: IntArray = np.array([choice.ins[port] for choice in self.rule.choices])[self.rows]
         return codes
 
 
@@ -115,15 +133,15 @@ class Edge:
         seconds: (strategies of the source, strategies of the target).
         exchange: What is moved; None for a condition that moves nothing.
         memory: Bytes on one rank of a copy that the reader keeps, of the same shape; None for none.
-        is_of_each: Whether one is kept of each micro-batch.
+        is_per_microbatch: Whether one is kept of each micro-batch.
     """
 
     source: int
     target: int
-    seconds: Array
+    seconds: FloatArray
     exchange: Exchange | None = None
-    memory: Array | None = None
-    is_of_each: bool = False
+    memory: FloatArray | None = None
+    is_per_microbatch: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +155,7 @@ class Problem:
         unknown: Operators without a rule, which run whole on every rank.
     """
 
-    nodes: list[OperatorNode]
+    nodes: list[StrategyNode]
     edges: list[Edge]
     fixed: float = 0.0
     unknown: tuple[str, ...] = ()
@@ -157,7 +175,7 @@ class Problem:
             if edge.memory is not None
         )
 
-    def restricted(self, allowed: Mapping[int, Codes]) -> Problem:
+    def restricted(self, allowed: Mapping[int, IntArray]) -> Problem:
         """Return the problem in which some nodes have fewer strategies.
 
         Args:
@@ -187,10 +205,10 @@ class Problem:
         nodes = [
             replace(node, memory=node.memory + (batches - 1) * node.held) for node in self.nodes
         ]
-        many: dict[int, Array] = {}
+        many: dict[int, FloatArray] = {}
         edges = []
         for edge in self.edges:
-            if edge.is_of_each and edge.memory is not None:
+            if edge.is_per_microbatch and edge.memory is not None:
                 if id(edge.memory) not in many:
                     many[id(edge.memory)] = batches * edge.memory
                 edges.append(replace(edge, memory=many[id(edge.memory)]))
@@ -199,25 +217,25 @@ class Problem:
         return replace(self, nodes=nodes, edges=edges)
 
 
-def _part(table: Array, rows: Codes | None, columns: Codes | None) -> Array:
+def _part(table: FloatArray, rows: IntArray | None, columns: IntArray | None) -> FloatArray:
     table = table if rows is None else table[rows]
     return table if columns is None else table[:, columns]
 
 
-def strategies(choices: Sequence[Choice], sizes: Sequence[int]) -> Codes:
-    """Return every combination of choices that divides evenly, (strategies, axes)."""
+def strategies(choices: Sequence[Choice], sizes: Sequence[int]) -> IntArray:
+    """Return every combination of choices that divides cut_evenly, (strategies, axes)."""
     return combinations([range(len(choices))] * len(sizes), choices, sizes)
 
 
 def combinations(
     per_axis: Sequence[Iterable[int]], choices: Sequence[Choice], sizes: Sequence[int]
-) -> Codes:
+) -> IntArray:
     """Return every combination of the given choices of each axis that divides evenly."""
     options = [
         list(found) if size > 1 else [0] for found, size in zip(per_axis, sizes, strict=True)
     ]
     grid = np.array(np.meshgrid(*options, indexing="ij"), dtype=np.int64)
-    rows: Codes = grid.reshape(len(sizes), -1).T
+    rows: IntArray = grid.reshape(len(sizes), -1).T
     fits = np.ones(len(rows), bool)
     for index, choice in enumerate(choices):
         if choice.size:
@@ -225,19 +243,19 @@ def combinations(
     return rows[fits]
 
 
-def parts(where: np.ndarray[tuple[int, int], np.dtype[np.bool_]], sizes: Sequence[int]) -> Codes:
+def parts(where: np.ndarray[tuple[int, int], np.dtype[np.bool_]], sizes: Sequence[int]) -> IntArray:
     """Return the product of the sizes of the axes for which `where` holds, for each row."""
-    found: Codes = np.where(where, np.array(sizes, dtype=np.int64), 1).prod(axis=1)
+    found: IntArray = np.where(where, np.array(sizes, dtype=np.int64), 1).prod(axis=1)
     return found
 
 
-def stored_parts(shape: Sequence[int], codes: Codes, sizes: Sequence[int]) -> Codes:
+def stored_parts(shape: Sequence[int], codes: IntArray, sizes: Sequence[int]) -> IntArray:
     """Return in how many parts parameters lie between steps, for each row of `codes`.
 
     Where its state is cut, a parameter is too: by the first dim that no other axis cuts and that
     divides evenly.  Where there is none, both are whole on that axis.
     """
-    found = parts(is_cut(codes), sizes)
+    found = parts(is_sharded(codes), sizes)
     taken = [(codes == dim).any(axis=1) for dim in range(len(shape))]
     for axis, size in enumerate(sizes):
         wanted = codes[:, axis] == RZ
@@ -250,7 +268,7 @@ def stored_parts(shape: Sequence[int], codes: Codes, sizes: Sequence[int]) -> Co
     return found
 
 
-def work(rule: ShardingRule, rows: Codes, setting: Setting, *, again: bool) -> Array:
+def work(rule: ShardingRule, rows: IntArray, setting: Setting, *, again: bool) -> FloatArray:
     """Return the seconds of computation of each strategy, for one step of training.
 
     The roofline: the larger of operations over the device's rate and bytes over its memory's
@@ -268,7 +286,7 @@ def work(rule: ShardingRule, rows: Codes, setting: Setting, *, again: bool) -> A
     shared = parts(divides[rows], setting.sizes)
     passes = 1 + (rule.backward if setting.training else 0) + (1 if again else 0)
     starts = topology.launch * (1 + setting.training + again) if whole else 0.0
-    seconds: Array = (whole / shared * passes + starts) * setting.rounds
+    seconds: FloatArray = (whole / shared * passes + starts) * setting.rounds
     return seconds
 
 

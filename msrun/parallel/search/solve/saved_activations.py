@@ -19,26 +19,26 @@ class Retention(NamedTuple):
     """Whether a tensor is kept, and whether of each micro-batch that is on its way."""
 
     is_kept: bool
-    is_of_each: bool
+    is_per_microbatch: bool
 
 
-class Held(NamedTuple):
+class SavedTensor(NamedTuple):
     """What an operator keeps.
 
     Args:
         end: `ins` or `outs`.
         port: Number of the input or output.
         nbytes: Of the whole tensor.
-        is_of_each: As of `Retention`.
+        is_per_microbatch: As of `Retention`.
     """
 
     end: str
     port: int
     nbytes: int
-    is_of_each: bool
+    is_per_microbatch: bool
 
 
-NOTHING = Retention(is_kept=False, is_of_each=False)
+NOTHING = Retention(is_kept=False, is_per_microbatch=False)
 
 
 class SavedActivations:
@@ -67,29 +67,35 @@ class SavedActivations:
         self._trained, self._cuts, self._recomputed = trained, cuts, recomputed
         self._made_by = {name: step.name for step in program.steps for name in step.outputs}
 
-    def has_hub(self, value: str) -> bool:
+    def has_layout_node(self, value: str) -> bool:
         """Return whether `value` moves once for all who read it."""
         return value in self._cuts or len(self._uses.uses.get(value, ())) > 1
 
-    def of_step(self, step: Step) -> tuple[Held, ...]:
+    def of_step(self, step: Step) -> tuple[SavedTensor, ...]:
         """Return what `step` keeps, but for copies of what is held elsewhere."""
         rule = self._rules[step.name]
-        found = [("outs", port, name) for port, name in enumerate(step.outputs) if rule.keeps_out]
+        found = [
+            ("outs", port, name) for port, name in enumerate(step.outputs) if rule.saves_outputs
+        ]
         for port, name in enumerate(step.inputs.values()):
-            value = self._uses.behind(name)[0]
-            if port in rule.keeps and not self._is_held(value):
+            value = self._uses.base_of(name)[0]
+            if port in rule.saved_inputs and not self._is_held(value):
                 found.append(("ins", port, value))
         shares = [self._inside(value, step.name) for _, _, value in found]
         return tuple(
-            Held(end, port, self._program.values[value].nbytes, share.is_of_each)
+            SavedTensor(end, port, self._program.values[value].nbytes, share.is_per_microbatch)
             for (end, port, value), share in zip(found, shares, strict=True)
             if share.is_kept
         )
 
-    def of_hub(self, value: str) -> Retention:
+    def of_layout_node(self, value: str) -> Retention:
         """Return whether the hub of a value keeps it, and not only who reads it there."""
         maker = self._made_by.get(value)
-        if maker is None or self._rules[maker].keeps_out or not self._is_kept_at_hub(value):
+        if (
+            maker is None
+            or self._rules[maker].saves_outputs
+            or not self._is_saved_at_layout_node(value)
+        ):
             return NOTHING
         return self._inside(value, maker)
 
@@ -104,29 +110,33 @@ class SavedActivations:
         if step is None:
             maker = self._made_by.get(value)
             keepers = self._keepers(value)
-            is_held = maker is None or self._rules[maker].keeps_out
+            is_held = maker is None or self._rules[maker].saves_outputs
             reader = keepers[0].name if keepers and is_held else None
         else:
-            is_copy = port in self._rules[step.name].keeps and self._is_held(value)
+            is_copy = port in self._rules[step.name].saved_inputs and self._is_held(value)
             reader = step.name if is_copy else None
         if reader is None or value not in self._trained:
             return NOTHING
         if reader in self._recomputed:
-            return Retention(self._recomputed[reader] == 0, is_of_each=False)
-        return Retention(is_kept=True, is_of_each=value in self._made_by)
+            return Retention(self._recomputed[reader] == 0, is_per_microbatch=False)
+        return Retention(is_kept=True, is_per_microbatch=value in self._made_by)
 
     def _keepers(self, value: str) -> list[Step]:
         uses = self._uses.uses.get(value, ())
-        return [u.step for u in uses if u.step and u.port in self._rules[u.step.name].keeps]
+        return [u.step for u in uses if u.step and u.port in self._rules[u.step.name].saved_inputs]
 
     def _is_held(self, value: str) -> bool:
         """Return whether a value is kept before any operator reads it."""
         maker = self._made_by.get(value)
-        return maker is None or self._rules[maker].keeps_out or self._is_kept_at_hub(value)
+        return (
+            maker is None
+            or self._rules[maker].saves_outputs
+            or self._is_saved_at_layout_node(value)
+        )
 
-    def _is_kept_at_hub(self, value: str) -> bool:
+    def _is_saved_at_layout_node(self, value: str) -> bool:
         is_between = value in self._cuts and self._made_by.get(value) in self._recomputed
-        return self.has_hub(value) and (is_between or len(self._keepers(value)) > 1)
+        return self.has_layout_node(value) and (is_between or len(self._keepers(value)) > 1)
 
     def _inside(self, value: str, step: str) -> Retention:
         """Return how a tensor is kept for the backward pass of `step`.
@@ -137,5 +147,5 @@ class SavedActivations:
         if value not in self._trained:
             return NOTHING
         if step in self._recomputed and value not in self._cuts:
-            return Retention(self._recomputed[step] == 0, is_of_each=False)
-        return Retention(is_kept=True, is_of_each=True)
+            return Retention(self._recomputed[step] == 0, is_per_microbatch=False)
+        return Retention(is_kept=True, is_per_microbatch=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.graph.axis_placement import PR, RR, Codes
+from msrun.parallel.search.graph.axis_placement import PR, RR, IntArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import ShardingRule, Site
-from msrun.parallel.search.graph.views import Renaming, renaming
+from msrun.parallel.search.graph.views import DimMap, dim_map
 from msrun.parallel.search.solve.problem import Setting
 
 
@@ -46,38 +46,38 @@ class Uses:
     ) -> None:
         self._program, self._setting, self._rules = program, setting, rules
         self.constants = program.constants()
-        self.layouts: dict[str, Codes] = {
+        self.layouts: dict[str, IntArray] = {
             name: self._batch(name) for name in program.values if name in self.constants
         }
-        self.views: dict[str, tuple[str, Renaming]] = {}
+        self.views: dict[str, tuple[str, DimMap]] = {}
         self.uses: dict[str, list[Use]] = {}
         for step in program.steps:
             self._add(step)
         for name in program.outputs:
             self._read(name, None, 0)
 
-    def behind(self, name: str) -> tuple[str, Renaming | None]:
+    def base_of(self, name: str) -> tuple[str, DimMap | None]:
         """Return the tensor behind `name`, and how a reader of `name` names its dims."""
         return self.views.get(name, (name, None))
 
     def _add(self, step: Step) -> None:
-        view = renaming(Site(step, self._program))
+        view = dim_map(Site(step, self._program))
         if self.constants.issuperset(step.outputs):
             self._derive(step, view)
         elif view is not None:
             (source,) = step.inputs.values()
-            root, earlier = self.behind(source)
+            root, earlier = self.base_of(source)
             self.views[step.outputs[0]] = (root, view.after(earlier) if earlier else view)
         else:
             for port, name in enumerate(step.inputs.values()):
                 self._read(name, step, port)
 
     def _read(self, name: str, step: Step | None, port: int) -> None:
-        root, _ = self.behind(name)
+        root, _ = self.base_of(name)
         if root not in self.constants:
             self.uses.setdefault(root, []).append(Use(step, port))
 
-    def _batch(self, name: str) -> Codes:
+    def _batch(self, name: str) -> IntArray:
         """Return the layout of an input: cut by sample over the axes that divide the batch."""
         sizes = self._setting.sizes
         codes = [RR] * len(sizes)
@@ -90,7 +90,7 @@ class Uses:
                     codes[axis] = 0
         return np.array([codes])
 
-    def _derive(self, step: Step, view: Renaming | None) -> None:
+    def _derive(self, step: Step, view: DimMap | None) -> None:
         """Give what is made of constants the layout that costs nothing, if there is one."""
         given = [self.layouts[name][0].tolist() for name in step.inputs.values()]
         axes = range(len(self._setting.sizes))
