@@ -183,7 +183,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         budget=budget,
     )
     clock: Callable[[], float] = Loop.now
-    found: SavedPlan = module.search_model(request, clock=clock, tell=say)
+    found: SavedPlan = module.search_model(request, clock=clock, report=say)
     if found.unknown:
         say_notes([f"no rule for {', '.join(found.unknown)}: computed whole on every rank"])
     return found

@@ -355,7 +355,7 @@ def _search(
             pins=pins,
             limit=limit,
         )
-    return PlanBroadcast(chosen=staged.found.chosen, starts=staged.starts)
+    return PlanBroadcast(chosen=staged.result.chosen, starts=staged.starts)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,9 @@
-"""The best mesh for a job that `rt.shard` runs: all that it can run, each with its best plan."""
+"""The best mesh for `mesh: auto` in training: every mesh that `rt.shard` can run, each with a plan.
+
+Meshes without stages are searched one after the other, with ZeRO, micro-batches and recomputation
+where a local batch does not fit otherwise; for models of equal blocks also layouts with pipeline
+stages (`mesh_search`), for a limited time.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,9 @@ from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import BlockNodes, Mode, search
 from msrun.parallel.search.solve.problem import Setting
 
-# Of the search for stages, which is long for many ranks: the likely layouts come first.
+# For layouts with stages, which are many on many ranks: the likely ones come first.
 _STAGES_SECONDS = 30.0
-# Ranks up to which meshes of three axes are looked at: each takes most of a second.
+# Ranks up to which meshes of three axes are searched: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
 
@@ -34,7 +39,7 @@ class ChosenMesh:
     Args:
         mesh: Axis -> size; stages of the pipeline first, where there are some.
         microbatches: Of a step.
-        recompute: Whether repeated blocks keep only what they are given.
+        recompute: Whether repeated blocks save only their input.
         chosen: What every node of the program of a micro-batch chooses.
         seconds: Of a step.
         memory: Bytes on a rank.
@@ -51,7 +56,7 @@ class ChosenMesh:
 def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
     """Yield the meshes over `world` ranks whose data axis divides `batch` samples evenly.
 
-    Ranks of the first axis, `dp`, are handed different samples; it may have one rank.
+    Ranks of the first axis, `dp`, get different samples; it may have one rank.
     """
     most = 3 if world <= _THIRD_AXIS_RANKS else 2
     for sizes in data_shapes(world):
@@ -60,7 +65,7 @@ def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
 
 
 class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a mesh is for.
+    """The job that a mesh is searched for.
 
     Args:
         programs: The model, for any batch.
@@ -79,45 +84,45 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
 
-def choose_mesh(wanted: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
+def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
     """Return the fastest mesh and plan.
 
     Args:
-        wanted: What it is for.
+        request: The job.
         clock: Seconds that have passed; the search for stages ends after 30 of them.
 
     Raises:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
-    found = [*_plain(wanted), *_with_stages(wanted, clock)]
-    fitting = [one for one in found if isinstance(one, ChosenMesh)]
+    results = [*_without_stages(request), *_with_stages(request, clock)]
+    fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
-        raise OutOfMemoryError(min(one for one in found if isinstance(one, float)))
+        raise OutOfMemoryError(min(one for one in results if isinstance(one, float)))
     return min(fitting, key=lambda one: one.seconds)
 
 
-def _plain(wanted: MeshRequest) -> Iterator[ChosenMesh | float]:
+def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
     """Yield the best plan of every mesh without stages, or its least bytes where none fits.
 
-    A micro-batch never takes less time for a sample than the whole batch at once, so there are
-    more of them only where fewer fit no mesh, unless their blocks are recomputed.
+    A sample never takes less time in a micro-batch than in the batch at once, so more micro-batches
+    are tried only while fewer fit no mesh without recomputation.
     """
-    for number in divisors(wanted.batch):
-        part = wanted.batch // number
-        program = wanted.programs.at(part)
+    for number in divisors(request.batch):
+        part = request.batch // number
+        program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)
         is_enough = False
-        for mesh, recompute in product(candidates(wanted.world, part), again):
+        for mesh, recompute in product(candidates(request.world, part), again):
             setting = Setting(
                 sizes=tuple(mesh.values()),
-                topology=wanted.topology,
+                topology=request.topology,
                 data_axes=frozenset({0}),
                 batch=part,
                 rounds=number,
                 recompute=recompute,
             )
             try:
-                found = search(program, setting, mode=wanted.mode, limit=wanted.limit)
+                result = search(program, setting, mode=request.mode, limit=request.limit)
             except OutOfMemoryError as error:
                 yield error.least
                 continue
@@ -126,17 +131,17 @@ def _plain(wanted: MeshRequest) -> Iterator[ChosenMesh | float]:
                 mesh=mesh,
                 microbatches=number,
                 recompute=recompute,
-                chosen=found.chosen,
-                seconds=found.seconds,
-                memory=found.memory,
+                chosen=result.chosen,
+                seconds=result.seconds,
+                memory=result.memory,
             )
         if is_enough:
             break
 
 
-def _with_stages(wanted: MeshRequest, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
+def _with_stages(request: MeshRequest, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
     """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
-    small, large, sizes = wanted.programs.ends
+    small, large, sizes = request.programs.ends
     blocks = find_blocks(small)
     if blocks is None:
         return
@@ -145,10 +150,10 @@ def _with_stages(wanted: MeshRequest, clock: Callable[[], float]) -> Iterator[Ch
         programs=ProgramByBatch(short, shortened(large, blocks)[0], sizes),
         blocks=two,
         count=blocks.count,
-        topology=wanted.topology,
-        world=wanted.world,
-        batch=wanted.batch,
-        limit=math.inf if wanted.limit is None else wanted.limit,
+        topology=request.topology,
+        world=request.world,
+        batch=request.batch,
+        limit=math.inf if request.limit is None else request.limit,
         is_training=True,
     )
     start = clock()
@@ -164,7 +169,7 @@ def _with_stages(wanted: MeshRequest, clock: Callable[[], float]) -> Iterator[Ch
             yield progress.least
         return
     layout = best.layout
-    names = axis_names(layout.sizes, wanted.batch // layout.microbatches)
+    names = axis_names(layout.sizes, request.batch // layout.microbatches)
     yield ChosenMesh(
         mesh={PIPELINE_AXIS: layout.stages} | dict(zip(names, layout.sizes, strict=True)),
         microbatches=layout.microbatches,

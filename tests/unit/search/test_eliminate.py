@@ -82,7 +82,7 @@ def tangle(rng, count, strategies):
             rows=np.zeros((strategies, 1), dtype=np.int64),
             seconds=rng.random(strategies),
             memory=rng.random(strategies),
-            held=np.zeros(strategies),
+            microbatch_memory=np.zeros(strategies),
         )
         for at in range(count)
     ]

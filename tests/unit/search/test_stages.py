@@ -117,7 +117,7 @@ def test_a_stage_of_several_parts_takes_what_they_do_together():
     rules, _ = read(program)
     two = search_stages(program, SETTING, rules, pace=PACE)
     one = search_stages(program, SETTING, rules, pace=[Pace(stage=0, live=1)] * 2)
-    assert one.memory == pytest.approx(one.found.memory)
+    assert one.memory == pytest.approx(one.result.memory)
     assert two.memory < one.memory
 
 
@@ -151,10 +151,10 @@ def test_the_largest_stage_fits_or_its_bytes_are_told():
 
     free = found(None)
     assert len(free.starts) == 2
-    assert free.memory < free.found.memory
+    assert free.memory < free.result.memory
     less = found(free.memory * 0.9)
     assert less.memory <= free.memory * 0.9
-    assert less.found.seconds >= free.found.seconds
+    assert less.result.seconds >= free.result.seconds
     with pytest.raises(OutOfMemoryError) as caught:
         found(1.0)
     assert found(caught.value.least).memory <= caught.value.least

@@ -1,7 +1,7 @@
 """Seconds of collectives and of redistribution.
 
-All of it is latency plus bytes over bandwidth, so the cost of a redistribution is two numbers,
-seconds and seconds a byte, that hold for tensors of any size.
+All of it is latency plus bytes over bandwidth (alpha-beta model), so the cost of a redistribution
+is two numbers, seconds and seconds a byte, that hold for tensors of any size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 
 
 def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
-    """Return seconds, and seconds a byte of the whole tensor, of one collective over `wire`.
+    """Return seconds, and seconds a byte of the full tensor, of one collective over `wire`.
 
-    Where it was measured, those; for other numbers of ranks as the formula of `estimate` grows.
+    Measured ones go before formulas; for other numbers of ranks they grow as `estimate` does.
     """
     known = [one for one in wire.measured if one.kind == kind.name.lower()]
     latency, per_byte = estimate(kind, wire)
@@ -35,7 +35,7 @@ def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
 
 
 def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
-    """Return what `collective` does, from bandwidth and latency alone.
+    """Return the seconds of `collective`, from bandwidth and latency alone.
 
     n ranks, r = (n - 1) / n, latency a = start + ceil(log2 n) hops:
 
@@ -61,7 +61,7 @@ def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
 
 
 class RedistributionCosts:
-    """Costs of redistribution on one mesh; each table is made once.
+    """Costs of redistribution on one mesh; each table is computed once.
 
     Args:
         wires: What the axes run over.
@@ -78,10 +78,10 @@ class RedistributionCosts:
         Args:
             source: Placements, (sources, axes).
             target: Placements, (targets, axes).
-            nbytes: Of the whole tensor.
+            nbytes: Of the full tensor.
 
         Returns:
-            (sources, targets); infinite where there is no way.
+            (sources, targets); infinite where redistribution is impossible.
         """
         key = (source.tobytes(), target.tobytes())
         table = self._tables.get(key)

@@ -1,4 +1,7 @@
-"""What a cluster can do: rates of its devices, and of the links that a mesh axis runs over."""
+"""What a cluster can do: rates of its devices, and of the links that a mesh axis runs over.
+
+Users name a topology by a preset or a YAML file (`find_topology`).
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         kind: Which; `cost.estimate` has what each of them does.
         ranks: Of a group.
         across: Its ranks are on as many nodes; else on one.
-        start: Seconds that it takes with nothing to carry.
-        per_byte: Seconds more for each byte of the whole tensor.
+        start: Seconds that it takes for an empty tensor.
+        per_byte: Seconds more for each byte of the full tensor.
     """
 
     kind: CollectiveKind
@@ -109,15 +112,15 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def wires(self, sizes: Sequence[int]) -> tuple[Wire, ...]:
         """Return what each axis of a mesh runs over; the last axis is the innermost."""
-        found: list[Wire] = []
+        wires: list[Wire] = []
         stride = 1
         for size in reversed(sizes):
-            found.append(self._wire(size, stride))
+            wires.append(self._wire(size, stride))
             stride *= size
-        return tuple(reversed(found))
+        return tuple(reversed(wires))
 
     def _wire(self, size: int, stride: int) -> Wire:
-        """Return what `size` devices that lie `stride` apart run over.
+        """Return the links of `size` devices that are `stride` apart.
 
         A ring that leaves a node does so through the adapters of all its members there, so
         between nodes each member has the bandwidth of as many.
@@ -223,10 +226,10 @@ def preset(name: str) -> Topology:
     Raises:
         UsageError: There is none.
     """
-    found = PRESETS.get(name.lower())
-    if found is None:
+    topology = PRESETS.get(name.lower())
+    if topology is None:
         raise UsageError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
-    return found
+    return topology
 
 
 def find_topology(name: str) -> Topology:

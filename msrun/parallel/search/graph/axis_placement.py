@@ -1,15 +1,19 @@
 """Placement codes: how a tensor is placed on one mesh axis, its values and its gradient.
 
 The forward graph is enough to plan forward and backward, since an operator's strategy fixes both:
-where work is divided by a loop that an input does not have, that input is whole on every rank and
-its gradient a sum over them.
+where its work is split by a loop that an input does not have, every rank needs all of that input,
+and the input's gradient is the sum of what the ranks compute.  So one code stands for the
+placement of the values and that of the gradient, in torch's terms:
 
-A code below `SHARD_CODES` cuts that tensor dim, values and gradient alike.  The others:
+| code | values | gradient |
+|---|---|---|
+| 0 to `SHARD_CODES` - 1 | `Shard(code)` | `Shard(code)` |
+| `RR` | `Replicate()` | `Replicate()` |
+| `RP` | `Replicate()` | `Partial()` |
+| `PR` | `Partial()` | `Replicate()` |
+| `RZ`, parameters only | `Replicate()` | sharded flat, with the optimizer's state (ZeRO) |
 
-- `RR`: values and gradient whole on every rank.
-- `RP`: values whole, the gradient a pending sum.
-- `PR`: values a pending sum, the gradient whole.
-- `RZ`: values whole, the gradient and the optimizer's state cut flat.  Parameters only.
+A layout of a tensor is one code for each mesh axis, the slowest-varying axis first.
 """
 
 from __future__ import annotations
@@ -24,31 +28,31 @@ BoolArray = npt.NDArray[np.bool_]
 SHARD_CODES = 8
 RR, RP, PR, RZ = range(SHARD_CODES, SHARD_CODES + 4)
 
-# Placements: a dim that is cut, or one of these.
+# A placement is the dim that is sharded, or one of these.
 REPLICATED, PARTIAL = -1, -2
 FLAT_SHARDED = SHARD_CODES
 
-_FORWARD = np.array([*range(SHARD_CODES), REPLICATED, REPLICATED, PARTIAL, REPLICATED])
-_GRADIENT = np.array([*range(SHARD_CODES), REPLICATED, PARTIAL, REPLICATED, FLAT_SHARDED])
+_VALUES = np.array([*range(SHARD_CODES), REPLICATED, REPLICATED, PARTIAL, REPLICATED])
+_GRADIENTS = np.array([*range(SHARD_CODES), REPLICATED, PARTIAL, REPLICATED, FLAT_SHARDED])
 _TEXTS = {RR: "R", RP: "R", PR: "P", RZ: "R, state cut"}
 
 
 def value_placement(codes: IntArray) -> IntArray:
     """Return the placement of the values."""
-    found: IntArray = _FORWARD[codes]
-    return found
+    placements: IntArray = _VALUES[codes]
+    return placements
 
 
 def gradient_placement(codes: IntArray) -> IntArray:
     """Return the placement of the gradient."""
-    found: IntArray = _GRADIENT[codes]
-    return found
+    placements: IntArray = _GRADIENTS[codes]
+    return placements
 
 
 def is_sharded(codes: IntArray) -> BoolArray:
-    """Return where the values are cut."""
-    found: BoolArray = codes < SHARD_CODES
-    return found
+    """Return where the values are sharded."""
+    mask: BoolArray = codes < SHARD_CODES
+    return mask
 
 
 def placement_text(code: int) -> str:

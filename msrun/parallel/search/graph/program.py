@@ -1,12 +1,13 @@
-"""A model's forward pass as plain data: values, and the steps that make them.
+"""A model's forward pass as plain data: values, and the steps that compute them.
 
-Pure: `trace` makes it of a module, tests make it by hand.
+`auto.trace` makes it from a module, tests make it by hand; nothing here knows torch.  Shapes are
+those of the global batch.  A `ProgramByBatch` is one model traced with two batch sizes: every
+number that differs is linear in the batch, so any other size follows without another trace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ class Value(msgspec.Struct, frozen=True):
     """A tensor.
 
     Args:
-        shape: Its sizes, of the whole batch.
+        shape: Its sizes, of the global batch.
         itemsize: Bytes of one element.
         is_float: Whether it can have a gradient.
     """
@@ -34,7 +35,7 @@ class Value(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.count * self.itemsize
 
 
@@ -46,7 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         target: The operator, such as `aten.linear.default`.
         inputs: Values it reads, by the name that the operator's schema gives them; members of a
             list are numbered, such as `tensors.0`.
-        outputs: Values it makes.
+        outputs: Values it computes.
         attrs: Its other arguments by name, defaults included.
         module: Name of the module that runs it; empty for the model itself.
     """
@@ -79,33 +80,25 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     frozen: frozenset[str] = frozenset()
 
     def constants(self) -> set[str]:
-        """Return the values that no parameter has a part in."""
+        """Return the values that depend on no parameter."""
         made = {name for step in self.steps for name in step.outputs}
-        found = set(self.values) - made - set(self.params)
+        constants = set(self.values) - made - set(self.params)
         for step in self.steps:
-            if found.issuperset(step.inputs.values()):
-                found.update(step.outputs)
-        return found
+            if constants.issuperset(step.inputs.values()):
+                constants.update(step.outputs)
+        return constants
 
     def trained(self) -> set[str]:
         """Return the values that have a gradient."""
-        found = {name for name in self.params if name not in self.frozen}
+        trained = {name for name in self.params if name not in self.frozen}
         for step in self.steps:
-            if not found.isdisjoint(step.inputs.values()):
-                found |= {name for name in step.outputs if self.values[name].is_float}
-        return found
-
-    def uses(self) -> Mapping[str, list[tuple[Step, str]]]:
-        """Return value -> the steps that read it, each with the input's name."""
-        found: dict[str, list[tuple[Step, str]]] = {name: [] for name in self.values}
-        for step in self.steps:
-            for slot, name in step.inputs.items():
-                found[name].append((step, slot))
-        return found
+            if not trained.isdisjoint(step.inputs.values()):
+                trained |= {name for name in step.outputs if self.values[name].is_float}
+        return trained
 
 
 class ProgramByBatch:
-    """A program whose numbers grow with the batch as they did between two sizes.
+    """A program for batches of any size: its numbers grow as they did between two sizes.
 
     Args:
         small: The program of the smaller batch.
@@ -164,7 +157,7 @@ class ProgramByBatch:
         if a == b:
             return a
         small, large = self._sizes
-        found, rest = divmod((b - a) * (batch - small), large - small)
+        growth, rest = divmod((b - a) * (batch - small), large - small)
         if rest:
             raise UsageError(f"search: the model cannot run a batch of {batch}")
-        return a + found
+        return a + growth

@@ -1,4 +1,9 @@
-"""How a job may be laid out: stages, mesh and micro-batches, and what a layout takes at least."""
+"""Layouts of a job: stages, mesh, micro-batches, recomputation, and what each takes at least.
+
+A layout is all that is decided before any tensor is placed.  `groups` and `layouts` list those a
+job may have; `Bounds` says without a search, or from what other layouts of the group took, what no
+plan of a layout can undercut.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ _ACCUMULATE_MAX = 64
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be laid out.
+    """A training job whose layout is searched.
 
     Args:
         programs: The model with two repeated blocks, for any batch.
@@ -27,10 +32,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         batch: Samples of a step.
         limit: Bytes that a rank has.
         state_bytes: Of the optimizer, for each element of a parameter.
-        is_training: Whether it is laid out for `rt.shard`: in stages, and with ranks of the first
-            axis handed different samples.
+        is_training: Whether the layout is for `rt.shard`: in two stages or more, and ranks of the
+            first axis get different samples.
         named: Stages and mesh of a stage, where they are given.
-        data_axes: Axes of these whose ranks are handed different samples.
+        data_axes: Axes of these whose ranks get different samples.
     """
 
     programs: ProgramByBatch
@@ -46,18 +51,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     data_axes: frozenset[int] = frozenset()
 
     def data(self) -> frozenset[int]:
-        """Return the axes whose ranks are handed different samples."""
+        """Return the axes whose ranks get different samples."""
         return frozenset({0}) if self.is_training else self.data_axes
 
 
 class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is laid out before any tensor is placed.
+    """The layout of a job, before any tensor is placed.
 
     Args:
         stages: Of the pipeline.
         sizes: Of the mesh axes of a stage.
-        microbatches: In which a batch is cut.
-        recompute: Whether blocks keep only what they are given.
+        microbatches: Into which a batch is cut.
+        recompute: Whether blocks save only their input.
     """
 
     stages: int
@@ -76,25 +81,25 @@ class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides `number`, in order."""
+    """Return the divisors of `number`, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def shapes(ranks: int) -> list[tuple[int, ...]]:
     """Return the meshes of one to three axes; the inner axes are not too long."""
-    found: list[tuple[int, ...]] = [(ranks,)]
+    meshes: list[tuple[int, ...]] = [(ranks,)]
     inner = [n for n in divisors(ranks) if 1 < n <= min(_AXIS_MAX, ranks - 1)]
-    found += [(ranks // n, n) for n in inner]
+    meshes += [(ranks // n, n) for n in inner]
     for n in inner:
         for m in (m for m in inner if m <= _THIRD_AXIS_MAX):
             if ranks % (n * m) == 0 and ranks > n * m:
-                found.append((ranks // (n * m), m, n))
-    return found
+                meshes.append((ranks // (n * m), m, n))
+    return meshes
 
 
 def data_shapes(ranks: int) -> list[tuple[int, ...]]:
-    """Return the same where ranks of the first axis have different samples: it may have one."""
+    """Return the meshes whose first axis, perhaps of one rank, gets different samples."""
     return shapes(ranks) + ([(1, ranks)] if ranks > 1 else [])
 
 
@@ -123,27 +128,28 @@ def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
 
 
 class Bounds:
-    """Bounds of layouts with the same stages and mesh; what is found of one may raise the others'.
+    """Bounds of layouts with the same stages and mesh; a bound of one may raise the others'.
 
-    Seconds are those of the whole batch, without idle rounds.
+    Seconds are those of the global batch, without idle rounds.
 
     Args:
-        whole: Of its arithmetic, divided among all ranks.
-        again: Of the forward pass of the blocks alone.
+        computation: Of its arithmetic, divided among all ranks.
+        recomputation: Of the forward pass of the blocks alone, divided likewise.
     """
 
-    def __init__(self, whole: float, again: float) -> None:
-        self._whole, self._again = whole, again
-        self._found: dict[int, float] = {}
+    def __init__(self, computation: float, recomputation: float) -> None:
+        self._computation, self._recomputation = computation, recomputation
+        # Micro-batches -> seconds that no plan undercuts, whatever its memory.
+        self._least: dict[int, float] = {}
 
     def add(self, layout: JobLayout, seconds: float) -> None:
-        """Take note of what a step of `layout`, which does not recompute, takes at least."""
+        """Note what a step of `layout` takes at least; with recomputation it bounds no other."""
         if not layout.recompute:
-            self._found[layout.microbatches] = seconds * layout.microbatches / layout.rounds
+            self._least[layout.microbatches] = seconds * layout.microbatches / layout.rounds
 
     def is_known(self, layout: JobLayout) -> bool:
-        """Return whether what `layout` takes has been found, but for computing again."""
-        return layout.microbatches in self._found
+        """Return whether the least seconds of `layout` are known, but for recomputation."""
+        return layout.microbatches in self._least
 
     def of(self, layout: JobLayout) -> float:
         """Return the seconds that a step of `layout` takes at least.
@@ -151,8 +157,8 @@ class Bounds:
         A micro-batch that is a part of another has no strategy that the other has not, and costs
         a fixed time and one that grows with it at most as fast: a sample is never cheaper in it.
         """
-        found = [
-            seconds for number, seconds in self._found.items() if layout.microbatches % number == 0
+        known = [
+            seconds for number, seconds in self._least.items() if layout.microbatches % number == 0
         ]
-        whole = max([self._whole, *found]) + self._again * layout.recompute
-        return whole * layout.rounds / layout.microbatches
+        least = max([self._computation, *known]) + self._recomputation * layout.recompute
+        return least * layout.rounds / layout.microbatches

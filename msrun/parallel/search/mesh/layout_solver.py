@@ -1,4 +1,19 @@
-"""The best plan of one layout of a job: of all its stages."""
+"""The best plan of one layout of a job: the plans of all its pipeline stages.
+
+Stages have the same number of equal blocks, so there are at most three kinds: the first, which also
+has what comes before the blocks, the last, which has what comes behind them, and those in the
+middle, which are all alike.  The tables of one chain (`solve.chain`) price every kind.
+
+A step takes as long as its slowest stage, and one choice joins the stages: the layout of the value
+that passes between them, the same at every border, and of what the first and the last stage share.
+For each such choice the best plan of each kind is independent of the others, so the optimum is the
+least, over these choices, of the slowest kind.
+
+A stage of the 1F1B schedule has as many micro-batches in flight as there are stages from it to the
+last, so kinds differ in memory and, once memory has a price, in their tables.  The bound looks at
+the last stage first: it has the head of the model and mostly takes longest, and where it alone is
+slower than the best plan so far the other tables are never made.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +26,7 @@ from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.graph.axis_placement import FloatArray, is_sharded
 from msrun.parallel.search.mesh.job_layout import Job, JobLayout
 from msrun.parallel.search.solve.build import build
-from msrun.parallel.search.solve.chain import Chain, ChainPlan, Tables, flat, shortest, through
+from msrun.parallel.search.solve.chain import Chain, ChainPlan, ChainTables, flat, shortest, through
 from msrun.parallel.search.solve.eliminate import CELLS_MAX
 from msrun.parallel.search.solve.problem import Setting, parts
 
@@ -26,7 +41,7 @@ class Stage:
         memory: Bytes on one rank.
         chain: Whose nodes the plan names.
         plan: Its strategies.
-        entry: Strategy of the value it is given; 0 for the first stage.
+        entry: Strategy of the cut node at which it begins; 0 for the first stage.
     """
 
     name: str
@@ -46,7 +61,7 @@ class Outcome:
         seconds: Of a step: of its slowest stage.
         memory: Bytes on a rank of its largest stage.
         bound: Seconds that no plan of this layout can undercut.
-        stages: Its stages.
+        stages: Its kinds of stages.
     """
 
     layout: JobLayout
@@ -57,13 +72,15 @@ class Outcome:
 
 
 class LayoutSolver:
-    """All stages of one layout.
+    """Finds the best plan of one layout, at any price of memory.
 
-    What passes between stages lies in the same way at every border.  A stage holds as many
-    micro-batches as there are stages from it to the last (1F1B).
+    Args:
+        job: What is laid out.
+        layout: Its stages, mesh and micro-batches.
+        redistribution: Costs on that mesh.
     """
 
-    def __init__(self, job: Job, layout: JobLayout, prices: RedistributionCosts) -> None:
+    def __init__(self, job: Job, layout: JobLayout, redistribution: RedistributionCosts) -> None:
         self._job, self._layout = job, layout
         self._per_stage = job.count // layout.stages
         program = job.programs.at(job.batch // layout.microbatches)
@@ -77,24 +94,30 @@ class LayoutSolver:
             data_axes=job.data(),
             batch=job.batch // layout.microbatches if job.is_training or job.named else 0,
         )
-        problem = build(program, setting, cuts=job.blocks.cuts, block_of=inside, prices=prices)
+        problem = build(
+            program, setting, cuts=job.blocks.cuts, block_of=inside, redistribution=redistribution
+        )
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
         most = min(layout.stages, layout.microbatches)
         kinds = {"first": most, "middle": most - 1, "last": 1}
         if layout.stages < len(kinds):
             kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
-        self._chains = {name: chain.in_flight(held) for name, held in kinds.items()}
-        self._free: dict[str, Tables] = {}
-        hub = chain.problem.nodes[chain.cut_nodes[0]]
-        shares = parts(is_sharded(hub.outs()), layout.sizes)
+        self._chains = {name: chain.in_flight(live) for name, live in kinds.items()}
+        self._unpriced: dict[str, ChainTables] = {}
+        border = chain.problem.nodes[chain.cut_nodes[0]]
+        shares = parts(is_sharded(border.outs()), layout.sizes)
         across = job.topology.across
         nbytes = program.values[job.blocks.cuts[0]].nbytes
+        # Seconds to send the value, and its gradient back, in each of its layouts.
         self._sent: FloatArray = (
             2 * layout.rounds * (nbytes / shares / across.bandwidth + across.latency)
         )
 
     def least(self, best: float) -> float:
-        """Return the seconds that no plan undercuts, whatever its memory; fewer from `best` on."""
+        """Return seconds that no plan undercuts, whatever its memory.
+
+        From `best` on any bound will do, so it stops looking.
+        """
         tables = self._tables(0.0)
         if self._layout.stages == 1:
             return tables["all"].least(self._job.count)
@@ -106,7 +129,10 @@ class LayoutSolver:
         return bound
 
     def solve(self, weight: float, limit: float) -> Outcome:
-        """Return the best plan with bytes of memory at `weight` seconds each."""
+        """Return the best plan with memory at a price of `weight` seconds a byte.
+
+        Its bound holds for plans within `limit` bytes (see `solve.memory`).
+        """
         tables = self._tables(weight)
         if self._layout.stages == 1:
             value, plan = tables["all"].solve(self._job.count)
@@ -120,20 +146,20 @@ class LayoutSolver:
             total = np.maximum(total, middle[:, None])
         cut, tie = (int(at) for at in np.unravel_index(int(total.argmin()), total.shape))
         bounds = [first.min(), last.min()] + ([] if middle is None else [middle.min()])
-        found = [
+        stages = [
             self._stage(name, *self._path(name, tables[name], cut, tie), weight, entry=cut)
             for name in tables
         ]
-        return self._outcome(found, float(max(bounds)) - (weight * limit if weight else 0.0))
+        return self._outcome(stages, float(max(bounds)) - (weight * limit if weight else 0.0))
 
-    def _tables(self, weight: float) -> dict[str, Tables]:
+    def _tables(self, weight: float) -> dict[str, ChainTables]:
         if weight:
             return {name: chain.tables(weight) for name, chain in self._chains.items()}
-        if not self._free:
-            # Without a price of memory all stages have the same.
+        if not self._unpriced:
+            # Without a price of memory the tables of all stages are the same.
             tables = next(iter(self._chains.values())).tables()
-            self._free = {n: replace(tables, chain=chain) for n, chain in self._chains.items()}
-        return self._free
+            self._unpriced = {n: replace(tables, chain=chain) for n, chain in self._chains.items()}
+        return self._unpriced
 
     def _outcome(self, stages: Sequence[Stage], bound: float) -> Outcome:
         return Outcome(
@@ -158,36 +184,36 @@ class LayoutSolver:
             entry=entry,
         )
 
-    # Seconds of a stage for each layout at its borders, and of what is tied.
+    # Seconds of a stage for each layout at its borders, and each strategy of what is tied.
 
-    def _first(self, tables: Tables) -> FloatArray:
+    def _first(self, tables: ChainTables) -> FloatArray:
         value = flat(tables.head.value)
         for _ in range(self._per_stage - 1):
             value = through(tables.middle.value.T, value)
         return value + self._sent[:, None]
 
-    def _last(self, tables: Tables) -> FloatArray:
+    def _last(self, tables: ChainTables) -> FloatArray:
         value = flat(tables.tail.value)
         for _ in range(self._per_stage):
             value = through(tables.middle.value, value)
         return value
 
-    def _middle(self, tables: Tables) -> FloatArray:
-        """Return the seconds of a stage that is given and hands on one layout."""
+    def _middle(self, tables: ChainTables) -> FloatArray:
+        """Return the seconds of a stage that receives and sends in the same layout."""
         one, power = tables.middle.value, self._per_stage
         value: FloatArray | None = None
-        while power:
+        while power:  # repeated squaring
             if power % 2:
                 value = one if value is None else through(value, one)
             power //= 2
             if power:
                 one = through(one, one)
         if value is None:
-            raise ValueError("a stage has blocks")
+            raise ValueError("a stage has no blocks")
         return np.diagonal(value) + self._sent
 
-    def _path(self, name: str, tables: Tables, cut: int, tie: int) -> tuple[float, ChainPlan]:
-        """Return the best plan of one stage between borders that lie as `cut` says."""
+    def _path(self, name: str, tables: ChainTables, cut: int, tie: int) -> tuple[float, ChainPlan]:
+        """Return the best plan of one stage whose borders have the layout `cut`."""
         size = len(tables.middle.value)
         border: FloatArray = np.where(np.arange(size) == cut, 0.0, np.inf)
         chain = tables.chain

@@ -1,4 +1,4 @@
-"""From a plan to the form in which it is saved, and back to what an execution chooses."""
+"""From a plan to its saved form, and back to the strategies that an execution needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def identity(program: Program) -> str:
 
 
 def shared(rules: Mapping[str, ShardingRule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
-    """Return how tensors lie that several operators read: the names of the hubs' choices."""
+    """Return the layout of each tensor with several consumers: the choices of layout nodes."""
     return {
         named_by(name): [rules[name].choices[at].name for at in row]
         for name, row in chosen.items()
@@ -44,7 +44,7 @@ def check_fit(
 
     Args:
         plan: The plan.
-        where: How a person finds it.
+        where: How messages name it.
         world: Ranks of the job.
         mesh: Its axes, stages of the pipeline included.
         batch: Samples of a step.
@@ -69,9 +69,9 @@ def check_model(plan: SavedPlan, where: str, program: Program) -> None:
     Raises:
         UsageError: Its parameters or steps are others.
     """
-    found = identity(program)
-    if plan.program != found:
-        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {found}")
+    given = identity(program)
+    if plan.program != given:
+        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {given}")
 
 
 def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) -> dict[str, Row]:
@@ -79,8 +79,8 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
 
     Args:
         plan: Of a program with the same steps.
-        where: How a person finds it.
-        problem: Built with a hub for everything that the plan has one for.
+        where: How messages name it.
+        problem: Built with a layout node for every tensor that the plan has one for.
         program: Of the problem.
 
     Raises:
@@ -93,7 +93,7 @@ def _row(plan: SavedPlan, where: str, node: StrategyNode, program: Program) -> R
     name = program.params.get(node.name, named_by(node.name))
     rows = [tuple(row) for row in node.rows.tolist()]
     if node.kind == "out":
-        return rows[0]  # as whoever calls the model expects it: there is no other
+        return rows[0]  # the layout that the caller of the model expects: there is no other
     words = [choice.name for choice in node.rule.choices]
     if node.kind == "param":
         words = [placement_text(choice.outs[0]) for choice in node.rule.choices]

@@ -1,9 +1,19 @@
 """The fastest plan that fits into memory, with a bound on how much faster any plan could be.
 
-Memory is given a price (Lagrange), at which the problem is as easy as without a limit.  The price
-at which the cheapest plan just fits bounds every plan that fits (Everett, Operations Research
-11(3), 1963).  Between the two plans on either side of the limit, one block after the other is
-exchanged, and then single tensors, as long as time is saved and memory is left.
+A limit of memory ties all nodes together, so elimination cannot keep to it.  Instead memory gets a
+price in seconds a byte (a Lagrange multiplier): at a fixed price the problem is as easy as without
+a limit.  Whatever plan is cheapest at some price, its seconds plus price times the bytes that it is
+off the limit bound every plan that fits (Everett, Operations Research 11(3), 1963).
+
+`bounded` finds the price at which the cheapest plan changes from one that fits to one that does
+not.  Each price is where the two best plans so far cost the same: where no plan is cheaper there,
+there is none between them.
+
+Plans change in leaps, so the two may be far from the limit.  `refine` fills what is left: it takes
+the blocks of the faster plan one after the other, from the front and from the back, then changes
+single nodes (`polish`) and pairs of neighbours, most seconds saved for a byte first, since a saved
+copy costs memory on the edge between two.  The plan is not optimal, but the bound stays valid and
+says by how much it may miss.
 """
 
 from __future__ import annotations
@@ -63,7 +73,8 @@ class Bounded(Generic[T]):
 
     Args:
         fits: The fastest plan found that fits.
-        exceeds: The fastest that does not quite; None if memory is no limit.
+        exceeds: The cheapest one beyond the limit, at a slightly lower price; None if memory is no
+            limit.
         bound: Seconds that no plan that fits can undercut.
     """
 
@@ -76,9 +87,6 @@ def bounded(
     solve: Callable[[float], PricedPlan[T]], limit: float, *, tolerance: float = 1e-6
 ) -> Bounded[T]:
     """Return the plans on both sides of a memory limit.
-
-    Each price is where the two best plans so far cost the same; when no plan is cheaper there,
-    there is none in between.
 
     Args:
         solve: Price of a byte in seconds -> the cheapest plan.
@@ -99,15 +107,16 @@ def bounded(
         price = (fits.seconds - exceeds.seconds) / (exceeds.memory - fits.memory)
         if price <= 0 or fits.seconds - bound <= tolerance * fits.seconds:
             break
-        made = solve(price)
-        bound = max(bound, made.seconds + price * (made.memory - limit))
+        plan = solve(price)
+        bound = max(bound, plan.seconds + price * (plan.memory - limit))
+        # What both ends cost at this price: without a cheaper plan nothing lies between them.
         line = fits.seconds + price * fits.memory
-        if made.seconds + price * made.memory >= line * (1 - _LEAST):
+        if plan.seconds + price * plan.memory >= line * (1 - _LEAST):
             break
-        if made.memory <= limit:
-            fits = made
+        if plan.memory <= limit:
+            fits = plan
         else:
-            exceeds = made
+            exceeds = plan
     return Bounded(fits, exceeds, bound)
 
 
@@ -244,10 +253,10 @@ class _Polisher:
 
 def _beside(tables: Iterable[tuple[Edge, FloatArray | None]]) -> dict[int, dict[int, FloatArray]]:
     """Return node -> neighbour -> a table whose rows are the node's strategies."""
-    found: dict[int, dict[int, FloatArray]] = defaultdict(dict)
+    near: dict[int, dict[int, FloatArray]] = defaultdict(dict)
     for edge, table in tables:
         if table is not None:
             ends = (edge.source, edge.target, table), (edge.target, edge.source, table.T)
             for at, other, part in ends:
-                found[at][other] = found[at][other] + part if other in found[at] else part
-    return found
+                near[at][other] = near[at][other] + part if other in near[at] else part
+    return near
