@@ -18,7 +18,7 @@ from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.axis_placement import PR, RR, SHARD_CODES
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
-from msrun.parallel.search.graph.rules import Site, divided, letters
+from msrun.parallel.search.graph.rules import Site, dim_labels, split_by_labels
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.search.graph.views import _MAKERS as VIEWS
 from msrun.parallel.search.graph.views import dim_map
@@ -178,8 +178,8 @@ def test_every_rule_is_tried():
 def with_false_rule(trial):
     """Have `softmax` be divided along its own dim, and a sum pass through it."""
     site = Site(trial.step, trial.program)
-    labels = letters(3)
-    trial.rules[trial.step.name] = divided(site, [labels], [labels], linear=[[0]])
+    labels = dim_labels(3)
+    trial.rules[trial.step.name] = split_by_labels(site, [labels], [labels], linear=[[0]])
 
 
 def on_two_ranks_falsely():
