@@ -129,4 +129,4 @@ def _beside(node, choices, program, step, divides):
     if node.kind == "param":
         word = divides(program.params[node.name].rpartition(".")[0], "", [])
         return {"R"} if word == "R" else set(choices) - {"Z"}
-    return {divides(step.module, step.target.split(".")[1], choices)}
+    return {divides(step.module, step.packet, choices)}

@@ -26,9 +26,7 @@ class DropoutRng:
     def __init__(self, program: Program, seed: int) -> None:
         self._values, self._seed, self._calls = program.values, seed, 0
         self._numbers = {
-            step.name: at
-            for at, step in enumerate(program.steps)
-            if step.target.split(".")[1] == "dropout"
+            step.name: at for at, step in enumerate(program.steps) if step.packet == "dropout"
         }
 
     def __contains__(self, step: Step) -> bool:

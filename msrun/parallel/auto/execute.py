@@ -332,7 +332,7 @@ class Executor:
             self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
             for port, name in enumerate(names)
         ]
-        special = _SPECIAL.get(_packet(step))
+        special = _SPECIAL.get(step.packet)
         if special:
             return [special(self, step, choices, ins)]
         return self._call(step, ins, choices)
@@ -368,7 +368,7 @@ class Executor:
     ) -> list[Tensor]:
         """Run one operator on shards; arguments that are sizes become those of the shards."""
         target: Any = self._traced.nodes[step.name].target
-        packet = _packet(step)
+        packet = step.packet
         if writes(packet):
             # Other consumers read the old values; `check` refuses those that would read the new.
             ins = [ins[0].clone(), *ins[1:]]
@@ -436,7 +436,7 @@ class Executor:
         target = [REPLICATED] * self._mesh.ndim
         count = self._redistributor.redistribute(count, source, target)
         options = {"ignore_index": ignored, "reduction": "sum"}
-        if _packet(step) == "cross_entropy_loss":
+        if step.packet == "cross_entropy_loss":
             smoothing = float(attrs.get("label_smoothing", 0.0))
             return (
                 functional.cross_entropy(
@@ -478,10 +478,6 @@ class _GradientShare(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Take the share."""
         return gradient * ctx.share, None
-
-
-def _packet(step: Step) -> str:
-    return step.target.split(".")[1]
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

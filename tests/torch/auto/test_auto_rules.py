@@ -77,7 +77,7 @@ class Trial:
         self.program = self.traced.program
         self.makers = {name: step for step in self.program.steps for name in step.outputs}
         self.problem = build(self.program, SETTING)
-        self.step = [s for s in self.program.steps if s.target.split(".")[1] == packet][-1]
+        self.step = [s for s in self.program.steps if s.packet == packet][-1]
         self.rules = {node.name: node.rule for node in self.problem.nodes}
 
     def make(self):

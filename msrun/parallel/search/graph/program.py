@@ -59,6 +59,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     attrs: dict[str, Any] = {}
     module: str = ""
 
+    @property
+    def packet(self) -> str:
+        """The operator without namespace and overload, such as `linear`; torch's packet of it."""
+        return self.target.split(".")[1] if "." in self.target else self.target
+
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """The forward pass of a model.

@@ -84,7 +84,7 @@ class Site:
 
     def __init__(self, step: Step, program: Program) -> None:
         self.step = step
-        self.packet = step.target.split(".")[1] if "." in step.target else step.target
+        self.packet = step.packet
         self.slots = list(step.inputs)
         self.ins: list[Value] = [program.values[name] for name in step.inputs.values()]
         self.outs: list[Value] = [program.values[name] for name in step.outputs]

@@ -26,7 +26,7 @@ def check(program: Program) -> None:
     producers = {name: step for step in program.steps for name in step.outputs}
     read = {_base(name, program, producers) for name in program.outputs}
     for step in reversed(program.steps):
-        packet = step.target.split(".")[1]
+        packet = step.packet
         bases = [_base(name, program, producers) for name in step.inputs.values()]
         what = packet if packet in REFUSED else ""
         if float(step.attrs.get("dropout_p", 0.0)) > 0:

@@ -43,7 +43,7 @@ def dim_map(site: Site) -> DimMap | None:
 
 def is_reshape(step: Step) -> bool:
     """Return whether a view is a reshape, which runs with the sizes of a shard too."""
-    return _MAKERS.get(step.target.split(".")[1]) is _reshaped
+    return _MAKERS.get(step.packet) is _reshaped
 
 
 def _reshaped(site: Site) -> DimMap:

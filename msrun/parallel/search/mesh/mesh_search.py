@@ -49,11 +49,11 @@ from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
 from msrun.parallel.search.mesh.layout_solver import LayoutSolver, Outcome
 from msrun.parallel.search.solve.build import build
+from msrun.parallel.search.solve.memory import PROHIBITIVE_PRICE
 from msrun.parallel.search.solve.problem import Setting, StrategyNode, work
 
 _PRICES_MAX = 14
 _TOLERANCE = 2e-3
-_PROHIBITIVE = 1e-3
 _RUNNERS_UP = 5
 
 
@@ -210,7 +210,7 @@ class _Search:
         free = stages.solve(0.0, limit)
         if free.memory <= limit:
             return free
-        fits = stages.solve(_PROHIBITIVE, limit)
+        fits = stages.solve(PROHIBITIVE_PRICE, limit)
         if fits.memory > limit:
             return fits.memory
         return self._priced(stages, free, fits, best)

@@ -152,7 +152,7 @@ def operators(
         choices = [rules[step.name].choices[at] for at in row]
         placements[step.name] = Operator(
             module=step.module,
-            op=step.target.split(".")[1],
+            op=step.packet,
             divided=[choice.name for choice in choices],
             ins=[
                 [placement_text(c.ins[port]) for c in choices] for port in range(len(step.inputs))

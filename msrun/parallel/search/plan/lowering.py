@@ -245,7 +245,7 @@ class _Lowerer:
                 self._stored[value] = tuple(c.outs[0] for c in self._planned.choices(value))
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
-            packet = _packet(step)
+            packet = step.packet
             _require(packet != "dropout" and not step.attrs.get("sparse"))
             if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
@@ -270,9 +270,7 @@ class _Lowerer:
                 for value, code in zip(step.inputs.values(), choices[axis].ins, strict=True)
                 if code == PR
             ]
-            is_mean = (
-                _packet(step) in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
-            )
+            is_mean = step.packet in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
             _require(self._means.issuperset(given) if not choices[axis].divides else is_mean)
             self._means.add(name)
 
@@ -347,7 +345,7 @@ class _Lowerer:
     def _check_following(self, read: _Read, wanted: LayoutRow) -> None:
         """Require that sharded values are read by operators that run on shards in the runtime."""
         if read.step and any(wanted[axis] != REPLICATED for axis in self._others):
-            _require(_packet(read.step) in _FOLLOWING and not read.slot.startswith("attn_mask"))
+            _require(read.step.packet in _FOLLOWING and not read.slot.startswith("attn_mask"))
 
     # The program of one rank's samples.
 
@@ -358,7 +356,7 @@ class _Lowerer:
             _require(
                 (ours.name, ours.target, ours.inputs, ours.outputs)
                 == (theirs.name, theirs.target, theirs.inputs, theirs.outputs)
-                and (ours.attrs == theirs.attrs or _packet(ours) in _SIZED)
+                and (ours.attrs == theirs.attrs or ours.packet in _SIZED)
             )
         data_dims = self._data_dims()
         for name, value in self._program.values.items():
@@ -450,7 +448,3 @@ def _placed(codes: Sequence[int]) -> LayoutRow:
 
 def _is_divided(rule: PlanRule) -> bool:
     return any(map(any, (rule.inputs or (), rule.out or (), *rule.params.values())))
-
-
-def _packet(step: Step) -> str:
-    return step.target.split(".")[1]

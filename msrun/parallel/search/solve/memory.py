@@ -31,7 +31,7 @@ from msrun.parallel.search.solve.problem import Edge, Problem
 T = TypeVar("T")
 
 # Seconds a byte: more than any plan could save.
-_PROHIBITIVE = 1e-3
+PROHIBITIVE_PRICE = 1e-3
 _ROUNDS_MAX = 40
 _SWEEPS_MAX = 8
 # Cells of a table of two nodes that are changed together: two axes.
@@ -99,7 +99,7 @@ def bounded(
     exceeds = solve(0.0)
     if exceeds.memory <= limit:
         return Bounded(exceeds, None, exceeds.seconds)
-    fits = solve(_PROHIBITIVE)
+    fits = solve(PROHIBITIVE_PRICE)
     if fits.memory > limit:
         raise OutOfMemoryError(fits.memory)
     bound = exceeds.seconds
