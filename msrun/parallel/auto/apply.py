@@ -31,7 +31,7 @@ from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds
-from msrun.parallel.search.mesh.stage_search import layout_nodes, search_stages
+from msrun.parallel.search.mesh.stage_search import search_stages
 from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
 from msrun.parallel.search.mesh_choice import MeshRequest, choose_mesh
 from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lower
@@ -40,7 +40,7 @@ from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_o
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Mode, search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 from msrun.parallel.tensor.hooks import describe_modules
 from msrun.parallel.tensor.plan import plan_modules

@@ -148,7 +148,7 @@ class Executor:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model for this rank's batch.
 
-        A stage also takes what it receives, behind the inputs; all but the last return what they
+        A stage also takes what it receives, after the inputs; all but the last return what they
         send.
         """
         if self._model.training:

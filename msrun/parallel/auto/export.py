@@ -6,9 +6,9 @@ one, with the parameters of that module, and renames the modules around them.  T
 graph that tracing every module gives.
 
 Labels are found by trying: all possible ones are hidden in the first trace.  If the forward reads
-one it is no label, the kinds are found anew and the model is traced again, until a trace reads no
-more.  Any failure of this path (a module that cannot be repeated, marks that do not fit) falls back
-to following every module, which is slower, and reports what is wrong with the model itself.
+one it is no label: the kinds are determined anew and the model is traced again, until a trace reads
+no further one.  Any failure of this path (a module that cannot be repeated, marks that do not fit)
+falls back to following every module, which is slower, and reports errors of the model itself.
 """
 
 from __future__ import annotations

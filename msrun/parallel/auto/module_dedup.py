@@ -55,7 +55,7 @@ def mark(given: Sequence[Tensor], like: Sequence[Tensor], role: str, name: str) 
         given: Tensors that the module gets, or returns.
         like: Tensors of the form of the result.
         role: Whether the module begins, ends, or repeats another.
-        name: Of the module; for a repetition also, behind a space, of the module that it repeats.
+        name: Of the module; for a repetition also, after a space, of the module that it repeats.
     """
     raise NotImplementedError(name)
 

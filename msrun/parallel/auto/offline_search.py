@@ -25,7 +25,6 @@ from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
 from msrun.parallel.search.mesh.job_layout import Job, JobLayout, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import Progress, explore
-from msrun.parallel.search.mesh.stage_search import layout_nodes
 from msrun.parallel.search.plan.cost_breakdown import (
     CostBreakdown,
     axis_names,
@@ -49,7 +48,7 @@ from msrun.parallel.search.solve.modes import (
     indices,
     search,
 )
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
@@ -58,7 +57,7 @@ _GIB = 2**30
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `msrun search` is asked to find.
+    """The model, cluster and constraints that `msrun search` is given.
 
     Args:
         target: `FILE:FUNCTION` or `MODULE:FUNCTION`, which returns a model and a sample of inputs.
@@ -96,7 +95,7 @@ def search_model(
     """Return the best plan for a request.
 
     Args:
-        request: The model, the cluster, and what is fixed.
+        request: The model, the cluster and the constraints.
         clock: Returns seconds.
         report: Called with a line of progress at each better plan.
 
@@ -114,7 +113,7 @@ def search_model(
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
-            f"{request.target}: the model has no three equal blocks, one behind the other, which "
+            f"{request.target}: the model has no three equal blocks in a row, which "
             "a search for a mesh needs",
             hint="name a mesh without stages, such as --mesh dp=4,tp=2",
         )
@@ -285,7 +284,7 @@ def _check_mesh(request: SearchRequest) -> None:
     """Refuse a mesh that is not of all ranks, or has stages where they cannot be.
 
     Raises:
-        UsageError: It is such a mesh.
+        UsageError: The mesh is one of these.
     """
     mesh = request.mesh
     if mesh and math.prod(mesh.values()) != request.world:
@@ -295,7 +294,7 @@ def _check_mesh(request: SearchRequest) -> None:
         return
     if next(iter(mesh)) != PIPELINE_AXIS or not 1 < len(mesh) <= 1 + EXACT_AXES_MAX:
         raise UsageError(
-            f"--mesh: {PIPELINE_AXIS} comes first, and one to {EXACT_AXES_MAX} other axes behind it"
+            f"--mesh: {PIPELINE_AXIS} comes first, followed by one to {EXACT_AXES_MAX} other axes"
         )
     if request.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
         raise UsageError(f"--mode {request.mode}: stages are found by mode exact alone")

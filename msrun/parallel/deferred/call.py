@@ -216,7 +216,7 @@ class Call:
 
 
 def without_values(value: Any) -> Any:
-    """Return what stands on meta for a tensor, or `value` if it is none."""
+    """Return the tensor on meta that replaces a tensor, or `value` if it is not one."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)

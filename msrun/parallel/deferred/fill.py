@@ -191,9 +191,9 @@ def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parame
             f"a parameter can not be given memory: {error.__cause__ or error}",
             hint="weak references to it, and results computed from it, must be gone by rt.shard",
         ) from error
-    for param, kept in attributes:
+    for param, saved in attributes:
         if not is_sharded(param):
-            vars(param).update(kept)
+            vars(param).update(saved)
 
 
 @contextlib.contextmanager

@@ -84,12 +84,12 @@ def _needed(
 
 def _inputs(entry: Entry, wanted: Collection[StorageSlot]) -> set[StorageSlot]:
     """Return the slots whose values `entry` needs for those of `wanted`."""
-    kept = {slot for slot, is_lost in entry.writes.items() if slot in wanted and not is_lost}
-    return kept | entry.reads
+    partly = {slot for slot, is_lost in entry.writes.items() if slot in wanted and not is_lost}
+    return partly | entry.reads
 
 
 def _undrawn(entries: Sequence[Entry], states: Iterable[RandomState]) -> set[int]:
-    """Return the draws that lie between states that are known and `states`."""
+    """Return the draws between states that are known and `states`."""
     draws: set[int] = set()
     for wanted in states:
         state = wanted

@@ -35,7 +35,7 @@ What was tried and lost.  `torch.distributed.pipelining.pipeline` traces into in
 a plan for `nn.Linear` finds none, names and hooks are gone, and gradients of tied weights are not
 summed.  Stage modules that the user writes: the model would know of parallelism.  A list of what
 each stage holds kept every parameter of the model alive on every rank; it is cleared once the
-stage is there.  Gradients of divided weights were computed together with those of inputs, because
+stage is there.  Gradients of sharded weights were computed together with those of inputs, because
 of hooks, and zero-bubble schedules gained nothing; sums over ranks now follow the schedule.
 
 `model.split_model` is the entry.  Importing this package imports no torch; `balance`, `chunks` and

@@ -61,7 +61,7 @@ class Work:
     """What all micro-batches of one step need.
 
     Args:
-        split: How the batch is divided.
+        split: How the batch is split.
         inputs: Inputs of the whole batch.
         target: Last argument of the loss.
         loss_fn: Mean loss of samples.

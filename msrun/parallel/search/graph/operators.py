@@ -144,7 +144,7 @@ def _group_norm(site: Site) -> ShardingRule:
 
 
 def _batch_norm(site: Site) -> ShardingRule:
-    """By sample and by channel; statistics of the whole batch are summed, two for each channel."""
+    """By sample and by channel; statistics of the global batch are summed, two for each channel."""
     x = site.ins[0]
     labels = ["b", "c", *[None] * (len(x.shape) - 2)]
     others: list[Labels] = [["c"] for _ in site.ins[1:]]
@@ -181,12 +181,12 @@ def _reduction(site: Site) -> ShardingRule:
     shape = site.ins[0].shape
     dims = site.dims()
     is_sum = site.packet in ("sum", "mean")
-    kept = [None if dim in dims else f"d{dim}" for dim in range(len(shape))]
-    ins = dim_labels(len(shape)) if is_sum else kept
+    remaining = [None if dim in dims else f"d{dim}" for dim in range(len(shape))]
+    ins = dim_labels(len(shape)) if is_sum else remaining
     if site.attr("keepdim"):
-        out = kept
+        out = remaining
     else:
-        out = [label for dim, label in enumerate(kept) if dim not in dims]
+        out = [label for dim, label in enumerate(remaining) if dim not in dims]
     saved = () if is_sum else (0,)
     linear = [[0]] if is_sum else []
     return split_by_labels(site, [ins], [out] * len(site.outs), linear=linear, saved_inputs=saved)

@@ -90,7 +90,8 @@ def _step_kinds(program: Program) -> list[int]:
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
     kinds = []
     for at, step in enumerate(program.steps):
-        # How far back a step reads tells blocks from parts of blocks, up to what comes from afar.
+        # How far back a step reads distinguishes blocks from parts of blocks; beyond `_FAR` steps
+        # all distances count as one, as of a mask that is made before the first block.
         reads = tuple(
             (slot, program.values[name], name in program.params, min(at - made.get(name, at), _FAR))
             for slot, name in step.inputs.items()

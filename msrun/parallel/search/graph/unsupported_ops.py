@@ -32,7 +32,7 @@ def check(program: Program) -> None:
         if float(step.attrs.get("dropout_p", 0.0)) > 0:
             what = f"{packet} with dropout"
         if writes(packet) and bases[0] in read:
-            what = f"{packet} on what is read again behind it"
+            what = f"{packet} on a tensor that a later step reads"
         if what:
             where = step.module or "the model"
             raise UsageError(f"parallel.mode: auto cannot run {what}, as {where} does")

@@ -2,7 +2,7 @@
 
 Stages have the same number of equal blocks, so there are at most three kinds: the first, which also
 has what comes before the blocks, the last, which has what comes behind them, and those in the
-middle, which are all alike.  The tables of one chain (`solve.chain`) price every kind.
+middle, which are all equal.  The tables of one chain (`solve.chain`) price every kind.
 
 A step takes as long as its slowest stage, and one choice joins the stages: the layout of the value
 that passes between them, the same at every border, and of what the first and the last stage share.
@@ -75,7 +75,7 @@ class LayoutSolver:
     """Finds the best plan of one layout, at any price of memory.
 
     Args:
-        job: What is laid out.
+        job: The job.
         layout: Its stages, mesh and micro-batches.
         redistribution: Costs on that mesh.
     """

@@ -12,7 +12,7 @@ from msrun.parallel.search.mesh.stages import Pace, cut_evenly, divide, largest_
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Mode, SearchResult, indices, search
-from msrun.parallel.search.solve.problem import Setting, is_layout_node, named_by
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 
 # A little less than what should fit is tried, and a little more than what is known to fit.
@@ -63,8 +63,8 @@ def search_stages(
     """
     uses = Uses(program, setting, rules)
 
-    def attempt(whole: float | None) -> PipelinePlan:
-        result = search(program, setting, mode=mode, pins=pins, limit=whole)
+    def attempt(total: float | None) -> PipelinePlan:
+        result = search(program, setting, mode=mode, pins=pins, limit=total)
         problem = build(program, setting, cuts=layout_nodes(result.chosen), pins=pins)
         chosen = indices(problem, result.chosen)
         seconds = {
@@ -86,8 +86,3 @@ def search_stages(
             if plan.memory > limit:
                 raise OutOfMemoryError(plan.memory) from None
     return plan
-
-
-def layout_nodes(chosen: Mapping[str, object]) -> list[str]:
-    """Return the tensors that a plan redistributes once for all their consumers."""
-    return [named_by(name) for name in chosen if is_layout_node(name)]

@@ -20,7 +20,7 @@ _DIGITS = 12
 
 
 def identity(program: Program) -> str:
-    """Return what tells one model from another: its parameters and steps, whatever the batch."""
+    """Return a text that identifies a model, by its parameters and steps, for any batch."""
     params = [(full, program.values[value].shape) for value, full in program.params.items()]
     steps = [(s.name, s.target, tuple(s.inputs.items()), s.outputs) for s in program.steps]
     content = msgspec.json.encode([params, steps])
@@ -105,7 +105,7 @@ def _row(plan: SavedPlan, where: str, node: StrategyNode, program: Program) -> R
     row = tuple(words.index(word) if word in words else -1 for word in said)
     if row not in rows:
         shown = " x ".join(said) or "nothing"
-        raise UsageError(f"{where} has {shown} for {name}, which cannot lie so")
+        raise UsageError(f"{where} has {shown} for {name}, which has no such placement")
     return row
 
 

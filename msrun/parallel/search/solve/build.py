@@ -250,7 +250,7 @@ class _Builder:
             per_axis.append(allowed)
         rows = combinations(per_axis, choices, sizes)
         if not len(rows):
-            raise UsageError(f"{pins[0].key}: {name} can not be divided so")
+            raise UsageError(f"{pins[0].key}: {name} cannot be placed like that")
         return rows
 
     def _add_param(self, name: str) -> None:

@@ -72,7 +72,7 @@ class Bounded(Generic[T]):
     """What prices of memory lead to.
 
     Args:
-        fits: The fastest plan found that fits.
+        fits: The fastest of the plans that fit.
         exceeds: The cheapest one beyond the limit, at a slightly lower price; None if memory is no
             limit.
         bound: Seconds that no plan that fits can undercut.

@@ -35,7 +35,7 @@ class SearchResult:
         seconds: Of one step of training.
         memory: Bytes on one rank.
         bound: Seconds that no plan within the memory limit can undercut; None if none is known.
-        unknown: Operators without a rule, which run whole on every rank.
+        unknown: Operators without a rule, which run replicated.
     """
 
     chosen: dict[str, tuple[int, ...]]
@@ -194,14 +194,14 @@ def _by_axes(
     """Search two axes at a time, with the same strategies in all blocks after the first."""
     axes = len(setting.sizes)
     if blocks is None:
-        whole = None
+        blocks_map = None
 
         def make(focus: Focus) -> Problem:
             return build(program, setting, pins=pins, focus=focus)
     else:
         short, two = shortened(program, blocks)
         inside = two.block_of(short)
-        whole = BlockNodes(program, short, blocks)
+        blocks_map = BlockNodes(program, short, blocks)
 
         def make(focus: Focus) -> Problem:
             problem = build(short, setting, cuts=two.cuts, block_of=inside, pins=pins, focus=focus)
@@ -214,7 +214,7 @@ def _by_axes(
         )
 
     best = solve_at(0.0) if limit is None else bounded(solve_at, limit, tolerance=1e-3).fits
-    chosen = whole.repeat(best.plan) if whole else best.plan
+    chosen = blocks_map.repeat(best.plan) if blocks_map else best.plan
     unknown = make(Focus(axes=frozenset(), others={})).unknown
     return SearchResult(
         chosen=chosen, seconds=best.seconds, memory=best.memory, bound=None, unknown=unknown

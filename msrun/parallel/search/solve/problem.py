@@ -47,6 +47,11 @@ def named_by(node: str) -> str:
     return node.removeprefix(_LAYOUT_NODE)
 
 
+def layout_nodes(chosen: Mapping[str, object]) -> list[str]:
+    """Return the tensors that a plan redistributes once for all their consumers."""
+    return [named_by(name) for name in chosen if is_layout_node(name)]
+
+
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor between its producer and a consumer.
 
@@ -291,12 +296,12 @@ def work(rule: ShardingRule, rows: IntArray, setting: Setting, *, recomputes: bo
         recomputes: Whether the backward pass runs the forward pass again.
     """
     topology = setting.topology
-    whole = max(rule.flops / (topology.flops * topology.efficiency), _traffic(rule, topology))
+    alone = max(rule.flops / (topology.flops * topology.efficiency), _traffic(rule, topology))
     divides = np.array([choice.divides for choice in rule.choices])
     shared = parts(divides[rows], setting.sizes)
     passes = 1 + (rule.backward if setting.training else 0) + (1 if recomputes else 0)
-    starts = topology.launch * (1 + setting.training + recomputes) if whole else 0.0
-    seconds: FloatArray = (whole / shared * passes + starts) * setting.rounds
+    starts = topology.launch * (1 + setting.training + recomputes) if alone else 0.0
+    seconds: FloatArray = (alone / shared * passes + starts) * setting.rounds
     return seconds
 
 
