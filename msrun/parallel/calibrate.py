@@ -23,13 +23,13 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.redistribute import Redistributor
 from msrun.parallel.runtime import Runtime
 from msrun.parallel.search.cost.topology import CollectiveKind, Measured, NetworkLevel, Topology
-from msrun.parallel.search.graph.codes import SUM, WHOLE
+from msrun.parallel.search.graph.axis_placement import PARTIAL, REPLICATED
 
 # Placement before and after: what is measured is what an executor does, packing included.
 _CHANGES: dict[CollectiveKind, tuple[int, int]] = {
-    "gather": (0, WHOLE),
-    "scatter": (SUM, 0),
-    "reduce": (SUM, WHOLE),
+    "gather": (0, REPLICATED),
+    "scatter": (PARTIAL, 0),
+    "reduce": (PARTIAL, REPLICATED),
     "move": (0, 1),
 }
 _KIB = 1024
@@ -261,7 +261,9 @@ def _overlap(clock: Clock, per_node: int) -> float:
     part = torch.ones((_CPU_SIZES if is_cpu else _DEVICE_SIZES)[-2] // 4, device=clock.device)
     side = 256 if is_cpu else 4096
     x = torch.ones(side, side, device=clock.device)
-    return clock.hidden(lambda: redistributor.redistribute(part, [SUM], [WHOLE]), lambda: x @ x)
+    return clock.hidden(
+        lambda: redistributor.redistribute(part, [PARTIAL], [REPLICATED]), lambda: x @ x
+    )
 
 
 def _memory(runtime: Runtime, per_node: int) -> int:

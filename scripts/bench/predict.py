@@ -39,7 +39,7 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.calibrate import measure
 from msrun.parallel.local import local_part
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.problem import Edge, Problem, Setting
@@ -219,10 +219,12 @@ def _rank_correlation(a: list[float], b: list[float]) -> float:
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
-def _ranks(values: list[float]) -> Array:
+def _ranks(values: list[float]) -> FloatArray:
     """Return the rank of each value; equal ones share theirs."""
     order = np.sort(values)
-    found: Array = np.searchsorted(order, values) / 2 + np.searchsorted(order, values, "right") / 2
+    found: FloatArray = (
+        np.searchsorted(order, values) / 2 + np.searchsorted(order, values, "right") / 2
+    )
     return found
 
 

@@ -29,10 +29,10 @@ from torch import nn
 
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.mesh_search import Job, explore
+from msrun.parallel.search.mesh.job_layout import Job
+from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.modes import search
@@ -126,7 +126,7 @@ def meshes() -> Iterator[Row]:
     other, _ = shortened(large, blocks)
     for world in (1024, 4096):
         job = Job(
-            programs=Batches(short, other, (2, 6)),
+            programs=ProgramByBatch(short, other, (2, 6)),
             blocks=two,
             count=blocks.count,
             topology=PRESETS["a100"],

@@ -89,7 +89,7 @@ layers.1* over tp:
 """
 
 NO_BLOCKS = """\
-tinynet.py:one: the model has no three equal blocks, one behind the other, which a search for a \
+tinynet.py:one: the model has no three equal blocks in a row, which a search for a \
 mesh needs
   hint: name a mesh without stages, such as --mesh dp=4,tp=2"""
 NO_MODE = """\
@@ -229,7 +229,7 @@ def test_a_file_describes_the_cluster(capsys, here):
         ),
         (
             ("tinynet.py:make", *CPU, "--mesh", "dp=2,pp=2"),
-            "--mesh: pp comes first, and one to 3 other axes behind it",
+            "--mesh: pp comes first, followed by one to 3 other axes",
         ),
         (
             ("tinynet.py:make", *CPU, "--mesh", "pp=2,dp=2"),

@@ -13,7 +13,7 @@ from msrun.parallel.search.plan.plan import VERSION, SavedPlan, write_plan
 from msrun.parallel.search.plan.plan_io import identity, shared
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, named_by
 
 SAMPLES = {"b0", "d0", "b"}
 
@@ -116,7 +116,7 @@ def _on_data(node, choices, program, stored):
             return set(choices)
         case "param":
             return {stored if stored in choices else "R"}
-        case "hub" if node.name.removeprefix("hub:") in program.params:
+        case "layout" if named_by(node.name) in program.params:
             return {"R", "RP"}
         case _:
             return SAMPLES.intersection(choices) or {"R"}
@@ -124,9 +124,9 @@ def _on_data(node, choices, program, stored):
 
 def _beside(node, choices, program, step, divides):
     """Return what a node may do on another axis."""
-    if node.kind in ("hub", "out"):
+    if node.kind in ("layout", "out"):
         return set(choices)
     if node.kind == "param":
         word = divides(program.params[node.name].rpartition(".")[0], "", [])
         return {"R"} if word == "R" else set(choices) - {"Z"}
-    return {divides(step.module, step.target.split(".")[1], choices)}
+    return {divides(step.module, step.packet, choices)}

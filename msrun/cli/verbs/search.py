@@ -151,7 +151,7 @@ def _rare_collection() -> Iterator[None]:
 
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:
-    from msrun.parallel.search.cost.topology_file import find_topology
+    from msrun.parallel.search.cost.topology import find_topology
     from msrun.transport.loop import Loop
 
     mode = MODES.get(given["mode"])
@@ -174,7 +174,7 @@ def _search(given: Mapping[str, Any]) -> SavedPlan:
         budget=budget,
     )
     clock: Callable[[], float] = Loop.now
-    plan: SavedPlan = module.search_model(request, clock=clock, tell=say)
+    plan: SavedPlan = module.search_model(request, clock=clock, report=say)
     if plan.unknown:
         say_notes([f"no rule for {', '.join(plan.unknown)}: computed whole on every rank"])
     return plan

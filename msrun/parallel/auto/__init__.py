@@ -1,1 +1,1 @@
-"""Automatic strategy search: which placement of every tensor makes a training step fastest."""
+"""Mode `auto` with torch: trace a model, search a plan (`parallel.search`), execute it."""

@@ -24,26 +24,24 @@ from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
-from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
-from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.cost.topology_file import find_topology
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.graph.codes import RR
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.cost.topology import Topology, find_topology
+from msrun.parallel.search.graph.axis_placement import RR
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds
-from msrun.parallel.search.mesh.stage_search import hubs, search_stages
-from msrun.parallel.search.mesh.stages import between_blocks, divide
-from msrun.parallel.search.mesh_choice import Wanted, choose
-from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lowered
+from msrun.parallel.search.mesh.stage_search import search_stages
+from msrun.parallel.search.mesh.stages import cut_between_blocks, divide
+from msrun.parallel.search.mesh_choice import MeshRequest, choose_mesh
+from msrun.parallel.search.plan.lowering import EXECUTOR, Lowering, Planned, lower
 from msrun.parallel.search.plan.plan import SavedPlan, read_plan
 from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import Mode, search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 from msrun.parallel.tensor.hooks import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
@@ -141,13 +139,13 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
     traced = trace(model, resized(sample, setting.batch))
     model.train(was_training)
     answer = _completed(config, context, model, traced, setting=setting, answer=answer)
-    problem = build(traced.program, setting, cuts=hubs(answer.chosen))
+    problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
     rules = {**traced.rules, **{node.name: node.rule for node in problem.nodes}}
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
         planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
         part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
-        lowering = lowered(planned, traced.modules, lambda: trace(model, part).program)
+        lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
         if lowering:
             return _run_natively(
                 config, context, model, traced, lowering=lowering, microbatches=answer.microbatches
@@ -278,9 +276,9 @@ def _choose_mesh(
     """Return the fastest mesh that the runtime can run, and its plan."""
     small, large = (trace(model, resized(sample, number)).program for number in SIZES)
     with _told_memory():
-        best = choose(
-            Wanted(
-                programs=Batches(small, large, SIZES),
+        best = choose_mesh(
+            MeshRequest(
+                programs=ProgramByBatch(small, large, SIZES),
                 topology=_topology(config, rank),
                 world=rank.world_size,
                 batch=batch,
@@ -345,7 +343,7 @@ def _completed(
         problem = build(program, setting, cuts=answer.plan.shared)
         chosen = choices_of(answer.plan, key, problem, program)
     count = chunks.count
-    starts = between_blocks(find_blocks(program), count, key) if count > 1 else [0]
+    starts = cut_between_blocks(find_blocks(program), count, key) if count > 1 else [0]
     return msgspec.structs.replace(answer, chosen=chosen, starts=starts)
 
 
@@ -375,7 +373,7 @@ def _search(
             pins=pins,
             limit=limit,
         )
-    return PlanBroadcast(chosen=staged.found.chosen, starts=staged.starts)
+    return PlanBroadcast(chosen=staged.result.chosen, starts=staged.starts)
 
 
 @contextlib.contextmanager

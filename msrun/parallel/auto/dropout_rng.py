@@ -1,4 +1,4 @@
-"""The numbers that dropout draws: those of one process, wherever a step is run."""
+"""The random masks of dropout: those of one process, on whichever ranks a step runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORD = 2**64 - 1
 class DropoutRng:
     """Masks that follow from a seed, the step, and how often the forward ran: there is no stream.
 
-    So whoever runs a step again, or goes on from a checkpoint, draws the same.
+    So recomputation, and training that resumes from a checkpoint, get the same masks.
 
     Args:
         program: The forward pass.
@@ -26,9 +26,7 @@ class DropoutRng:
     def __init__(self, program: Program, seed: int) -> None:
         self._values, self._seed, self._calls = program.values, seed, 0
         self._numbers = {
-            step.name: at
-            for at, step in enumerate(program.steps)
-            if step.target.split(".")[1] == "dropout"
+            step.name: at for at, step in enumerate(program.steps) if step.packet == "dropout"
         }
 
     def __contains__(self, step: Step) -> bool:
@@ -49,7 +47,7 @@ class DropoutRng:
 
     @contextmanager
     def again(self, state: Tensor) -> Iterator[None]:
-        """Draw what was drawn when there was `state`."""
+        """Inside, return the masks of the time when the generator had `state`."""
         now, self.state = self.state, state
         try:
             yield
@@ -57,11 +55,11 @@ class DropoutRng:
             self.state = now
 
     def mask(self, step: Step, keep: float) -> Tensor:
-        """Return the mask of a step, for the whole batch: 1 for the share that it keeps."""
+        """Return the mask of a step, for the global batch: 1 with probability `keep`."""
         word = self._seed & _WORD
         for number in (self._numbers[step.name], self._calls):
             word = _mixed(word ^ number)
-        # Of a seed, torch's generator takes the lower half.
+        # torch's generator takes the lower half of a seed.
         generator = torch.Generator().manual_seed(word >> 32)
         mask = torch.empty(self._values[step.outputs[0]].shape)
         return mask.bernoulli_(keep, generator=generator)

@@ -1,8 +1,19 @@
-"""Runs a plan: every operator on this rank's parts, and redistribution between them.
+"""Executes any plan: every traced operator on local shards, with redistribution between them.
 
-The steps are those of the traced forward; each gets its inputs in the layout that its strategy
-wants, and the gradients come back in theirs.  Parameters keep the placement at which they are
-stored, as `DTensor`, so optimizers and checkpoints know them.
+The steps are those of the traced forward, on plain local tensors.  Each gets its inputs in the
+layout that its strategy reads; autograd sends the gradients back by placements of their own
+(`redistribute.RedistributeFunction`), since a gradient need not be placed as its value is.
+Redistribution takes the steps of the table that priced it, so what is predicted is what runs.
+
+Parameters stay `DTensor`s in the placement in which they are stored, so optimizers and checkpoints
+treat them as any others; the forward takes their local shards and gathers them where a step wants
+more.  A tensor with a layout node is redistributed once, as soon as it is made.  A view is computed
+on the redistributed base, with the sizes of the local shard.  What depends on no parameter is
+computed before, in the layout that `Uses` gives it.
+
+A few operators need more than local shards: embeddings split by row, losses and means over sharded
+samples, dropout, whose mask is that of one process.  `unsupported_ops` refuses what nothing can
+make right.  Repeated blocks may be recomputed; a pipeline stage runs a `Part` of the steps.
 """
 
 from __future__ import annotations
@@ -22,39 +33,48 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
-from msrun.parallel.auto.redistribute import Exchanged, Redistributor
+from msrun.parallel.auto.redistribute import RedistributeFunction, Redistributor
 from msrun.parallel.auto.trace import Traced
-from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, SUM, Codes, forward, gradient
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    REPLICATED,
+    RR,
+    RZ,
+    SHARD_CODES,
+    IntArray,
+    gradient_placement,
+    value_placement,
+)
 from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.graph.repeat import Blocks
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
 from msrun.parallel.search.graph.unsupported_ops import check, writes
-from msrun.parallel.search.graph.views import is_regrouped, renaming
+from msrun.parallel.search.graph.views import dim_map, is_reshape
 from msrun.parallel.search.mesh.stages import Part, divide
 from msrun.parallel.search.plan.lowering import AVERAGES, BY_CLASS
-from msrun.parallel.search.solve.edges import behind
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.edges import base_codes
+from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
 Row = tuple[int, ...]
 
 
 class Executor:
-    """The forward of a model under a plan, or of one stage of it.
+    """The forward of a model under a plan, or of one pipeline stage of it.
 
     Args:
-        model: Whose forward it is; of a stage, with what the stage holds.
-        traced: Its steps, for the whole batch.
+        model: Whose forward it is; for a stage, with the parameters of the stage.
+        traced: Its steps, for the global batch.
         rules: Node -> its rule.
         chosen: Node -> its choice on every axis.
         setting: What the plan is for.
         mesh: Its axes are those of the plan.
-        seed: Of the numbers that dropout draws, the same on every rank.
-        blocks: Whose values are computed again in the backward pass; None keeps all.
+        seed: Of dropout masks, the same on every rank.
+        blocks: Those that are recomputed in the backward pass; None saves all activations.
         part: What the stage runs; None is all.
 
     Attributes:
-        dropout_rng: What dropout draws.
+        dropout_rng: The masks of dropout.
     """
 
     def __init__(
@@ -77,7 +97,7 @@ class Executor:
         self._redistributor = Redistributor(mesh)
         self._uses = Uses(self._program, setting, traced.rules)
         self._part = part or divide(self._program, self._uses, [0])[0]
-        self._makers = {name: step for step in self._program.steps for name in step.outputs}
+        self._producers = {name: step for step in self._program.steps for name in step.outputs}
         self.dropout_rng = DropoutRng(self._program, seed)
         self._blocks = blocks
         self._stored: dict[str, Row] = {}
@@ -86,7 +106,7 @@ class Executor:
     # Parameters.
 
     def _divide(self) -> None:
-        """Give every module its part of each parameter."""
+        """Replace each parameter of the model by a `DTensor` with this rank's shard."""
         owners = dict(self._model.named_parameters(remove_duplicate=False))
         modules = dict(self._model.named_modules())
         for value, full in self._program.params.items():
@@ -97,39 +117,39 @@ class Executor:
             codes = [RR] * self._mesh.ndim
             if row is not None:
                 codes = [self._rules[value].choices[at].outs[0] for at in row]
-            self._stored[value] = stored = tuple(self._at_rest(codes, tuple(param.shape)))
+            self._stored[value] = stored = tuple(self._stored_codes(codes, tuple(param.shape)))
             if isinstance(param, DTensor):
                 continue  # another chunk of this stage has it too
-            placed = [Shard(code) if code < SHARDS else Replicate() for code in stored]
-            # Every rank has the same values: nothing need be sent.
-            part = distribute_tensor(param.data, self._mesh, placed, src_data_rank=None)
-            made = Parameter(part, requires_grad=param.requires_grad)
+            placements = [Shard(code) if code < SHARD_CODES else Replicate() for code in stored]
+            # Every rank has the same values: nothing needs to be sent.
+            sharded = distribute_tensor(param.data, self._mesh, placements, src_data_rank=None)
+            replacement = Parameter(sharded, requires_grad=param.requires_grad)
             for name, tensor in owners.items():
                 if tensor is param:
                     module, _, own = name.rpartition(".")
-                    setattr(modules[module], own, made)
+                    setattr(modules[module], own, replacement)
 
-    def _at_rest(self, codes: Sequence[int], shape: tuple[int, ...]) -> list[int]:
-        """Return where a parameter lies between steps: with its state cut, it is cut too.
+    def _stored_codes(self, codes: Sequence[int], shape: tuple[int, ...]) -> list[int]:
+        """Return the layout of a parameter between steps: with its state sharded, it is too.
 
-        By a dim that no other axis cuts, so that it is gathered alone; where there is none, state
-        and parameter stay whole on that axis.
+        By a dim that no other axis shards, so that it is gathered alone; where there is none, state
+        and parameter stay replicated on that axis.
         """
-        found = [RR if code == RZ else code for code in codes]
+        stored = [RR if code == RZ else code for code in codes]
         for axis, code in enumerate(codes):
             size = self._mesh.size(axis)
-            free = [d for d, n in enumerate(shape) if d not in found and n % size == 0]
+            free = [d for d, n in enumerate(shape) if d not in stored and n % size == 0]
             if code == RZ and free and size > 1:
-                found[axis] = free[0]
-        return found
+                stored[axis] = free[0]
+        return stored
 
     # Forward.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns, of this rank's batch.
+        """Return the output of the model for this rank's batch.
 
-        A stage also takes what it is handed, behind the inputs, and but for the last one returns
-        what it hands on.
+        A stage also takes what it receives, after the inputs; all but the last return what they
+        send.
         """
         if self._model.training:
             self.dropout_rng.begin()
@@ -143,7 +163,7 @@ class Executor:
             if self._uses.uses.get(name):
                 param = self._model.get_parameter(self._program.params[name])
                 local = param.to_local() if isinstance(param, DTensor) else param
-                values[name] = self._to_hub(name, local, self._stored[name])
+                values[name] = self._to_shared_layout(name, local, self._stored[name])
         for steps, cut in self._spans():
             if cut is None or not torch.is_grad_enabled():
                 self._run_all(steps, values)
@@ -151,13 +171,13 @@ class Executor:
                 self._run_block(steps, cut, values)
         if part.sent is not None:
             return tuple(values[name] for name in part.sent)
-        outputs = [self._give(at, name, values) for at, name in enumerate(self._program.outputs)]
+        outputs = [self._output(at, name, values) for at, name in enumerate(self._program.outputs)]
         return self._traced.rebuild(outputs)
 
     def _spans(self) -> Iterator[tuple[Sequence[Step], str | None]]:
-        """Yield runs of steps, with the one value that a block hands on.
+        """Yield runs of steps, each with the one value that a recomputed block passes on, or None.
 
-        What no parameter has a part in is made before, as later blocks may read it too.
+        Constants are computed outside of blocks, as later blocks may read them too.
         """
         blocks, constants = self._blocks, self._uses.constants
         inside = blocks.block_of(self._program) if blocks else {}
@@ -169,21 +189,21 @@ class Executor:
             yield list(steps), None if blocks is None or number is None else blocks.cuts[number]
 
     def _run_all(self, steps: Iterable[Step], values: dict[str, Tensor]) -> None:
-        """Add what `steps` make to `values`."""
+        """Add the outputs of `steps` to `values`."""
         for step in steps:
-            made = self._run(step, values)
+            outputs = self._run(step, values)
             is_constant = self._uses.constants.issuperset(step.outputs)
-            for port, (name, x) in enumerate(zip(step.outputs, made, strict=True)):
+            for port, (name, x) in enumerate(zip(step.outputs, outputs, strict=True)):
                 codes = () if is_constant else self._outs(step.name, port)
-                values[name] = x if is_constant else self._to_hub(name, x, codes)
+                values[name] = x if is_constant else self._to_shared_layout(name, x, codes)
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
-        """Add what a block hands on, and keep what it is given for computing the rest again."""
-        given, drawn = dict(values), self.dropout_rng.state
+        """Add what a block passes on, and save its inputs to recompute the rest."""
+        given, rng_state = dict(values), self.dropout_rng.state
 
         def run() -> Tensor:
             inside = dict(given)
-            with self.dropout_rng.again(drawn):
+            with self.dropout_rng.again(rng_state):
                 self._run_all(steps, inside)
             return inside[cut]
 
@@ -207,11 +227,11 @@ class Executor:
                 )
         return values
 
-    def local_shape(self, name: str, codes: Codes | Row) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a value that lies as `codes` says."""
+    def local_shape(self, name: str, codes: IntArray | Row) -> tuple[int, ...]:
+        """Return the shape of this rank's shard of a value in the layout `codes`."""
         shape = list(self._program.values[name].shape)
         for axis, code in enumerate(codes):
-            if code < SHARDS:
+            if code < SHARD_CODES:
                 shape[int(code)] //= self._setting.sizes[axis]
         return tuple(shape)
 
@@ -221,119 +241,122 @@ class Executor:
     def _outs(self, name: str, port: int) -> Row:
         return tuple(choice.outs[port] for choice in self._choices(name))
 
-    def _to_hub(self, name: str, x: Tensor, codes: Row) -> Tensor:
-        hub = f"hub:{name}"
-        return self._exchange(x, codes, self._outs(hub, 0)) if hub in self._chosen else x
+    def _to_shared_layout(self, name: str, x: Tensor, codes: Row) -> Tensor:
+        node = layout_node(name)
+        return self._exchange(x, codes, self._outs(node, 0)) if node in self._chosen else x
 
-    def lies(self, name: str) -> Row:
-        """Return the codes at which readers find a value."""
-        if f"hub:{name}" in self._chosen:
-            return self._outs(f"hub:{name}", 0)
+    def layout_of(self, name: str) -> Row:
+        """Return the codes of the layout in which consumers find a value."""
+        if layout_node(name) in self._chosen:
+            return self._outs(layout_node(name), 0)
         if name in self._stored:
             return self._stored[name]
-        step = self._makers[name]
+        step = self._producers[name]
         return self._outs(step.name, step.outputs.index(name))
 
     def _exchange(self, x: Tensor, source: Row, target: Row) -> Tensor:
-        """Carry values from `source` to `target`, and later their gradient back."""
+        """Redistribute values from `source` to `target`, and later their gradient back."""
         a, b = np.array(source), np.array(target)
-        through = np.where((forward(a) >= 0) & (forward(b) == SUM), RR, a)
+        through = np.where((value_placement(a) >= 0) & (value_placement(b) == PARTIAL), RR, a)
         if (through != a).any():
-            # What is stored in parts for its state's sake is whole before it is a sum.
+            # A parameter that is stored in shards is gathered before it becomes a partial sum.
             x, a = self._exchange(x, source, tuple(through.tolist())), through
-        ahead = (forward(a).tolist(), forward(b).tolist())
-        back = (gradient(b).tolist(), gradient(a).tolist())
-        if ahead[0] == ahead[1] and (back[0] == back[1] or not x.requires_grad):
+        forward = (value_placement(a).tolist(), value_placement(b).tolist())
+        backward = (gradient_placement(b).tolist(), gradient_placement(a).tolist())
+        if forward[0] == forward[1] and (backward[0] == backward[1] or not x.requires_grad):
             return x
         if not x.requires_grad:
-            return self._redistributor.redistribute(x, *ahead)
-        moved: Tensor = _apply(Exchanged, x, self._redistributor, ahead, back)
+            return self._redistributor.redistribute(x, *forward)
+        moved: Tensor = _apply(RedistributeFunction, x, self._redistributor, forward, backward)
         return moved
 
     def _fetch(self, name: str, wanted: Row, values: Mapping[str, Tensor]) -> Tensor:
-        """Return a value, or a view of one, as a reader wants it."""
-        root, view = self._uses.behind(name)
-        if root in self._uses.constants:
-            layout = forward(self._uses.layouts[name][0]).tolist()
+        """Return a value, or a view of one, in the layout that a consumer wants."""
+        base, view = self._uses.base_of(name)
+        if base in self._uses.constants:
+            layout = value_placement(self._uses.layouts[name][0]).tolist()
             return self._redistributor.redistribute(
-                values[name], layout, forward(np.array(wanted)).tolist()
+                values[name], layout, value_placement(np.array(wanted)).tolist()
             )
-        at_root, seen = behind(self._setting.sizes, np.array([wanted]), view)
-        codes: Row = tuple(at_root[0].tolist())
-        x = self._exchange(values[root], self.lies(root), codes)
-        for step in self._views(root, name):
-            codes, x = self._look(step, codes, x)
-        return x if seen is None else self._exchange(x, tuple(seen[0].tolist()), wanted)
+        at_base, at_view = base_codes(self._setting.sizes, np.array([wanted]), view)
+        codes: Row = tuple(at_base[0].tolist())
+        x = self._exchange(values[base], self.layout_of(base), codes)
+        for step in self._views(base, name):
+            codes, x = self._view(step, codes, x)
+        return x if at_view is None else self._exchange(x, tuple(at_view[0].tolist()), wanted)
 
-    def _views(self, root: str, name: str) -> list[Step]:
+    def _views(self, base: str, name: str) -> list[Step]:
         """Return the views between a value and what is read, in order."""
-        found: list[Step] = []
-        while name != root:
-            step = self._makers[name]
-            found.append(step)
+        views: list[Step] = []
+        while name != base:
+            step = self._producers[name]
+            views.append(step)
             (name,) = step.inputs.values()
-        return found[::-1]
+        return views[::-1]
 
-    def _look(self, step: Step, codes: Row, x: Tensor) -> tuple[Row, Tensor]:
-        """Return a view of this rank's part, and how it lies."""
-        view = renaming(Site(step, self._program))
+    def _view(self, step: Step, codes: Row, x: Tensor) -> tuple[Row, Tensor]:
+        """Return a view of this rank's shard, and its layout."""
+        view = dim_map(Site(step, self._program))
         dims = view.dims if view else {}
-        back = {source: dim for dim, (source, _) in dims.items()}
-        after = tuple(back.get(code, code) if code < SHARDS else code for code in codes)
-        if is_regrouped(step):
+        view_dims = {source: dim for dim, (source, _) in dims.items()}
+        after = tuple(view_dims.get(code, code) if code < SHARD_CODES else code for code in codes)
+        if is_reshape(step):
             return after, x.reshape(self.local_shape(step.outputs[0], after))
         return after, self._call(step, [x])[0]
 
-    def _give(self, number: int, name: str, values: Mapping[str, Tensor]) -> Tensor:
-        """Return an output as the caller expects it.
+    def _output(self, number: int, name: str, values: Mapping[str, Tensor]) -> Tensor:
+        """Return an output in the layout that the caller expects.
 
-        Where ranks have different samples, their losses are averaged, so gradients come in shares.
+        Where ranks have different samples, `rt.step` averages gradients over them, so each rank
+        takes its share of the gradient here.
         """
         if name in self._uses.constants:
             return values[name]
         codes = tuple(choice.ins[0] for choice in self._choices(f"out:{number}"))
         x = self._fetch(name, codes, values)
         shares = math.prod(
-            self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARDS
+            self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARD_CODES
         )
         is_shared = shares > 1 and x.requires_grad
-        given: Tensor = _apply(_Shared, x, 1.0 / shares) if is_shared else x
-        return given
+        output: Tensor = _apply(_GradientShare, x, 1.0 / shares) if is_shared else x
+        return output
 
     # Steps.
 
     def _run(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
         names = list(step.inputs.values())
         if self._uses.constants.issuperset(step.outputs):
-            return self._derive(step, values)
+            return self._run_constant(step, values)
         choices = self._choices(step.name)
         ins = [
             self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
             for port, name in enumerate(names)
         ]
-        special = _SPECIAL.get(_packet(step))
+        special = _SPECIAL.get(step.packet)
         if special:
             return [special(self, step, choices, ins)]
         return self._call(step, ins, choices)
 
-    def _derive(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run a step on what no parameter has a part in."""
+    def _run_constant(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Run a step that depends on no parameter, in the layout that `Uses` gives it."""
         uses = self._uses
-        whole = (RR,) * len(self._setting.sizes)
-        is_whole = all((uses.layouts[name] == RR).all() for name in step.outputs)
-        view = renaming(Site(step, self._program))
+        replicated = (RR,) * len(self._setting.sizes)
+        is_replicated = all((uses.layouts[name] == RR).all() for name in step.outputs)
+        view = dim_map(Site(step, self._program))
         ins = []
         for name in step.inputs.values():
             layout = tuple(uses.layouts[name][0].tolist())
-            is_kept = view is not None or not is_whole
-            ins.append(values[name] if is_kept else self._fetch(name, whole, values))
+            is_local = view is not None or not is_replicated
+            ins.append(values[name] if is_local else self._fetch(name, replicated, values))
             if view is not None:
-                kept = {source for source, _ in view.dims.values()}
-                at = tuple(c if c in kept or c >= SHARDS else RR for c in layout)
+                passed = {source for source, _ in view.dims.values()}
+                at = tuple(c if c in passed or c >= SHARD_CODES else RR for c in layout)
                 ins[-1] = self._redistributor.redistribute(
-                    values[name], forward(np.array(layout)).tolist(), forward(np.array(at)).tolist()
+                    values[name],
+                    value_placement(np.array(layout)).tolist(),
+                    value_placement(np.array(at)).tolist(),
                 )
-        if view is not None and is_regrouped(step):
+        if view is not None and is_reshape(step):
             layout = tuple(uses.layouts[step.outputs[0]][0].tolist())
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
         if step in self.dropout_rng:
@@ -343,11 +366,11 @@ class Executor:
     def _call(
         self, step: Step, ins: Sequence[Tensor], choices: Sequence[Choice] = ()
     ) -> list[Tensor]:
-        """Run one operator on parts; arguments that are sizes become those of the parts."""
+        """Run one operator on shards; arguments that are sizes become those of the shards."""
         target: Any = self._traced.nodes[step.name].target
-        packet = _packet(step)
+        packet = step.packet
         if writes(packet):
-            # What others read stays as it is; `check` has seen to what reads the result.
+            # Other consumers read the old values; `check` refuses those that would read the new.
             ins = [ins[0].clone(), *ins[1:]]
         args, kwargs = self._traced.arguments(step.name, dict(zip(step.inputs, ins, strict=True)))
         if packet in _SIZED and choices:
@@ -356,27 +379,23 @@ class Executor:
         grouped = [axis for axis, choice in enumerate(choices) if choice.name == "g"]
         if grouped:
             args[-1] //= math.prod(self._setting.sizes[axis] for axis in grouped)
-        made: Any = target(*args, **kwargs)
-        found = list(made) if isinstance(made, tuple | list) else [made]
-        return [x for x in found if isinstance(x, Tensor)][: len(step.outputs)]
+        result: Any = target(*args, **kwargs)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        return [x for x in outputs if isinstance(x, Tensor)][: len(step.outputs)]
 
     def ranks_of(self, choices: Sequence[Choice]) -> int:
-        """Return among how many ranks a step's work is divided so that its outputs are sums."""
-        return math.prod(
-            self._setting.sizes[axis]
-            for axis, choice in enumerate(choices)
-            if choice.divides and choice.outs[0] >= SHARDS
-        )
+        """Return the number of ranks over which a step's outputs are partial sums."""
+        return math.prod(self._setting.sizes[axis] for axis in self.summed_axes(choices))
 
     def summed_axes(self, choices: Sequence[Choice]) -> list[int]:
-        """Return the axes among whose ranks a step's outputs are sums."""
+        """Return the axes over which a step's outputs are partial sums."""
         return [
             axis
             for axis, choice in enumerate(choices)
-            if choice.divides and choice.outs[0] >= SHARDS
+            if choice.divides and choice.outs[0] >= SHARD_CODES
         ]
 
-    # Operators that parts do not know all about.
+    # Operators that need more than local shards.
 
     def embed(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Look up the rows that this rank has; others are zero."""
@@ -400,9 +419,9 @@ class Executor:
 
     def average(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of a mean over all."""
-        made = self._call(step, ins, choices)[0]
+        mean = self._call(step, ins, choices)[0]
         is_mean = step.attrs.get("reduction", 1) == 1
-        return made / self.ranks_of(choices) if is_mean else made
+        return mean / self.ranks_of(choices) if is_mean else mean
 
     def cross_entropy(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the loss; the mean is over the targets that count."""
@@ -413,10 +432,11 @@ class Executor:
         attrs = step.attrs
         ignored = int(attrs.get("ignore_index", -100))
         count = (ins[1] != ignored).sum().to(ins[0].dtype)
-        source = [-2 if axis in axes else -1 for axis in range(self._mesh.ndim)]
-        count = self._redistributor.redistribute(count, source, [-1] * self._mesh.ndim)
+        source = [PARTIAL if axis in axes else REPLICATED for axis in range(self._mesh.ndim)]
+        target = [REPLICATED] * self._mesh.ndim
+        count = self._redistributor.redistribute(count, source, target)
         options = {"ignore_index": ignored, "reduction": "sum"}
-        if _packet(step) == "cross_entropy_loss":
+        if step.packet == "cross_entropy_loss":
             smoothing = float(attrs.get("label_smoothing", 0.0))
             return (
                 functional.cross_entropy(
@@ -430,26 +450,27 @@ class Executor:
         return functional.nll_loss(ins[0], ins[1], **options) / count  # type: ignore[arg-type]
 
     def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
-        """Drop what one process would."""
+        """Apply dropout with the mask of one process."""
         return self._drop(step, tuple(choice.outs[0] for choice in choices), ins[0])
 
     def _drop(self, step: Step, codes: Row, x: Tensor) -> Tensor:
-        """Drop from a part that lies as `codes` says: all ranks draw the whole mask."""
+        """Apply dropout to a shard in the layout `codes`, with the mask of the full tensor."""
         if not self._model.training:
             return x
-        whole, parts = [-1] * self._mesh.ndim, forward(np.array(codes)).tolist()
+        replicated = [REPLICATED] * self._mesh.ndim
+        placements = value_placement(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
-        return x * self._redistributor.redistribute(
-            self.dropout_rng.mask(step, keep), whole, parts
-        ).to(x).div(keep)
+        mask = self.dropout_rng.mask(step, keep)
+        shard = self._redistributor.redistribute(mask, replicated, placements)
+        return x * shard.to(x).div(keep)
 
 
-class _Shared(torch.autograd.Function):
+class _GradientShare(torch.autograd.Function):
     """The identity, whose gradient is one of several shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        """Hand `x` on."""
+        """Return `x`."""
         ctx.share = share
         return x.view_as(x)
 
@@ -457,10 +478,6 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Take the share."""
         return gradient * ctx.share, None
-
-
-def _packet(step: Step) -> str:
-    return step.target.split(".")[1]
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -1,8 +1,14 @@
-"""From a module to a graph by `torch.export`, which follows modules that are alike once.
+"""From a module to a graph by `torch.export`, which follows equal modules once.
 
-It takes milliseconds an operator, and the hundred blocks of a model differ in their parameters
-alone.  What was found between the marks of the first is put in the place of the others, which
-gives the graph that following all of them gives.  Where that fails, all are followed.
+`module_dedup` has the first module of each kind traced between two marks and every other one as a
+single mark.  `_Expansion` then copies the nodes between the two marks to the place of each single
+one, with the parameters of that module, and renames the modules around them.  The result is the
+graph that tracing every module gives.
+
+Labels are found by trying: all possible ones are hidden in the first trace.  If the forward reads
+one it is no label: the kinds are determined anew and the model is traced again, until a trace reads
+no further one.  Any failure of this path (a module that cannot be repeated, marks that do not fit)
+falls back to following every module, which is slower, and reports errors of the model itself.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from msrun.parallel.auto.module_dedup import (
     ENTER,
     LEAVE,
     ModuleDeduplicator,
-    UnlikeError,
+    NotRepeatableError,
     tensors_of,
 )
 from msrun.parallel.torch_compat import without_stack_traces
@@ -39,10 +45,10 @@ class Exported:
         graph: Its nodes.
         params: Input of the graph -> the parameter that it is.
         buffers: Input of the graph -> the buffer that it is, or the constant.
-        constants: Tensors that the forward makes of nothing, by name.
-        inputs: Those that a call gives; other values are kept as they are.
-        returned: What it returns: nodes, or None where it is none.
-        spec: How what it returns is put together.
+        constants: Tensors that the forward makes without inputs, by name.
+        inputs: Names of the inputs of a call.
+        returned: Names of the nodes that it returns; None for outputs that are no tensors.
+        spec: The structure of the output.
     """
 
     graph: fx.Graph
@@ -61,19 +67,19 @@ def export(model: nn.Module, sample: Sequence[Any]) -> Exported:
 
 
 def _repeated(model: nn.Module, sample: Sequence[Any]) -> Exported | None:
-    """Return the forward where modules that are alike are followed once; None where that fails."""
-    labels, heard = Labels(), -1
-    while len(labels.read) > heard:  # more is known of what layers read
-        heard = len(labels.read)
-        alike = ModuleDeduplicator(model, labels)
-        if not alike.groups:
+    """Return the forward with equal modules followed once; None where that fails."""
+    labels, known = Labels(), -1
+    while len(labels.read) > known:  # a forward has read an attribute: it is no label
+        known = len(labels.read)
+        dedup = ModuleDeduplicator(model, labels)
+        if not dedup.groups:
             break
-        # Whatever goes wrong here is what following every call says better.
+        # An error of the model itself is reported better by following every call.
         with suppress(Exception):
-            with alike.left_out():
-                found = _followed(model, sample)
-            if len(labels.read) == heard:
-                return _Expansion(found, model, alike).run()
+            with dedup.deduplicated():
+                program = _followed(model, sample)
+            if len(labels.read) == known:
+                return _Expansion(program, model, dedup).run()
     return None
 
 
@@ -81,28 +87,28 @@ def _followed(model: nn.Module, sample: Sequence[Any]) -> ExportedProgram:
     return torch.export.export(model, tuple(sample), strict=False)
 
 
-def exported(found: ExportedProgram) -> Exported:
-    """Return what `torch.export` found."""
-    signature = found.graph_signature
+def exported(program: ExportedProgram) -> Exported:
+    """Return the graph of `program`, with what is needed to call it."""
+    signature = program.graph_signature
     return Exported(
-        graph=found.graph,
+        graph=program.graph,
         params=signature.inputs_to_parameters,
         buffers={**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
-        constants=found.constants,
+        constants=program.constants,
         inputs=signature.user_inputs,
         returned=signature.user_outputs,
-        spec=found.call_spec.out_spec,
+        spec=program.call_spec.out_spec,
     )
 
 
 @dataclass(slots=True)
 class _Template:
-    """What lies between two marks.
+    """The trace between two marks.
 
     Args:
-        given: What the module gets: what is taken out of the first mark -> its number.
-        nodes: What it does.
-        returned: What it returns; None as long as it runs.
+        given: Inputs of the module: result of the first mark -> its number.
+        nodes: Nodes of the module.
+        returned: Outputs of the module; None before its second mark.
     """
 
     given: dict[fx.Node, int]
@@ -111,22 +117,22 @@ class _Template:
 
 
 class _Expansion:
-    """Puts copies in the place of marks.
+    """Replaces marks by copies of the traced modules.
 
     Args:
         program: With marks.
-        model: Whose it is.
-        alike: Its modules that are alike.
+        model: The model that was traced.
+        dedup: Its groups of equal modules.
     """
 
     def __init__(
-        self, program: ExportedProgram, model: nn.Module, alike: ModuleDeduplicator
+        self, program: ExportedProgram, model: nn.Module, dedup: ModuleDeduplicator
     ) -> None:
-        self._found, self._model = exported(program), model
-        self._names = {**self._found.params, **self._found.buffers}
+        self._exported, self._model = exported(program), model
+        self._names = {**self._exported.params, **self._exported.buffers}
         self._like = {
             f"{one.full}.{name}": f"{first.full}.{name}"
-            for first, *others in alike.groups.values()
+            for first, *others in dedup.groups.values()
             for one in others
             for name, _ in tensors_of(one.module)
         }
@@ -143,9 +149,9 @@ class _Expansion:
         """Return the graph without marks.
 
         Raises:
-            UnlikeError: What is between two marks is not all that a module does.
+            NotRepeatableError: The nodes between two marks are not all of a module.
         """
-        nodes = list(self._found.graph.nodes)
+        nodes = list(self._exported.graph.nodes)
         self._add_inputs([node for node in nodes if node.op == "placeholder"])
         for node in nodes:
             if node.target is torch.ops.msrun.mark.default:
@@ -155,9 +161,9 @@ class _Expansion:
                 self._take(node)
         self._graph.eliminate_dead_code()
         names = {old.name: new.name for old, new in self._made.items()}
-        returned = [names.get(name, name) for name in self._found.returned]
+        returned = [names.get(name, name) for name in self._exported.returned]
         return replace(
-            self._found,
+            self._exported,
             graph=self._graph,
             params=self._params,
             buffers=self._buffers,
@@ -165,7 +171,7 @@ class _Expansion:
         )
 
     def _add_inputs(self, nodes: Sequence[fx.Node]) -> None:
-        """Add the inputs, those of modules that were left out among them, in the usual order."""
+        """Add the inputs, including those of modules with a placeholder, in the usual order."""
         given = {self._names[node.name]: node for node in nodes if node.name in self._names}
         for full, _ in tensors_of(self._model):
             if full in given:
@@ -182,53 +188,53 @@ class _Expansion:
         """Add an input such as `node`."""
         made = self._graph.placeholder(name)
         if made.name != name:
-            raise UnlikeError(f"there are two inputs {name}")
+            raise NotRepeatableError(f"there are two inputs {name}")
         made.meta = node.meta
         if full is not None:
-            kept = self._params if node.name in self._found.params else self._buffers
-            kept[name] = full
+            names = self._params if node.name in self._exported.params else self._buffers
+            names[name] = full
             self._inputs[full] = made
         return made
 
     def _take(self, node: fx.Node) -> None:
-        """Take note of a node that stands between two marks."""
+        """Note a node between two marks."""
         if self._open is None:
             if not self._inside.isdisjoint(node.all_input_nodes):
-                raise UnlikeError(f"{node.name} reads what a module keeps to itself")
+                raise NotRepeatableError(f"{node.name} reads what a module keeps to itself")
             return
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or (schema is not None and schema.is_mutable):
-            raise UnlikeError(f"{node.name} does more than return a value")
+            raise NotRepeatableError(f"{node.name} does more than return a value")
         self._open.nodes.append(node)
         self._inside.add(node)
 
     def _pass(self, mark: fx.Node) -> None:
-        """Have what is taken out of `mark` be what it stands for."""
+        """Map the results of `mark` to the nodes that they stand for."""
         given, _, role, words = mark.args
         if (self._open is None) == (role == LEAVE):
-            raise UnlikeError(f"{words} is called by another")
+            raise NotRepeatableError(f"{words} is called by another")
         name, _, of = str(words).partition(" ")
         parts = {part: int(part.args[1]) for part in mark.users}  # type: ignore[arg-type]
-        found = [self._made[node] for node in given]  # type: ignore[union-attr, index]
+        results = [self._made[node] for node in given]  # type: ignore[union-attr, index]
         if role == ENTER:
             self._open = self._templates[name] = _Template(parts)
         elif role == LEAVE:
             self._templates[name].returned = given  # type: ignore[assignment]
             self._open = None
         else:
-            found = self._repeated(self._templates[of], found, of, name)
-        self._made.update({part: found[at] for part, at in parts.items()})
+            results = self._repeated(self._templates[of], results, of, name)
+        self._made.update({part: results[at] for part, at in parts.items()})
 
     def _repeated(
         self, template: _Template, given: Sequence[fx.Node], of: str, name: str
     ) -> list[fx.Node]:
-        """Add a copy of `template` and return what it returns."""
+        """Add a copy of `template` and return its outputs."""
         made = {part: given[at] for part, at in template.given.items()}
 
         def source(node: fx.Node) -> fx.Node:
             if node not in made:
                 if node.op != "placeholder":
-                    raise UnlikeError(f"{of} reads {node.name}, which it is not given")
+                    raise NotRepeatableError(f"{of} reads {node.name}, which it is not given")
                 made[node] = self._counterpart(node, of, name)
             return made[node]
 
@@ -236,7 +242,7 @@ class _Expansion:
             made[node] = self._copied(node, source)
             made[node].meta = {**node.meta, "nn_module_stack": _moved(node, of, name)}
         if template.returned is None:
-            raise UnlikeError(f"{of} does not end")
+            raise NotRepeatableError(f"{of} does not end")
         return [source(node) for node in template.returned]
 
     def _counterpart(self, node: fx.Node, of: str, name: str) -> fx.Node:
@@ -247,7 +253,7 @@ class _Expansion:
         return self._made[node]
 
     def _copied(self, node: fx.Node, source: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Add a node such as `node`, with a number of its own in its name."""
+        """Add a copy of `node`, with a number of its own in its name."""
         args, kwargs = map_arg(node.args, source), map_arg(node.kwargs, source)
         name = _NUMBER.sub("", node.name)
         made = self._graph.create_node(node.op, node.target, args, kwargs, name)

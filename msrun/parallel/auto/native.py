@@ -1,7 +1,7 @@
-"""A model under a plan that the runtime can do by itself: what is left to see to.
+"""A model under a plan that the runtime executes by itself: its configuration, and its means.
 
-Ranks of the data axis compute means of their own samples, and the plan, as one process, has those
-of all.  They differ where ranks have other numbers of targets that count.
+Ranks of the data axis compute means over their own samples; the plan, like one process, has means
+over all samples.  The two differ where ranks have different numbers of targets that count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 def configuration(
     config: ParallelConfig, mesh: dict[str, int], lowering: Lowering, microbatches: int
 ) -> ParallelConfig:
-    """Return the configuration of the runtime that does what a plan of mode auto says."""
+    """Return the configuration with which the runtime executes a plan of mode auto."""
     return msgspec.structs.replace(
         config,
         mode=None,
@@ -45,9 +45,9 @@ def configuration(
 def return_means(
     model: nn.Module, traced: Traced, lowering: Lowering, group: dist.ProcessGroup
 ) -> None:
-    """Have `model` return what it does of the samples of all ranks of `group`, in place.
+    """Make `model` return means over the samples of all ranks of `group`, in place.
 
-    Gradients stay those of shares whose mean over the ranks is right.
+    Gradients stay those of each rank's share; their mean over the ranks is right.
     """
     losses = _CountedLosses(group)
     mean = partial(_mean, group=group)
@@ -69,7 +69,7 @@ def _run(
 
 
 def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean of `x` over the ranks, of which this one's share has the gradient."""
+    """Return the mean of `x` over the ranks, with the gradient of this rank's share."""
     x = whole(x)
     own = x.detach()
     total = own.clone()
@@ -78,7 +78,7 @@ def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _CountedLosses(TorchFunctionMode):
-    """While it is active, mean losses by class are shares of the mean over the targets of all.
+    """While it is active, mean losses by class are shares of the mean over all ranks' targets.
 
     Args:
         group: Ranks that have the targets.
@@ -115,6 +115,6 @@ class _CountedLosses(TorchFunctionMode):
 
 
 def _is_mean(options: dict[str, Any]) -> bool:
-    """Return whether a loss is a mean, by the arguments of now or of before."""
+    """Return whether a loss is a mean, by its arguments or the deprecated ones."""
     old = [options.get(key) for key in ("size_average", "reduce")]
     return options.get("reduction", "mean") == "mean" if old == [None, None] else False not in old

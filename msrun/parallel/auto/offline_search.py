@@ -19,13 +19,12 @@ from msrun.errors import UsageError
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.batches import Batches
 from msrun.parallel.search.graph.operators import rules_of_steps
-from msrun.parallel.search.graph.program import Program
+from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
-from msrun.parallel.search.mesh.bounds import JobLayout
-from msrun.parallel.search.mesh.mesh_search import Job, Outcome, Progress, explore, layouts
-from msrun.parallel.search.mesh.stage_search import hubs
+from msrun.parallel.search.mesh.job_layout import Job, JobLayout, layouts
+from msrun.parallel.search.mesh.layout_solver import Outcome
+from msrun.parallel.search.mesh.mesh_search import Progress, explore
 from msrun.parallel.search.plan.cost_breakdown import (
     CostBreakdown,
     axis_names,
@@ -44,12 +43,12 @@ from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import (
     EXACT_AXES_MAX,
     BlockNodes,
-    Found,
     Mode,
+    SearchResult,
     indices,
     search,
 )
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.units import quoted
 
 # Batches of two sizes show what grows with them.
@@ -58,12 +57,12 @@ _GIB = 2**30
 
 
 class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked.
+    """The model, cluster and constraints that `msrun search` is given.
 
     Args:
         target: `FILE:FUNCTION` or `MODULE:FUNCTION`, which returns a model and a sample of inputs.
         world: Ranks.
-        batch: Samples of a step; None takes the sample's.
+        batch: Samples of a step; None takes those of the model's sample.
         memory: Bytes of a rank; None takes the topology's.
         topology: What it runs on.
         mesh: Axis -> size, in order; empty to find it too.
@@ -82,39 +81,39 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """A whole program for any batch, its blocks, the names of what is in them, and its modules."""
+    """The program of a model for any batch, its blocks, the names of their nodes, its modules."""
 
-    programs: Batches
+    programs: ProgramByBatch
     blocks: Blocks
     names: BlockNodes
     modules: Modules
 
 
 def search_model(
-    question: SearchRequest, *, clock: Callable[[], float], tell: Callable[[str], None]
+    request: SearchRequest, *, clock: Callable[[], float], report: Callable[[str], None]
 ) -> SavedPlan:
-    """Return the best plan.
+    """Return the best plan for a request.
 
     Args:
-        question: What is asked.
+        request: The model, the cluster and the constraints.
         clock: Returns seconds.
-        tell: Takes news of the search.
+        report: Called with a line of progress at each better plan.
 
     Raises:
         UsageError: The model cannot be made or traced, or no plan fits.
     """
-    model, sample = make(question.target)
-    batch = question.batch or _batch_of(sample)
-    _check_mesh(question)
-    stages = question.mesh.get(PIPELINE_AXIS, 1)
-    if question.mesh and stages == 1:
-        return _on_mesh(question, model, sample, batch)
+    model, sample = make(request.target)
+    batch = request.batch or _batch_of(sample)
+    _check_mesh(request)
+    stages = request.mesh.get(PIPELINE_AXIS, 1)
+    if request.mesh and stages == 1:
+        return _on_mesh(request, model, sample, batch)
     traced = [trace(model, resized(sample, number)) for number in SIZES]
     small, large = (one.program for one in traced)
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
-            f"{question.target}: the model has no three equal blocks, one behind the other, which "
+            f"{request.target}: the model has no three equal blocks in a row, which "
             "a search for a mesh needs",
             hint="name a mesh without stages, such as --mesh dp=4,tp=2",
         )
@@ -123,17 +122,38 @@ def search_model(
             f"--mesh {PIPELINE_AXIS}={stages} does not divide the {blocks.count} equal blocks of "
             "the model"
         )
-    axes = _axes(question)
     short, two = shortened(small, blocks)
-    other, _ = shortened(large, blocks)
+    programs = ProgramByBatch(short, shortened(large, blocks)[0], SIZES)
+    job = _job(request, programs, two, blocks.count, batch)
+    progress = _within(explore(job), request.budget, clock, report)
+    if progress.best is None:
+        raise _too_little(job.limit, progress.least, request.world)
+    whole = _Traced(
+        ProgramByBatch(small, large, SIZES),
+        blocks,
+        BlockNodes(small, short, blocks),
+        traced[0].modules,
+    )
+    return _saved(request, job, progress, whole)
+
+
+def _job(
+    request: SearchRequest, programs: ProgramByBatch, two: Blocks, count: int, batch: int
+) -> Job:
+    """Return the job whose layouts are searched.
+
+    Raises:
+        UsageError: The batch does not divide on the mesh that the request names.
+    """
+    axes, stages = _axes(request), request.mesh.get(PIPELINE_AXIS, 1)
     job = Job(
-        programs=Batches(short, other, SIZES),
+        programs=programs,
         blocks=two,
-        count=blocks.count,
-        topology=question.topology,
-        world=question.world,
+        count=count,
+        topology=request.topology,
+        world=request.world,
         batch=batch,
-        limit=question.memory or question.topology.memory,
+        limit=request.memory or request.topology.memory,
         named=(stages, tuple(axes.values())) if axes else None,
         data_axes=_data_axes(axes),
     )
@@ -142,22 +162,16 @@ def search_model(
             f"--batch {batch} has no {stages} or more equal micro-batches that axis {DATA_AXIS} "
             "divides"
         )
-    progress = _within(explore(job), question.budget, clock, tell)
-    if progress.best is None:
-        raise _too_little(job.limit, progress.least, question.world)
-    whole = _Traced(
-        Batches(small, large, SIZES), blocks, BlockNodes(small, short, blocks), traced[0].modules
-    )
-    return _saved(question, job, progress, whole)
+    return job
 
 
 def _within(
     steps: Iterator[Progress],
     budget: float,
     clock: Callable[[], float],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Progress:
-    """Run a search to its end, or its budget or an interrupt once there is a plan."""
+    """Run a search to its end; once there is a plan, until its budget is spent or an interrupt."""
     start = clock()
     progress = Progress()
     best: Outcome | None = None
@@ -165,14 +179,14 @@ def _within(
         for progress in steps:
             if progress.best is not best and progress.best:
                 best = progress.best
-                tell(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
+                report(f"{clock() - start:.1f} s: {best.seconds:.4g} s a step, {_layout(best)}")
             if progress.best and clock() - start > budget:
-                tell(f"the budget of {budget:g} s is spent: this is the best so far")
+                report(f"the budget of {budget:g} s is spent: this is the best so far")
                 break
     except KeyboardInterrupt:
         if progress.best is None:
             raise
-        tell("interrupted: this is the best so far")
+        report("interrupted: this is the best so far")
     return progress
 
 
@@ -189,7 +203,7 @@ def _too_little(limit: float, least: float | None, world: int) -> UsageError:
 
 
 def _saved(
-    question: SearchRequest,
+    request: SearchRequest,
     job: Job,
     progress: Progress,
     traced: _Traced,
@@ -202,7 +216,7 @@ def _saved(
     # Of a micro-batch, since there is less to choose where a dim has one element.
     part, blocks = job.batch // layout.microbatches, traced.blocks
     program = traced.programs.at(part)
-    names = tuple(_axes(question)) or axis_names(layout.sizes, part)
+    names = tuple(_axes(request)) or axis_names(layout.sizes, part)
     setting = Setting(sizes=layout.sizes, topology=job.topology)
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
     rules = rules_of(whole.nodes)
@@ -218,7 +232,7 @@ def _saved(
         others.append(f"{unseen} layouts were not looked at")
     return SavedPlan(
         version=VERSION,
-        model=question.target,
+        model=request.target,
         program=identity(program),
         topology=job.topology.name,
         world=job.world,
@@ -228,7 +242,7 @@ def _saved(
         batch=job.batch,
         recompute=layout.recompute,
         seconds=best.seconds,
-        costs=stage_costs(best, setting.prices(), names),
+        costs=stage_costs(best, setting.redistribution_costs(), names),
         memory=best.memory,
         gap=max(0.0, best.seconds / best.bound - 1),
         limit=job.limit,
@@ -255,7 +269,7 @@ def _runs_on(
     part = job.batch // layout.microbatches
     program, data = traced.programs.at(part), _data_axes(names)
     setting = Setting(sizes=layout.sizes, topology=job.topology, data_axes=data, batch=part)
-    nodes = build(program, setting, cuts=hubs(chosen)).nodes
+    nodes = build(program, setting, cuts=layout_nodes(chosen)).nodes
     outs = {node.name: tuple(node.rows[0].tolist()) for node in nodes if node.kind == "out"}
     rules = rules_of_steps(program) | rules_of(nodes)
     ranks = math.prod(layout.sizes[axis] for axis in data)
@@ -266,29 +280,29 @@ def _runs_on(
     )
 
 
-def _check_mesh(question: SearchRequest) -> None:
+def _check_mesh(request: SearchRequest) -> None:
     """Refuse a mesh that is not of all ranks, or has stages where they cannot be.
 
     Raises:
-        UsageError: It is such a mesh.
+        UsageError: The mesh is one of these.
     """
-    mesh = question.mesh
-    if mesh and math.prod(mesh.values()) != question.world:
+    mesh = request.mesh
+    if mesh and math.prod(mesh.values()) != request.world:
         written = " x ".join(f"{name} {size}" for name, size in mesh.items())
-        raise UsageError(f"--mesh: {written} is not --world {question.world}")
+        raise UsageError(f"--mesh: {written} is not --world {request.world}")
     if PIPELINE_AXIS not in mesh:
         return
     if next(iter(mesh)) != PIPELINE_AXIS or not 1 < len(mesh) <= 1 + EXACT_AXES_MAX:
         raise UsageError(
-            f"--mesh: {PIPELINE_AXIS} comes first, and one to {EXACT_AXES_MAX} other axes behind it"
+            f"--mesh: {PIPELINE_AXIS} comes first, followed by one to {EXACT_AXES_MAX} other axes"
         )
-    if question.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
-        raise UsageError(f"--mode {question.mode}: stages are found by mode exact alone")
+    if request.mode != "exact" and mesh[PIPELINE_AXIS] > 1:
+        raise UsageError(f"--mode {request.mode}: stages are found by mode exact alone")
 
 
-def _axes(question: SearchRequest) -> dict[str, int]:
+def _axes(request: SearchRequest) -> dict[str, int]:
     """Return the axes of a stage; none where the mesh is not named."""
-    return {name: size for name, size in question.mesh.items() if name != PIPELINE_AXIS}
+    return {name: size for name, size in request.mesh.items() if name != PIPELINE_AXIS}
 
 
 def _data_axes(axes: Iterable[str]) -> frozenset[int]:
@@ -296,67 +310,67 @@ def _data_axes(axes: Iterable[str]) -> frozenset[int]:
 
 
 def _on_mesh(
-    question: SearchRequest, model: nn.Module, sample: Sequence[Any], batch: int
+    request: SearchRequest, model: nn.Module, sample: Sequence[Any], batch: int
 ) -> SavedPlan:
-    """Return the best plan on the mesh that was named."""
-    axes = _axes(question)
+    """Return the best plan on a mesh that the request names."""
+    axes = _axes(request)
     sizes = tuple(axes.values())
     traced = trace(model, resized(sample, batch))
     program = traced.program
     # As in training: ranks of the data axis are handed different samples.
     data = _data_axes(axes)
-    setting = Setting(sizes=sizes, topology=question.topology, data_axes=data, batch=batch)
-    limit = question.memory or question.topology.memory
+    setting = Setting(sizes=sizes, topology=request.topology, data_axes=data, batch=batch)
+    limit = request.memory or request.topology.memory
     try:
-        found = search(program, setting, mode=question.mode, limit=limit)
+        result = search(program, setting, mode=request.mode, limit=limit)
     except OutOfMemoryError as error:
-        raise _too_little(limit, error.least, question.world) from None
+        raise _too_little(limit, error.least, request.world) from None
     part = resized(sample, batch // axes.get(DATA_AXIS, 1))
-    return _saved_mesh(question, traced, setting, found, lambda: trace(model, part).program)
+    return _saved_mesh(request, traced, setting, result, lambda: trace(model, part).program)
 
 
 def _saved_mesh(
-    question: SearchRequest,
+    request: SearchRequest,
     traced: Traced,
     setting: Setting,
-    found: Found,
+    result: SearchResult,
     local: Callable[[], Program],
 ) -> SavedPlan:
-    program, axes = traced.program, tuple(_axes(question))
+    program, axes = traced.program, tuple(_axes(request))
     blocks = find_blocks(program)
     problem = (
         build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program))
         if blocks
         else build(program, setting)
     )
-    breakdown = CostBreakdown(setting.prices(), axes)
-    breakdown.add(problem, dict(enumerate(indices(problem, found.chosen))))
+    breakdown = CostBreakdown(setting.redistribution_costs(), axes)
+    breakdown.add(problem, dict(enumerate(indices(problem, result.chosen))))
     rules = rules_of(problem.nodes)
     return SavedPlan(
         version=VERSION,
-        model=question.target,
+        model=request.target,
         program=identity(program),
-        topology=question.topology.name,
-        world=question.world,
-        mesh=_axes(question),
+        topology=request.topology.name,
+        world=request.world,
+        mesh=_axes(request),
         stages=1,
         microbatches=1,
         batch=setting.batch,
         recompute=False,
-        seconds=found.seconds,
+        seconds=result.seconds,
         costs=sorted_costs(breakdown.costs),
-        memory=found.memory,
-        gap=found.gap,
-        limit=question.memory or question.topology.memory,
-        params=parameters(program, rules, found.chosen),
-        operators=operators(program, rules, found.chosen),
-        shared=shared(rules, found.chosen),
+        memory=result.memory,
+        gap=result.gap,
+        limit=request.memory or request.topology.memory,
+        params=parameters(program, rules, result.chosen),
+        operators=operators(program, rules, result.chosen),
+        shared=shared(rules, result.chosen),
         runs_on=runs_on(
-            Planned(program, setting, axes, traced.rules | rules, found.chosen),
+            Planned(program, setting, axes, traced.rules | rules, result.chosen),
             traced.modules,
             local,
         ),
-        unknown=list(found.unknown),
+        unknown=list(result.unknown),
     )
 
 

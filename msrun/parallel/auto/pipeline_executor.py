@@ -1,4 +1,4 @@
-"""The model of `rt.shard` where a plan of the search has pipeline stages."""
+"""The model of `rt.shard` under a searched plan with pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
-from msrun.parallel.pipeline.line import PipelineRanks
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
 from msrun.parallel.pipeline.model import PipelineModel
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.tree import check_names
 from msrun.parallel.search.mesh.stages import Part
 
@@ -28,25 +28,25 @@ class Slices:
     Args:
         chunks: The chunks there are.
         parts: What each chunk runs.
-        holdings: Parameters of each stage, by all their names.
+        stage_params: Parameters of each stage, by all their names.
         buffers: Names of those of each stage.
     """
 
     chunks: Chunks
     parts: Sequence[Part]
-    holdings: list[dict[str, Parameter]]
+    stage_params: list[dict[str, Parameter]]
     buffers: list[list[str]]
     measure: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def modules(self, stage: int) -> list[str]:
-        """Return nothing: stages hold parameters and buffers, in modules that do nothing."""
+        """Return nothing: stages own parameters and buffers, in modules without a forward."""
         del stage
         return []
 
     def attributes(self, stage: int) -> list[str]:
         """Return the names of the parameters and buffers of `stage`."""
-        return [*self.holdings[stage], *self.buffers[stage]]
+        return [*self.stage_params[stage], *self.buffers[stage]]
 
     def shown(self, stage: int) -> str:
         """Return the first and the last module that `stage` runs."""
@@ -59,31 +59,31 @@ def _shown(part: Part) -> str:
 
 
 def slices(model: nn.Module, traced: Traced, parts: Sequence[Part], chunks: Chunks) -> Slices:
-    """Return what each stage holds of `model`; buffers that nobody reads are the first's."""
+    """Return the stages of `model`; buffers that no step reads are the first's."""
     owners = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    holdings, kept = [], []
+    stage_params, stage_buffers = [], []
     for stage in range(chunks.stages):
         here = [parts[chunk] for chunk in chunks.of_stage(stage)]
         own = {id(owners[traced.program.params[value]]) for part in here for value in part.params}
-        holdings.append({name: param for name, param in owners.items() if id(param) in own})
+        stage_params.append({name: param for name, param in owners.items() if id(param) in own})
         given = set[str]().union(*(part.given for part in here))
         read = {traced.buffers[value] for value in given if value in traced.buffers}
-        kept.append([name for name in buffers if name in read])
-    kept[0] += sorted(set(buffers).difference(*kept))
-    return Slices(chunks=chunks, parts=parts, holdings=holdings, buffers=kept)
+        stage_buffers.append([name for name in buffers if name in read])
+    stage_buffers[0] += sorted(set(buffers).difference(*stage_buffers))
+    return Slices(chunks=chunks, parts=parts, stage_params=stage_params, buffers=stage_buffers)
 
 
 class PlannedModel(PipelineModel):
-    """A stage of a model that a plan of the search runs.
+    """One stage of a model under a searched plan.
 
     Args:
         model: The whole model, which is used up.
         cut: Its stages.
         microbatches: Parts of a local batch.
-        line: The pipeline.
+        ranks: The pipeline.
         traced: The whole model.
-        make: Returns what runs a part, given what holds its parameters.
+        make: Returns the executor of a part, given the module with its parameters.
     """
 
     def __init__(
@@ -91,34 +91,36 @@ class PlannedModel(PipelineModel):
         model: nn.Module,
         cut: Slices,
         microbatches: int,
-        line: PipelineRanks,
+        ranks: PipelineRanks,
         *,
         traced: Traced,
         make: Callable[..., Executor],
     ) -> None:
         check_names(PlannedModel, model)
-        super().__init__(model, cut, microbatches, line)
-        own = cut.chunks.of_stage(line.stage)
+        super().__init__(model, cut, microbatches, ranks)
+        own = cut.chunks.of_stage(ranks.stage)
         self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
         self._any = self._runs[own[0]]
         self._borders = _borders(cut.parts, traced, self._any)
-        # Whoever still refers to it has parameters without memory.
+        # Other references to the model must not keep its parameters in memory.
         model.to("meta")
 
     @property
     def dropout_rngs(self) -> tuple[DropoutRng, ...]:
-        """What dropout draws in each chunk."""
+        """The dropout masks of each chunk."""
         return tuple(run.dropout_rng for run in self._runs.values())
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
-        """Return what the plan makes of `inputs`."""
+        """Run a chunk under the plan."""
         return self._runs[chunk](*inputs)
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
-        """Return how a batch is divided, and what stages send: it follows from the plan."""
-        division = divide(inputs, self._microbatches, is_free=is_free)
-        self._any.read(division.padded(inputs, 0), {})
-        return division, self._borders
+    def _prepare(
+        self, inputs: Sequence[Any], *, may_differ: bool
+    ) -> tuple[MicrobatchSplit, Borders]:
+        """Return how a batch is split, and what stages send, which follows from the plan."""
+        split = split_batch(inputs, self._microbatches, may_differ=may_differ)
+        self._any.read(split.padded(inputs, 0), {})
+        return split, self._borders
 
 
 def _borders(parts: Sequence[Part], traced: Traced, run: Executor) -> Borders:
@@ -127,7 +129,7 @@ def _borders(parts: Sequence[Part], traced: Traced, run: Executor) -> Borders:
         tuple(
             Border(
                 name=name,
-                shape=run.local_shape(name, run.lies(name)),
+                shape=run.local_shape(name, run.layout_of(name)),
                 dtype=traced.dtypes[name],
                 requires_grad=name in trained,
             )

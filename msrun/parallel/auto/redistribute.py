@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from msrun.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from msrun.parallel.search.cost.redistribution import Hop, MoveKind, route
 
-Placed = Sequence[int]
+# Placement on each axis.
+Placements = Sequence[int]
 
 
 class Redistributor:
-    """Takes tensors from one placement to another on a mesh.
+    """Redistributes tensors from one layout to another on a mesh.
 
     Args:
         mesh: Its axes are those of all placements.
@@ -28,8 +29,8 @@ class Redistributor:
         self._sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
         self._rank = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
 
-    def redistribute(self, x: Tensor, source: Placed, target: Placed) -> Tensor:
-        """Return this rank's part of a tensor at `target`, given the one at `source`."""
+    def redistribute(self, x: Tensor, source: Placements, target: Placements) -> Tensor:
+        """Return this rank's shard of a tensor in layout `target`, given the one in `source`."""
         hops = route(source, target, self._sizes)
         while hops:
             hop = hops.pop(0)
@@ -43,7 +44,7 @@ class Redistributor:
         return x
 
     def _reduce(self, x: Tensor, axes: list[int]) -> Tensor:
-        """Sum over `axes`: each on the part that those before it left."""
+        """All-reduce over `axes`: each on the shard that those before it left."""
         group = self._mesh.get_group(axes[0])
         if len(axes) == 1:
             return all_reduce(x, group)
@@ -58,7 +59,7 @@ class Redistributor:
             case MoveKind.TAKE:
                 parts = x.unflatten(dim, (hop.room, size, -1))
                 own: Tensor = parts.select(dim + 1, self._rank[hop.axis]).flatten(dim, dim + 1)
-                # A view would keep the whole of it for backward, when nobody else does.
+                # A view would keep the full tensor alive until backward.
                 return own.clone(memory_format=torch.contiguous_format)
             case MoveKind.SCATTER:
                 parts = x.unflatten(dim, (hop.room, size, -1)).movedim(dim + 1, 0)
@@ -72,7 +73,7 @@ class Redistributor:
                 return x if self._rank[hop.axis] == 0 else torch.zeros_like(x)
 
 
-class Exchanged(Function):
+class RedistributeFunction(Function):
     """Redistribution whose gradient goes back by placements of its own."""
 
     @staticmethod
@@ -80,15 +81,16 @@ class Exchanged(Function):
         ctx: Any,
         x: Tensor,
         redistributor: Redistributor,
-        ahead: tuple[Placed, Placed],
-        back: tuple[Placed, Placed],
+        forward: tuple[Placements, Placements],
+        backward: tuple[Placements, Placements],
     ) -> Tensor:
-        """Carry values ahead."""
-        ctx.redistributor, ctx.back = redistributor, back
-        moved = redistributor.redistribute(x, *ahead)
+        """Redistribute values."""
+        ctx.redistributor, ctx.placements = redistributor, backward
+        moved = redistributor.redistribute(x, *forward)
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Carry the gradient back."""
-        return ctx.redistributor.redistribute(gradient.contiguous(), *ctx.back), None, None, None
+        """Redistribute the gradient."""
+        moved = ctx.redistributor.redistribute(gradient.contiguous(), *ctx.placements)
+        return moved, None, None, None

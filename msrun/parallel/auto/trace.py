@@ -1,4 +1,4 @@
-"""From a module to its program: what `torch.export` finds, in a form that knows no torch."""
+"""From a module to its program: the graph of `torch.export`, as data without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", 
 
 
 class Traced:
-    """A program with the graph that it was made of.
+    """A program with the graph that it came from.
 
     Args:
         program: The forward pass as data.
@@ -29,7 +29,7 @@ class Traced:
         rules: Step -> its rule.
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
         dtypes: Value -> its type.
-        modules: What `lowering` asks of the model.
+        modules: What `lowering` must know of the model.
     """
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class Traced:
         )
         self.rules = rules_of_steps(self.program)
 
-    # What an execution needs.
+    # For the executor.
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return value -> tensor of the arguments of one call.
@@ -85,8 +85,10 @@ class Traced:
 
     def buffer(self, model: nn.Module, name: str) -> Tensor:
         """Return a buffer of `model`, or a constant of its forward."""
-        found: Tensor = self._constants[name] if name in self._constants else model.get_buffer(name)
-        return found
+        tensor: Tensor = (
+            self._constants[name] if name in self._constants else model.get_buffer(name)
+        )
+        return tensor
 
     def arguments(
         self, name: str, tensors: Mapping[str, Tensor]
@@ -107,15 +109,15 @@ class Traced:
         return args, {key: filled(item, key) for key, item in node.kwargs.items()}
 
     def rebuild(self, outputs: Sequence[Tensor]) -> Any:
-        """Return what the model returns, made of the program's outputs."""
-        found = iter(outputs)
-        leaves = [next(found) if name is not None else None for name in self._returned]
+        """Return the model's output, in its structure, from the outputs of the program."""
+        remaining = iter(outputs)
+        leaves = [next(remaining) if name is not None else None for name in self._returned]
         return self._spec.unflatten(leaves)
 
     def changed(
         self, output: Any, numbers: Collection[int], change: Callable[[Tensor], Tensor]
     ) -> Any:
-        """Return what the model returns with some of the program's outputs changed."""
+        """Return the model's output with some of the program's outputs changed."""
         if not numbers:
             return output
         leaves = self._spec.flatten_up_to(output)
@@ -127,30 +129,30 @@ class Traced:
     def _read_params(self, names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
         first: dict[int, str] = {}
-        found: dict[str, str] = {}
+        params: dict[str, str] = {}
         tensors = dict(model.named_parameters(remove_duplicate=False))
         for value, name in names.items():
             same = first.setdefault(id(tensors[name]), value)
             self._names[value] = same
             if same == value:
-                found[value] = name
+                params[value] = name
         self.modules = Modules(
             owners={name: first[id(x)] for name, x in tensors.items() if id(x) in first},
             kinds={name: type(module).__name__ for name, module in model.named_modules()},
         )
-        return found
+        return params
 
     def _outputs(self, node: fx.Node) -> list[str]:
-        found = []
+        outputs = []
         for item in _flat(node.args):
             if isinstance(item, fx.Node) and item.name in self._user_outputs:
                 name = self._name(item)
                 if name in self._values:
-                    found.append(name)
-        return found
+                    outputs.append(name)
+        return outputs
 
     def _name(self, node: fx.Node) -> str:
-        """Return the value that a node is, behind all names for it."""
+        """Return the value of a node, through all nodes that only rename it."""
         name = node.name
         while self._names.get(name, name) != name:
             name = self._names[name]
@@ -166,7 +168,7 @@ class Traced:
             )
 
     def _add_step(self, node: fx.Node) -> None:
-        """Add what a node does; views of one of several results are those results."""
+        """Add the step of a node; `getitem` of several results is one of those results."""
         if node.target is operator.getitem:
             source, index = node.args
             if isinstance(source, fx.Node):
@@ -235,7 +237,7 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
 
 
 def _is_identity(packet: str, node: fx.Node, value: Any) -> bool:
-    """Return whether a step hands on its input as it is."""
+    """Return whether a step returns its input unchanged."""
     if packet in ("lift_fresh_copy", "detach_", "alias"):
         return True
     if packet not in ("to", "dropout", "contiguous", "float", "type_as"):

@@ -1,4 +1,4 @@
-"""One call of an operator inside a block: what it gets, and whether it can be put off."""
+"""One call of an operator inside a block: its tensors, and whether it can be recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.deferred.log import (
     ConstructorLog,
     Entry,
-    Outside,
+    OutsideTensor,
     StorageSlot,
     mapped,
     slot_of,
@@ -33,7 +33,7 @@ ALLOCATING = frozenset(
         "aten::new_empty_strided",
     )
 )
-# In place, and whatever was there does not matter.
+# In place, and independent of the old values.
 _FILLING = frozenset(
     (
         "aten::bernoulli_",
@@ -49,9 +49,9 @@ _FILLING = frozenset(
         "aten::zero_",
     )
 )
-# Their results lie in memory otherwise than torch foresees.
+# Their results have other strides than on meta.
 _UNFORESEEN = frozenset(("aten::_fft_r2c", "aten::_linalg_svd", "aten::linalg_eig"))
-_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Call:
@@ -93,9 +93,9 @@ class Call:
         self._shadows: list[Tensor] = []
 
     @property
-    def asks_values(self) -> bool:
-        """Whether what the result is, or how it lies in memory, depends on values of tensors."""
-        return self.name in _UNFORESEEN or not _ASKING.isdisjoint(self.operator.tags)
+    def needs_values(self) -> bool:
+        """Whether the form of the result depends on values of tensors."""
+        return self.name in _UNFORESEEN or not _VALUE_DEPENDENT.isdisjoint(self.operator.tags)
 
     @property
     def generator(self) -> torch.Generator:
@@ -104,7 +104,7 @@ class Call:
         return given[0] if given else torch.default_generator
 
     def check(self, types: Sequence[type], log: ConstructorLog) -> None:
-        """Refuse what can not be put off.
+        """Refuse a call that cannot be recorded.
 
         Args:
             types: Of tensors with operators of their own.
@@ -154,7 +154,7 @@ class Call:
         if self.ours:
             return False
         if self.outside:
-            return bool(self.written) or self.asks_values
+            return bool(self.written) or self.needs_values
         if self.bare:
             # `skip_init` makes a module on meta, and gives it memory later.
             return self.name not in ALLOCATING or device in (None, META)
@@ -216,7 +216,7 @@ class Call:
 
 
 def without_values(value: Any) -> Any:
-    """Return what stands on meta for a tensor, or `value` if it is none."""
+    """Return the tensor on meta that replaces a tensor, or `value` if it is not one."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
@@ -227,4 +227,4 @@ def _noted(log: ConstructorLog, value: Any) -> Any:
         return value
     if slot_of(value) is not None:
         return log.view(value)
-    return Outside(value, torch_compat.write_count(value))
+    return OutsideTensor(value, torch_compat.write_count(value))

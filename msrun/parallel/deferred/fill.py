@@ -1,8 +1,8 @@
-"""Gives a model that was built in `DeferredInit` memory, and each rank its part of the values.
+"""Gives a model that was built in `DeferredInit` memory, and each rank its shard of the values.
 
-`find` what is to be filled, divide the model while it has no memory, then `fill` it.  Hooks of
-parameters, weak references to them and optimizers come after that: parameters stay the objects
-that they are, but with other insides.
+Call `find`, shard the model while it has no memory, then `fill` it.  Hooks of parameters, weak
+references to them and optimizers come after that: parameters stay the same Python objects, but
+their tensors are swapped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors of a model whose values are still to come.
+    """Tensors of a model whose values are still to be replayed.
 
     Attributes:
-        views: Log -> name -> tensor; each tensor stands under its first name.
+        views: Log -> name -> tensor; each tensor has its first name.
         others: Those that are neither parameters nor buffers -> `id`, while modules hold them.
     """
 
@@ -41,7 +41,7 @@ class Weights:
 
 
 def find(model: nn.Module) -> Weights | None:
-    """Return what of `model` was made in `DeferredInit`; None if nothing was.
+    """Return the tensors of `model` that were made in `DeferredInit`; None if there are none.
 
     Raises:
         UsageError: A tensor is on meta for another reason, was written since, or shares memory
@@ -102,12 +102,12 @@ def fill(
     device: torch.device,
     on_host: Collection[Parameter] = (),
 ) -> None:
-    """Give what of `model` is on meta memory, and `weights` their values.
+    """Give tensors of `model` on meta memory, and `weights` their values.
 
-    All ranks call it.  Memory in use is that of the model and about one whole parameter.
+    All ranks call it.  It takes the memory of the model's shard and of about one full parameter.
 
     Args:
-        model: Divided since `weights` were found in it, or not; names are what they were.
+        model: Sharded since `weights` were found in it, or not; names are what they were.
         weights: Of `find`.
         device: Of parameters and buffers.
         on_host: Parameters that belong on the CPU instead.
@@ -116,7 +116,7 @@ def fill(
         UsageError: Another rank has built another model.
     """
     for log in weights.views:
-        check_alike(log, device)
+        check_same_log(log, device)
     others = {
         name: torch.empty(view.size, dtype=view.dtype)
         for views in weights.views.values()
@@ -143,7 +143,7 @@ def fill(
 
 
 def part_of(values: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `values` that this rank has of the sharded tensor `like`."""
+    """Return this rank's shard of `values`, placed like the sharded tensor `like`."""
     if not is_sharded(like):
         return values
     coordinate = like.device_mesh.get_coordinate()
@@ -166,7 +166,7 @@ def _chunk(values: Tensor, count: int, dim: int, index: int) -> Tensor:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Bring what of `model` has memory to `device`."""
+    """Bring tensors of `model` that have memory to `device`."""
     torch_compat.replace_tensors(model, lambda t: t if t.is_meta else t.to(device))
 
 
@@ -191,14 +191,14 @@ def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parame
             f"a parameter can not be given memory: {error.__cause__ or error}",
             hint="weak references to it, and results computed from it, must be gone by rt.shard",
         ) from error
-    for param, kept in attributes:
+    for param, saved in attributes:
         if not is_sharded(param):
-            vars(param).update(kept)
+            vars(param).update(saved)
 
 
 @contextlib.contextmanager
 def _swapping() -> Iterator[None]:
-    """Have torch keep parameters as objects, and so parameters with two names as one."""
+    """Have torch swap the tensors of parameters, so that one with two names stays one object."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -208,16 +208,16 @@ def _swapping() -> Iterator[None]:
 
 
 def _other_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return tensors of blocks that modules hold otherwise than as parameters and buffers."""
-    found: dict[str, Tensor] = {}
+    """Return tensors of blocks that are attributes of modules, not parameters or buffers."""
+    others: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in _REGISTERED:
                 for index, tensor in enumerate(tensors_of(value)):
                     if slot_of(tensor) is not None:
                         name = f"{prefix}.{key}" if prefix else key
-                        found[name if value is tensor else f"{name}[{index}]"] = tensor
-    return found
+                        others[name if value is tensor else f"{name}[{index}]"] = tensor
+    return others
 
 
 def _replace_others(model: nn.Module, new: Mapping[int, Tensor]) -> None:
@@ -241,14 +241,14 @@ def _replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
 
 
 def share_random_state(device: torch.device) -> None:
-    """Give the default generator of every rank the state of that of the first."""
+    """Give the default generator of every rank the state that the first rank's has."""
     there = torch.get_rng_state().to(device)
     dist.broadcast(there, src=0)
     torch.set_rng_state(there.cpu())
 
 
-def check_alike(log: ConstructorLog, device: torch.device) -> None:
-    """Refuse a log that is not that of the first rank; all ranks call it.
+def check_same_log(log: ConstructorLog, device: torch.device) -> None:
+    """Refuse a log that differs from that of the first rank; all ranks call it.
 
     Raises:
         UsageError: Some rank has another one.
@@ -256,10 +256,10 @@ def check_alike(log: ConstructorLog, device: torch.device) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     own = torch.tensor(list(log.fingerprint()), dtype=torch.uint8, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    for rank, other in enumerate(found):
-        if not torch.equal(other, found[0]):
+    fingerprints = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(fingerprints, own)
+    for rank, other in enumerate(fingerprints):
+        if not torch.equal(other, fingerprints[0]):
             raise UsageError(
                 f"rank {rank} did not build the model of rank 0 inside init_on_meta",
                 hint="numbers of Python's and numpy's generators must be the same on all ranks: "

@@ -1,4 +1,4 @@
-"""What tensors of a block answer to Python code: they are on the CPU, and have values."""
+"""How tensors of a block look to Python code: they are on the CPU, and have values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CPU = torch.device("cpu")
 
 
 class Functions(TorchFunctionMode):
-    """Passes functions on, but those that would find out that there is no memory."""
+    """Runs functions, except those that would notice that there is no memory."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        # Code that looks for meta, parts of torch among it, leaves such tensors as they are.
+        # Code that checks for meta, as torch's own does, would skip such tensors.
         self._answers: dict[Function, Any] = {
             Tensor.device.__get__: _CPU,
             Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]  # a property
@@ -77,13 +77,13 @@ class Functions(TorchFunctionMode):
         return func(*mapped(self._recorder.real, args), **kwargs)
 
     def _array(self, func: Function, *args: Any, **kwargs: Any) -> Any:
-        """Return an array that nobody can write, as the tensor would not change with it."""
+        """Return a read-only array: writes to it would not change the tensor."""
         array = func(*mapped(self._recorder.real, args), **kwargs)
         array.flags.writeable = False
         return array
 
     def _index(self, func: Function, tensor: Tensor, index: Any, *rest: Any) -> Any:
-        # Torch makes tensors of lists itself, on meta, and loses the numbers.
+        # torch would make tensors of lists on meta, and lose the numbers.
         return func(tensor, _as_tensors(index), *rest)
 
     def _stay(self, func: Function, tensor: Tensor, *_: Any, **kwargs: Any) -> Tensor:

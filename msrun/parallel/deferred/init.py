@@ -1,12 +1,19 @@
-"""Models larger than the memory of a rank: built without memory, made of values part by part.
+"""Models larger than the memory of a rank: built without memory, filled tensor by tensor.
 
-Inside `DeferredInit` a model's constructor makes tensors on the device meta, and what it does to
-them is put off.  `materialize` does it later on the CPU, tensor by tensor: the same operators in
-an order that gives the same values, with the same random numbers, as if there had been no block.
+On the device meta a model takes no memory, but its initialisation is lost; and if each shard drew
+its own random numbers, the values would depend on the number of ranks.  So inside `DeferredInit`
+the constructor makes tensors on meta, and every operator on them is recorded (`log`).  After the
+model has been sharded, `materialize` replays the record on the CPU, tensor by tensor, with the
+generator as it was at the start of the block: the same operators in an order that gives the same
+values to the bit.  Each rank copies its shard and frees the rest.  It draws the numbers of the full
+model, which takes as long as one process takes.
 
-State of a generator: between the block and `materialize` nothing is to be drawn from it, and
-`initial_seed` is not what it was; afterwards it is as without the block.  If it was seeded in
-between, it is left alone.
+Generators: between the block and `materialize` no number may be drawn from one that the block used,
+and its `initial_seed` is another; afterwards it is in the state that it would have without the
+block.  A generator that was seeded in between is left alone.
+
+Calling `reset_parameters` of each module again was tried instead: it knows nothing of what the
+constructor or `apply` did after it.  What cannot be recorded is refused by name.
 """
 
 from __future__ import annotations
@@ -60,23 +67,23 @@ class DeferredInit:
             torch.set_rng_state(self._entered_in)
 
     def is_pending(self) -> bool:
-        """Return whether the default generator waits for draws of this block."""
-        return self.log.random.standing(torch.default_generator) is not None
+        """Return whether draws of the default generator are still to be replayed."""
+        return self.log.random.pending_state(torch.default_generator) is not None
 
 
 def materialize(
     log: ConstructorLog, views: Mapping[str, View], take: Callable[[str, Tensor], None]
 ) -> None:
-    """Give `take` each tensor of `views` by its name as soon as its values are final.
+    """Call `take` with each tensor of `views` and its name, as soon as its values are final.
 
     Args:
         log: Of all of them.
         views: Name -> tensor.
-        take: Copies what it wants: the memory is freed.
+        take: Copies what it needs: the memory is freed afterwards.
 
     Raises:
-        UsageError: What the block read from outside has changed, or random numbers were drawn
-            since.
+        UsageError: A tensor from outside that the block read has changed, or random numbers were
+            drawn since.
     """
     names: dict[StorageSlot, list[str]] = {}
     for name, view in views.items():
@@ -86,7 +93,9 @@ def materialize(
         for name in names[slot]:
             take(name, views[name].on(storage))
 
-    waiting = [(generator, log.random.standing(generator)) for generator in log.random.generators]
+    waiting = [
+        (generator, log.random.pending_state(generator)) for generator in log.random.generators
+    ]
     states = [state for _, state in waiting if state is not None]
     replay(log, names, take_all, states)
     for generator, state in waiting:

@@ -1,9 +1,18 @@
-"""What a model's constructor did to tensors that have no memory yet, in order.
+"""The record of what a model's constructor did to tensors that have no memory yet, in order.
 
-A tensor is followed by its storage on the device meta, which knows its `StorageSlot`.  So a view, a
-`Parameter` and `.data` lead to the values by themselves, and only operators that make or write
-memory are entries of the log.  Storages hold the log, and the log holds no storage: it lives as
-long as some tensor of it does.
+A tensor is identified by its storage on the device meta, which refers to its `StorageSlot`.  So a
+view, a `Parameter` and `.data` lead to the values by themselves, and only operators that make or
+write memory are entries.  An entry names the slots that it reads and writes, so a replay can run
+what one tensor depends on and nothing else.
+
+Random numbers are drawn later, but the constructor, or code after the block, may save, restore or
+seed generators meanwhile.  So each recorded draw leaves its generator seeded with a placeholder
+that stands for the state it would have (`RandomStates`): saving and restoring moves placeholders,
+seeding replaces them, and a draw by anyone else is noticed, since its numbers would be wrong.
+
+Invariants: storages refer to the log and the log refers to no storage, so it lives as long as any
+of its tensors.  Tensors from outside are not copied; if one is written before the replay, that is
+refused.  Two ranks have the same values if their logs have the same fingerprint.
 """
 
 from __future__ import annotations
@@ -28,10 +37,10 @@ _STATES_AT_ONCE = 16
 
 @dataclass(eq=False, slots=True)
 class StorageSlot:
-    """Memory that a storage on the device meta stands for.
+    """The future memory of a storage on the device meta.
 
     Attributes:
-        log: What its values come from.
+        log: The record that its values come from.
         number: Of the slots of the log, by age.
         nbytes: The most bytes that it had.
         writers: Entries that make or write it, ascending.
@@ -45,7 +54,7 @@ class StorageSlot:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of the block: where in a slot it lies."""
+    """A tensor of the block: its place in a slot."""
 
     slot: StorageSlot
     dtype: torch.dtype
@@ -88,7 +97,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class OutsideTensor:
     """A tensor with memory, from before the block.
 
     Attributes:
@@ -103,7 +112,7 @@ class Outside:
         """Return the tensor.
 
         Raises:
-            UsageError: It is no longer what it was.
+            UsageError: It has been written since.
         """
         if torch_compat.write_count(self.tensor) != self.writes:
             shape = list(self.tensor.shape)
@@ -119,8 +128,8 @@ class RandomState:
     """A state of a generator.
 
     Attributes:
-        value: The state; None as long as nobody has drawn up to it.
-        entry: The draw that ends in it; None where the block found the generator in it.
+        value: The state; None until the draws before it have been replayed.
+        entry: The draw that ends in it; None for a state from before the block.
     """
 
     value: Tensor | None = None
@@ -129,7 +138,7 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How an entry uses its generator."""
+    """The use of a generator by an entry."""
 
     generator: torch.Generator
     before: RandomState
@@ -141,13 +150,13 @@ class Entry:
     """An operator that made or wrote memory.
 
     Attributes:
-        operator: It.
-        args: Its arguments, with `View` and `Outside` for tensors.
+        operator: The operator.
+        args: Its arguments, with `View` and `OutsideTensor` for tensors.
         kwargs: Those with names.
         reads: Slots whose values it uses, but those that it only writes into.
-        writes: Slot that it writes -> whether nothing of the old values is left.
-        created: For each tensor of the result, what it is if its memory is new.
-        is_fill: Whether what it writes does not depend on what was there.
+        writes: Slot that it writes -> whether it overwrites all old values.
+        created: For each tensor of the result, its view if its memory is new.
+        is_fill: Whether what it writes does not depend on the old values.
         draw: None where it draws no random numbers.
         dtype: Default type when it was called.
     """
@@ -169,50 +178,49 @@ class Entry:
 
 
 class RandomStates:
-    """Which states generators are in while nothing is drawn from them.
+    """The states that generators would have, while nothing is drawn from them.
 
-    A draw that is put off leaves its generator in a state that stands for the one it would
-    have.  Who saves and restores states, as `fork_rng` does, thereby restores the right one;
-    who seeds is noticed, and so is who draws, whose numbers would be others than without the
-    block.
+    A recorded draw seeds its generator with a placeholder for the state that it would have.  Code
+    that saves and restores states, as `fork_rng` does, thereby restores the right one; seeding is
+    noticed, and so is a draw, whose numbers would differ from those without the block.
 
     Attributes:
         generators: All that were used, some more than once.
     """
 
     def __init__(self) -> None:
-        self._found: list[RandomState] = []
-        self._stands_for: dict[int, RandomState] = {}
+        self._known: list[RandomState] = []
+        self._placeholders: dict[int, RandomState] = {}
         self._first_seed = secrets.randbits(62)
         self._rows: Iterator[Tensor] = iter(())
         self.generators: list[torch.Generator] = []
 
     def at(self, generator: torch.Generator) -> RandomState:
-        """Return the state that `generator` is in, or stands in for.
+        """Return the state that `generator` has, or has a placeholder for.
 
         Raises:
-            UsageError: Somebody drew from it.
+            UsageError: Numbers were drawn after the placeholder was set.
         """
-        standing = self.standing(generator)
-        if standing is not None:
-            return standing
+        pending = self.pending_state(generator)
+        if pending is not None:
+            return pending
         if not any(generator is known for known in self.generators):
             self.generators.append(generator)
         value = generator.get_state()
-        for state in self._found:
+        for state in self._known:
             if state.value is not None and torch.equal(state.value, value):
                 return state
-        self._found.append(RandomState(value))
-        return self._found[-1]
+        self._known.append(RandomState(value))
+        return self._known[-1]
 
-    def standing(self, generator: torch.Generator) -> RandomState | None:
-        """Return the state that `generator` stands in for; None if it is in none of ours.
+    def pending_state(self, generator: torch.Generator) -> RandomState | None:
+        """Return the state that `generator` has a placeholder for; None if it has none.
 
         Raises:
-            UsageError: Somebody drew from it.
+            UsageError: Numbers were drawn after the placeholder was set.
         """
         seed = generator.initial_seed()
-        state = self._stands_for.get(seed)
+        state = self._placeholders.get(seed)
         if state is None:
             return None
         if not torch.equal(generator.get_state(), torch.Generator().manual_seed(seed).get_state()):
@@ -223,11 +231,11 @@ class RandomStates:
             )
         return state
 
-    def kept(self, value: Tensor) -> Tensor:
+    def store(self, value: Tensor) -> Tensor:
         """Return a copy of the state `value` for as long as the log lives.
 
-        Many lie in one block: small ones between large tensors that come and go would keep the
-        allocator from using the memory of those again.
+        Many share one block of memory: small ones between large tensors that come and go would
+        keep the allocator from reusing the memory of those.
         """
         row = next(self._rows, None)
         if row is None:
@@ -236,15 +244,15 @@ class RandomStates:
         return row.copy_(value)
 
     def move(self, generator: torch.Generator, entry: int) -> RandomState:
-        """Put `generator` in the state for what it is in after `entry`."""
-        seed = self._first_seed + len(self._stands_for)
+        """Seed `generator` with a placeholder for its state after `entry`."""
+        seed = self._first_seed + len(self._placeholders)
         generator.manual_seed(seed)
-        self._stands_for[seed] = RandomState(entry=entry)
-        return self._stands_for[seed]
+        self._placeholders[seed] = RandomState(entry=entry)
+        return self._placeholders[seed]
 
 
 class ConstructorLog:
-    """Entries in the order of the constructor.
+    """The record of one block: entries in the order of the constructor.
 
     Attributes:
         entries: The entries.
@@ -272,10 +280,10 @@ class ConstructorLog:
         return slot
 
     def view(self, tensor: Tensor) -> View:
-        """Return what `tensor`, on meta, is.
+        """Return the view that `tensor`, on meta, is.
 
         Raises:
-            UsageError: It is of a kind that has more to it than strides.
+            UsageError: Strides do not describe it, as of a quantized tensor.
         """
         if tensor.is_neg() or tensor.is_quantized:
             raise UsageError(
@@ -300,25 +308,25 @@ class ConstructorLog:
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that are the same on another rank if it has the same log."""
-        found = hashlib.blake2b(digest_size=16)
+        digester = hashlib.blake2b(digest_size=16)
         roots: dict[RandomState, int] = {}
         for entry in self.entries:
             name = getattr(entry.operator, "__name__", "")
             parts = [name, *entry.args, *entry.kwargs.items(), *entry.created, entry.dtype]
             for text in _described(parts):
-                found.update(text + b"\n")
+                digester.update(text + b"\n")
             if entry.draw is not None:
                 before = entry.draw.before
                 if before.entry is None and before.value is not None and before not in roots:
                     roots[before] = len(roots)
-                    found.update(digest(before.value))
-                found.update(f"{before.entry} {roots.get(before)}\n".encode())
-        return found.digest()
+                    digester.update(digest(before.value))
+                digester.update(f"{before.entry} {roots.get(before)}\n".encode())
+        return digester.digest()
 
 
 def slot_of(tensor: Tensor) -> StorageSlot | None:
     """Return the slot of a tensor of some block, None for any other."""
-    # It is not asked for its device, which `Functions` may answer.
+    # Its device is not read: `Functions` answers that it is the CPU.
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     slot: StorageSlot | None = vars(tensor.untyped_storage()).get(_SLOT)
@@ -340,7 +348,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Return `value`, an argument or result of an operator, with its items changed."""
-    # No function inside a function: one that calls itself keeps all it sees for the collector.
+    # No closure: one that calls itself keeps its variables alive until garbage is collected.
     if isinstance(value, list | tuple):
         return type(value)([mapped(change, item) for item in value])
     return change(value)
@@ -351,7 +359,7 @@ def _described(value: Any) -> Iterator[bytes]:
         case View():
             yield f"{value.slot.number} {value.dtype} {value.size} {value.stride}".encode()
             yield f"{value.offset} {value.is_conj}".encode()
-        case Outside():
+        case OutsideTensor():
             yield digest(value.tensor)
         case torch.Generator():
             yield b"generator"

@@ -1,8 +1,8 @@
-"""Which entries of a log are run for wanted tensors, in which order, and what is freed when.
+"""Which entries of a log are replayed for wanted tensors, in which order, and what is freed when.
 
-Draws stay in their order.  Everything else runs as soon as what it needs is there, if that
-finishes a tensor, and else as late as it can: a model that is cast or scaled as a whole at its
-end would otherwise be in memory as a whole before.
+Draws stay in their order.  An entry that finishes a tensor runs as soon as its inputs are there,
+any other as late as possible: otherwise a model that is cast or scaled at the end of its
+constructor would be in memory as a whole before that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ReplayPlan:
 
     Attributes:
         order: Numbers of entries.
-        drawn_only: Those whose results nobody wants, run for the state of the generator.
-        finished: Wanted slots that are as they will be after an entry; None comes before all.
-        freed: Slots whose memory is of no use after an entry.
+        drawn_only: Those whose results are not needed, run for the state of the generator.
+        finished: Wanted slots that are final after an entry; None comes before all.
+        freed: Slots whose memory is not used after an entry.
     """
 
     order: list[int]
@@ -84,22 +84,22 @@ def _needed(
 
 def _inputs(entry: Entry, wanted: Collection[StorageSlot]) -> set[StorageSlot]:
     """Return the slots whose values `entry` needs for those of `wanted`."""
-    kept = {slot for slot, is_lost in entry.writes.items() if slot in wanted and not is_lost}
-    return kept | entry.reads
+    partly = {slot for slot, is_lost in entry.writes.items() if slot in wanted and not is_lost}
+    return partly | entry.reads
 
 
 def _undrawn(entries: Sequence[Entry], states: Iterable[RandomState]) -> set[int]:
-    """Return the draws that lie between states that are known and `states`."""
-    found: set[int] = set()
+    """Return the draws between states that are known and `states`."""
+    draws: set[int] = set()
     for wanted in states:
         state = wanted
-        while state.value is None and state.entry is not None and state.entry not in found:
-            found.add(state.entry)
+        while state.value is None and state.entry is not None and state.entry not in draws:
+            draws.add(state.entry)
             draw = entries[state.entry].draw
             if draw is None:
                 break
             state = draw.before
-    return found
+    return draws
 
 
 def _order(
@@ -126,20 +126,20 @@ def _order(
 def _dependencies(entries: Sequence[Entry], numbers: Iterable[int]) -> dict[int, set[int]]:
     """Return entry -> entries that must have run before it."""
     writer: dict[StorageSlot, int] = {}
-    readers: dict[StorageSlot, set[int]] = defaultdict(set)
-    found: dict[int, set[int]] = {}
+    consumers: dict[StorageSlot, set[int]] = defaultdict(set)
+    earlier: dict[int, set[int]] = {}
     for number in numbers:
         entry = entries[number]
         touched = entry.reads | entry.writes.keys()
-        found[number] = {writer[slot] for slot in touched if slot in writer}
+        earlier[number] = {writer[slot] for slot in touched if slot in writer}
         for slot in entry.writes:
-            found[number] |= readers.pop(slot, set())
+            earlier[number] |= consumers.pop(slot, set())
         for slot in entry.reads:
-            readers[slot].add(number)
+            consumers[slot].add(number)
         for slot in _written(entry):
             writer[slot] = number
-        found[number].discard(number)
-    return found
+        earlier[number].discard(number)
+    return earlier
 
 
 def _written(entry: Entry) -> set[StorageSlot]:
@@ -148,13 +148,13 @@ def _written(entry: Entry) -> set[StorageSlot]:
 
 def _freed(entries: Sequence[Entry], order: Iterable[int]) -> dict[int, list[StorageSlot]]:
     last: dict[StorageSlot, int] = {}
-    found: dict[int, list[StorageSlot]] = defaultdict(list)
+    freed: dict[int, list[StorageSlot]] = defaultdict(list)
     for number in order:
         entry = entries[number]
         for slot in entry.reads | _written(entry):
             if slot in last and entry.writes.get(slot, False):
-                found[last[slot]].append(slot)
+                freed[last[slot]].append(slot)
             last[slot] = number
     for slot, number in last.items():
-        found[number].append(slot)
-    return found
+        freed[number].append(slot)
+    return freed

@@ -1,4 +1,4 @@
-"""Puts operators off: runs them on the device meta, and writes them down."""
+"""Records operators: runs them on the device meta, and adds them to the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msrun.parallel.deferred.log import (
     ConstructorLog,
     Draw,
     Entry,
-    Outside,
+    OutsideTensor,
     StorageSlot,
     mapped,
     slot_of,
@@ -26,20 +26,20 @@ from msrun.parallel.deferred.replay import replay
 
 # How values from Python, numpy and buffers arrive.
 _LIFTING = frozenset(("aten::lift", "aten::lift_fresh"))
-# Torch computes vectors too wherever operators are watched, and then the values are others.
+# torch computes eigenvectors too while operators are dispatched, which changes the last bits.
 _DECOMPOSING = frozenset(("aten::_linalg_eigh", "aten::_linalg_svd"))
 _DECOMPOSITIONS = frozenset((torch.linalg.eigh, torch.linalg.svd, torch.svd, Tensor.svd))
 _BEFORE = "compute it before init_on_meta, and have the constructor copy it"
 
 
 class Recorder:
-    """Runs what is called in a block.
+    """Runs the operators of a block.
 
     Attributes:
-        log: What was put off.
-        function: Of tensors of the block, that is running; what torch makes on meta for it is
-            of the block too.
-        is_busy: Whether what runs is not the constructor, but torch or this for it.
+        log: The record.
+        function: The running function on tensors of the block; tensors that torch makes on meta
+            for it are of the block too.
+        is_busy: Whether torch or this class runs an operator, and not the constructor.
     """
 
     def __init__(self, log: ConstructorLog) -> None:
@@ -55,10 +55,10 @@ class Recorder:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Do what `operator` does, on meta.
+        """Run `operator` on meta and record it.
 
         Raises:
-            UsageError: It can not be put off.
+            UsageError: It cannot be recorded.
         """
         if self._is_paused:
             return operator(*args, **kwargs)
@@ -86,21 +86,21 @@ class Recorder:
             return self._constant(call.outside[0])
         if call.is_no_concern(is_inside=self.function is not None):
             return operator(*args, **kwargs)
-        return self._put_off(call)
+        return self._record(call)
 
     def real(self, value: Any) -> Any:
-        """Return the values that a tensor of the block has by now, or `value` if it is none."""
+        """Return the current values of a tensor of the block, or `value` if it is not one."""
         if not isinstance(value, Tensor) or slot_of(value) is None:
             return value
         view = self.log.view(value)
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def take(_: StorageSlot, storage: UntypedStorage) -> None:
-            found.append(view.on(storage).clone())
+            tensors.append(view.on(storage).clone())
 
         with self._paused():
             replay(self.log, [view.slot], take)
-        return found[0]
+        return tensors[0]
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -111,19 +111,21 @@ class Recorder:
             self._is_paused = before
 
     def _constant(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor that torch has just been given values for."""
-        kept = _copied(tensor)
-        result: Tensor = without_values(kept)
-        entry = Entry(operator=_copied, args=[Outside(kept, torch_compat.write_count(kept))])
+        """Return a tensor on meta for one that torch has just got values for from Python."""
+        constant = _copied(tensor)
+        result: Tensor = without_values(constant)
+        entry = Entry(
+            operator=_copied, args=[OutsideTensor(constant, torch_compat.write_count(constant))]
+        )
         entry.created.append(self.log.view(result))
         self.log.add(entry)
         return result
 
-    def _put_off(self, call: Call) -> Any:
+    def _record(self, call: Call) -> Any:
         log = self.log
         before = log.random.at(call.generator) if call.is_random else None
         entry = call.entry(log)
-        result = self._learn(call) if call.asks_values else self._run_on_meta(call)
+        result = self._run_on_values(call) if call.needs_values else self._run_on_meta(call)
         results = tensors_of(result)
         if any(tensor.layout is not torch.strided for tensor in results):
             raise UsageError(f"{call.name} makes a tensor that is not dense", hint=_BEFORE)
@@ -145,10 +147,10 @@ class Recorder:
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error).lower():
                 raise
-        return self._learn(call)
+        return self._run_on_values(call)
 
-    def _learn(self, call: Call) -> Any:
-        """Return what `call` returns where torch does not foresee it, from real values."""
+    def _run_on_values(self, call: Call) -> Any:
+        """Return the result of `call` on real values, where meta cannot tell its form."""
         if call.is_random:
             raise UsageError(f"{call.name} can not be put off by init_on_meta", hint=_BEFORE)
 
@@ -161,6 +163,6 @@ class Recorder:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a copy that lies in memory as `tensor` does."""
+    """Return a copy with the strides of `tensor`."""
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
     return copy.copy_(tensor)

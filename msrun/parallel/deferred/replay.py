@@ -1,4 +1,4 @@
-"""Runs entries of a log on the CPU, as the constructor would have."""
+"""Replays entries of a log on the CPU, as the constructor would have run them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msrun.parallel.deferred.log import (
     ConstructorLog,
     Draw,
     Entry,
-    Outside,
+    OutsideTensor,
     RandomState,
     StorageSlot,
     View,
@@ -35,18 +35,18 @@ def replay(
     take: Take,
     states: Collection[RandomState] = (),
 ) -> None:
-    """Give `take` the memory of each of `wanted` as soon as its values are final.
+    """Call `take` with the memory of each of `wanted`, as soon as its values are final.
 
     Generators are in the same states afterwards.
 
     Args:
         log: Of all slots.
         wanted: Slots.
-        take: Must not keep the memory, which is used further or freed.
+        take: Must not keep the memory, which is used again or freed.
         states: Further states of generators that are known afterwards.
 
     Raises:
-        UsageError: What the log read from outside has changed.
+        UsageError: A tensor from outside that the log read has changed.
     """
     plan = make_plan(log.entries, wanted, states)
     default_dtype = torch.get_default_dtype()
@@ -71,7 +71,7 @@ def _restored(generators: Iterable[torch.Generator]) -> Iterator[None]:
 class _Replay:
     def __init__(self, log: ConstructorLog, plan: ReplayPlan, take: Take) -> None:
         self._entries = log.entries
-        self._keep = log.random.kept
+        self._keep = log.random.store
         self._plan = plan
         self._take = take
         self._memory: dict[StorageSlot, UntypedStorage] = {}
@@ -110,29 +110,29 @@ class _Replay:
         if not is_drawn_only:
             for view, tensor in zip(entry.created, tensors_of(result), strict=True):
                 if view is not None:
-                    self._memory[view.slot] = _laid_out(entry, view, tensor)
+                    self._memory[view.slot] = _in_recorded_layout(entry, view, tensor)
 
     def _real(self, value: Any) -> Any:
         match value:
             case View():
                 return value.on(self._storage(value))
-            case Outside():
+            case OutsideTensor():
                 return value.value()
             case _:
                 return value
 
     def _storage(self, view: View) -> UntypedStorage:
-        """Return the memory of a slot; what nobody wrote is zero, so that all ranks agree."""
+        """Return the memory of a slot; unwritten elements are zero, so that all ranks agree."""
         if view.slot not in self._memory:
             self._memory[view.slot] = _memory(view.slot.nbytes)
         return self._memory[view.slot]
 
 
 def _memory(nbytes: int) -> UntypedStorage:
-    """Return memory full of zeros, which goes back to the system at once if it is large.
+    """Return memory full of zeros; if it is large it goes back to the system once it is freed.
 
-    Of what the allocator of the process is given back it may use nothing again, where
-    something small that stays lies behind each tensor.
+    The allocator of the process could not reuse it where something small and lasting follows each
+    tensor.
     """
     if nbytes < _LARGE_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
@@ -143,13 +143,13 @@ def _scratch(value: Any) -> Any:
     return value.on(_memory(value.slot.nbytes)) if isinstance(value, View) else value
 
 
-def _laid_out(entry: Entry, view: View, tensor: Tensor) -> UntypedStorage:
-    """Return the memory of a result, which lies as its stand-in on meta says.
+def _in_recorded_layout(entry: Entry, view: View, tensor: Tensor) -> UntypedStorage:
+    """Return the memory of a result, in the layout that its tensor on meta has.
 
     Raises:
-        UsageError: It lies otherwise, so that what was recorded after it would not be the same.
+        UsageError: Its layout differs, so that what was recorded after it would not be the same.
     """
-    if not _is_alike(tensor, view):
+    if not _has_form(tensor, view):
         name = getattr(entry.operator, "__name__", "an operator")
         raise UsageError(
             f"{name} has another result than torch foresees, so it can not be put off",
@@ -162,7 +162,7 @@ def _laid_out(entry: Entry, view: View, tensor: Tensor) -> UntypedStorage:
     return storage
 
 
-def _is_alike(tensor: Tensor, view: View) -> bool:
+def _has_form(tensor: Tensor, view: View) -> bool:
     if tensor.layout is not torch.strided or tensor.dtype != view.dtype:
         return False
     if tuple(tensor.size()) != view.size or not tensor.numel():

@@ -1,7 +1,7 @@
-"""MindSpore's `Layout`: tensors cut over a device matrix that has names of its own.
+"""MindSpore's `Layout`: tensors sharded over a device matrix that has axis names of its own.
 
-It lists the names of each dim as we do.  On a mesh its axes stand for mesh axes by the rule of
-strategies: one after the other, each as many as make its size.
+A tensor layout lists the aliases of each dim, as ours lists axis names.  On a mesh an alias stands
+for mesh axes by the rule of strategies: one after the other, as many as make its size.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True):
         _check_layout(self.device_matrix, self.alias_name, self.rank_list)
 
     def __call__(self, *entries: Entry) -> TensorLayout:
-        """Return how a tensor is cut.
+        """Return how a tensor is sharded.
 
         Args:
             entries: For each dim an alias, several with the most significant first, or "None".
@@ -63,7 +63,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
-    """A tensor cut over a `Layout`, which makes it.
+    """A tensor sharded over a `Layout`; calling a `Layout` makes one.
 
     Args:
         layout: The device matrix.
@@ -85,7 +85,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
             axes: Mesh axis -> size, the slowest-varying first.
 
         Raises:
-            UsageError: The device matrix is not that mesh, perhaps with axes in one.
+            UsageError: The device matrix is neither that mesh nor that mesh with axes merged.
         """
         sizes = dict(zip(self.layout.alias_name, self.layout.device_matrix, strict=True))
         devices = math.prod(sizes.values())
@@ -99,15 +99,15 @@ class TensorLayout(msgspec.Struct, frozen=True):
         if order != list(range(order[0], order[0] + len(order))):
             raise UsageError(f"rank_list {order}: ranks of a mesh are in ascending order")
         try:
-            found = consecutive_axes(sizes, axes)
+            axes_of = consecutive_axes(sizes, axes)
         except UsageError as error:
             raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
-        for alias, names in found.items():
+        for alias, names in axes_of.items():
             if alias in axes and names != [alias] and sizes[alias] > 1:
                 raise UsageError(
-                    f"{where}: alias {alias} lies where the mesh has {' and '.join(names)}"
+                    f"{where}: alias {alias} stands for mesh axis {' and '.join(names)}"
                 )
-        return [dim_of([n for alias in _aliases(e) for n in found[alias]]) for e in self.entries]
+        return [dim_of([n for alias in _aliases(e) for n in axes_of[alias]]) for e in self.entries]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what MindSpore's `Layout.to_dict` does: axes are counted from the last, 0."""

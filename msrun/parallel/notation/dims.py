@@ -1,17 +1,17 @@
-"""Notations of how tensors are cut: axis names of each dim, and MindSpore's strategies.
+"""Notations of how tensors are sharded: axis names of each dim, and MindSpore's strategies.
 
 Ours lists axis names for each dim of a tensor: `["tp", None]`, or `[["sp", "dp"], None]` with
 the most significant axis first.
 
-MindSpore's strategy gives the number of parts of each dim of each input of an operator.  Its
-device matrix is, in this order, the number of parts of every dim of the operator, where dims
-that are multiplied or added with each other are one, and then what is left, which repeats
-the computation.  `((A, B), (B, C))` of a matrix product has the device matrix (A, B, C, rest),
-ranks row-major.  So on a mesh each dim takes the axes after those of the dim before it, until
-their product is the number of its parts: the axes must be the smallest factors that any
-strategy needs, such as 2 x 2 x 2 where one has (2, 4) and another (4, 2).  So it is for matrix
-products and elementwise operators; some others of MindSpore, its `Gather` among them, order
-their device matrix otherwise, which changes what lies on which rank but no result.
+MindSpore's strategy gives the number of shards of each dim of each input of an operator.  Its
+device matrix has, in this order, the number of shards of every dim of the operator, where dims
+that are multiplied or added with each other count once, and then the remaining devices, which
+replicate the work.  `((A, B), (B, C))` of a matrix product has the device matrix (A, B, C, rest),
+with ranks row-major.  So on a mesh each dim takes the axes after those of the dim before it, until
+their product is its number of shards: the axes must be the smallest factors that any strategy
+needs, such as 2 x 2 x 2 where one has (2, 4) and another (4, 2).  This holds for matrix products
+and elementwise operators; some others of MindSpore, `Gather` among them, order their device matrix
+differently, which changes the shard of a rank but no result.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def axes_of_dims(
     """Return the axes of each of `ndim` dims, the most significant first.
 
     Args:
-        dims: Axis names of each dim; one `...` stands for as many whole dims as fit.
+        dims: Axis names of each dim; one `...` stands for as many replicated dims as fit.
         ndim: Dims of the tensor.
         mesh: Names of the axes there are.
 
     Raises:
-        UsageError: The dims are not as many, or an axis is unknown or stands there twice.
+        UsageError: Their number is wrong, or an axis is unknown or occurs twice.
     """
     entries = list(dims)
     rests = entries.count(REST_OF_DIMS)
@@ -58,9 +58,9 @@ def axes_of_dims(
         entries[at : at + 1] = [None] * max(missing, 0)
     if len(entries) != ndim:
         raise UsageError(f"{shown_dims(dims)} does not fit a {ndim}-dim tensor")
-    found = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
+    named = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
     seen: set[str] = set()
-    for axis in (axis for axes in found for axis in axes):
+    for axis in (axis for axes in named for axis in axes):
         if axis not in mesh:
             raise UsageError(
                 f"{shown_dims(dims)}: axis {axis!r} is not in mesh ({', '.join(mesh)})"
@@ -68,7 +68,7 @@ def axes_of_dims(
         if axis in seen:
             raise UsageError(f"{shown_dims(dims)}: axis {axis!r} stands there twice")
         seen.add(axis)
-    return found
+    return named
 
 
 def dim_of(axes: Sequence[str]) -> Dim:
@@ -99,9 +99,9 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
     if needed > there:
         raise UsageError(f"{needed} parts in all, and {shown_ranks(axes)}")
     left = [name for name, size in axes.items() if size > 1]
-    found: dict[str, list[str]] = {}
+    axes_of: dict[str, list[str]] = {}
     for dim, count in parts.items():
-        taken = found[dim] = []
+        taken = axes_of[dim] = []
         while left and math.prod(axes[name] for name in taken) < count:
             taken.append(left.pop(0))
         if math.prod(axes[name] for name in taken) != count:
@@ -111,7 +111,7 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
                 hint="give the mesh the smallest factors as axes, such as 2 x 2 x 2 for 2 x 4 "
                 "and 4 x 2",
             )
-    return found
+    return axes_of
 
 
 def _shown_mesh(axes: Mapping[str, int]) -> str:
@@ -126,7 +126,7 @@ def shown_ranks(axes: Mapping[str, int]) -> str:
 
 
 class ModuleDims(msgspec.Struct, frozen=True, kw_only=True):
-    """How one module is cut, by axis names.
+    """How one module is sharded, by axis names.
 
     Args:
         params: Of each parameter that modules of its class can have.
@@ -155,7 +155,7 @@ def module_dims(
         out_strategy: As of `strategy_dims`.
 
     Raises:
-        UsageError: The strategy is none of such a module, or does not fit the mesh.
+        UsageError: The strategy is not one of such a module, or does not fit the mesh.
     """
     if kind not in _EQUATIONS and len(strategy) != 1:
         raise UsageError(
@@ -176,7 +176,7 @@ def module_dims(
 def check_strategy(
     strategy: Strategy, axes: Mapping[str, int] | None, *, out_strategy: Strategy | None = None
 ) -> None:
-    """Refuse what is no strategy of a module of any class.
+    """Refuse a strategy that no class of modules can have.
 
     Args:
         strategy: As of `module_dims`.
@@ -244,14 +244,17 @@ def strategy_dims(
         taken = consecutive_axes({names[letter]: parts[letter] for letter in parts}, axes)
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
-    found = {letter: taken[name] for letter, name in names.items()}
+    axes_of = {letter: taken[name] for letter, name in names.items()}
     cut: list[Dims] = [
-        [dim_of(found[letter]) if count > 1 else None for letter, count in zip(*pair, strict=True)]
+        [
+            dim_of(axes_of[letter]) if count > 1 else None
+            for letter, count in zip(*pair, strict=True)
+        ]
         for pair in zip(inputs, strategy, strict=True)
     ]
-    out = [list(found[letter]) for letter in out_letters]
+    out = [list(axes_of[letter]) for letter in out_letters]
     if out_strategy is not None:
-        summed = [axis for letter in parts if letter not in out_letters for axis in found[letter]]
+        summed = [axis for letter in parts if letter not in out_letters for axis in axes_of[letter]]
         _scatter(out, summed, axes, out_strategy)
     return cut, [dim_of(dim) for dim in out]
 
@@ -278,7 +281,7 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
         raise UsageError(
             f"{where}: {equation} takes {len(terms)} of such entries, not {len(strategy)}"
         )
-    found: list[str] = []
+    inputs: list[str] = []
     longest = 0
     for index, (term, counts) in enumerate(zip(terms, strategy, strict=True)):
         leading = len(counts) - len(term.replace("...", ""))
@@ -287,8 +290,8 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
                 f"{where}: input {index} is {term}, which takes other than {len(counts)} numbers"
             )
         longest = max(longest, leading)
-        found.append(term.replace("...", _LEADING[len(_LEADING) - leading :]))
-    return found, out.replace("...", _LEADING[len(_LEADING) - longest :])
+        inputs.append(term.replace("...", _LEADING[len(_LEADING) - leading :]))
+    return inputs, out.replace("...", _LEADING[len(_LEADING) - longest :])
 
 
 def _check_shapes(strategy: Strategy, shapes: Sequence[Sequence[int]], where: str) -> None:
@@ -314,7 +317,7 @@ def _merge(
             name = f"dim {dim} of input {index}"
             known = parts.setdefault(letter, count)
             names.setdefault(letter, name)
-            # What broadcasts has one part, or as many as the others.
+            # A dim that broadcasts has one part, or as many as the others.
             if known != count and not (letter in _LEADING and 1 in (known, count)):
                 raise UsageError(
                     f"{where}: {name} has {count} parts and {names[letter]} has {known}, "
@@ -327,7 +330,7 @@ def _merge(
 def _scatter(
     out: list[list[str]], summed: list[str], axes: Mapping[str, int], wanted: Strategy
 ) -> None:
-    """Let the axes of what is summed cut that dim of `out` where `wanted` has their parts."""
+    """Let the axes of summed dims shard the dim of `out` for which `wanted` asks it."""
     plain = [math.prod(axes[name] for name in dim) for dim in out]
     factor = math.prod(axes[name] for name in summed)
     choices = [plain]

@@ -1,7 +1,7 @@
-"""Rules of a plan in MindSpore's notations: what they say of a module, and what none can mean.
+"""Plan rules in MindSpore's notations: their meaning for a module, and checks without a model.
 
-What needs no model is refused with the configuration, what needs no mesh even before the number
-of ranks is known.
+A rule that fits no model is refused with the configuration; one that fits no mesh even before the
+number of ranks is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msrun.parallel.notation.dims import ModuleDims, check_strategy, module_dims
 
 
 def notation_dims(rule: PlanRule, key: str, kind: str, axes: Mapping[str, int]) -> ModuleDims:
-    """Return what a strategy or a layout says of a module.
+    """Return how a strategy or a layout shards a module.
 
     Args:
         rule: Has one of the two.
@@ -57,7 +57,7 @@ def check_notation(rule: PlanRule, key: str, axes: Mapping[str, int] | None) -> 
 
 
 def _of_layout(rule: LayoutRule, key: str, axes: Mapping[str, int] | None) -> ModuleDims:
-    """Return what `rule` says, by the axes of the mesh or, without one, by its own aliases."""
+    """Return the dims of `rule`, by the axes of the mesh or, without one, by its own aliases."""
     try:
         cut = Layout(tuple(rule.device_matrix), tuple(rule.alias_name), rule.rank_list)
         if axes is not None:

@@ -1,5 +1,43 @@
 """Pipeline parallel: a model cut into stages that work on micro-batches one after the other.
 
-`model.split_model` is the entry.  Importing this package imports no torch; `balance`, `chunks`
-and `timeline` never do.
+The problem.  Layers are spread over ranks along the mesh axis `pp`.  The model is an unmodified
+`nn.Module` that knows nothing of it, and everything else must go on working inside a stage:
+operator plans by module name, recomputation, `fully_shard`, optimizer parallel, checkpoints.
+
+The idea.  A stage is a part of the model's own module tree.
+
+- `trace` follows `forward` with `torch.fx` down to the modules that have stages and leaves those as
+  they are; `split` assigns each step to a chunk and makes one small program for each chunk.
+- `tree` grafts the modules of a stage into a new tree under the names that they had, and frees what
+  other stages own.  `PipelineModel` is that tree.
+- torch's schedules move tensors and keep the order of work.  They see a `Runner` for each chunk and
+  know micro-batches by number alone; shapes, losses and tied weights are ours.
+- A value that a later chunk uses is sent through all chunks in between, so skip connections work.
+  Inputs of the model are read on every rank and never sent.
+- What chunks send (`border`) is known before the first step: `shapes` runs a copy of the model
+  without values, once for each shape of micro-batch.  A model that needs values is measured on its
+  first batch instead, and later batches must have that shape: ranks that met new shapes at
+  different times would wait for each other for ever.
+- Micro-batches have equal shapes: a short one repeats its last sample, which counts nothing.
+
+Invariants.
+
+- The loss is the mean over the samples of the batch, and gradients are those of one process: each
+  micro-batch has the share of its samples, repeated ones excluded.
+- A weight in several stages has equal copies.  Its gradients are added in the order of stages,
+  after those over data-parallel ranks, so copies stay equal to the last bit.
+- What is sent is dense, replicated and of the shape that the receiver expects.
+- Gradients come from `train_step` alone; a call of the model runs forward only (`inference`).
+- Zero-bubble schedules compute gradients of weights apart, by a way of torch that calls no hook of
+  a parameter.  That is used only where nothing depends on those hooks in the middle of a step.
+
+What was tried and lost.  `torch.distributed.pipelining.pipeline` traces into interpreter modules:
+a plan for `nn.Linear` finds none, names and hooks are gone, and gradients of tied weights are not
+summed.  Stage modules that the user writes: the model would know of parallelism.  A list of what
+each stage holds kept every parameter of the model alive on every rank; it is cleared once the
+stage is there.  Gradients of sharded weights were computed together with those of inputs, because
+of hooks, and zero-bubble schedules gained nothing; sums over ranks now follow the schedule.
+
+`model.split_model` is the entry.  Importing this package imports no torch; `balance`, `chunks` and
+`timeline` never do.
 """

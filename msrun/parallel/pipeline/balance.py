@@ -1,4 +1,4 @@
-"""Contiguous parts of equal work: where a model is cut when nobody says it."""
+"""Contiguous parts of equal work: where a model is cut when no stages are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def balance(costs: Sequence[int], sizes: Sequence[int], parts: int) -> list[int]
     """Return the first unit of each part of a sequence that is cut into contiguous parts.
 
     The largest cost of a part is as small as it can be; among such cuts the largest size is;
-    what freedom is left makes costs even.  No part is empty.
+    within both limits costs are as even as can be.  No part is empty.
 
     Example: costs 1 1 1 1 4 in 2 parts -> [0, 4].
 
@@ -61,13 +61,13 @@ class _Sums:
 
     def _earliest(self, parts: int, cost: int, size: int) -> list[int]:
         """Return, for each number of parts, the first unit from which they reach the end."""
-        found = [self._units]
+        ends = [self._units]
         for _ in range(parts):
-            start = found[-1]
-            while start > 0 and self.reach(start - 1, cost, size) >= found[-1]:
+            start = ends[-1]
+            while start > 0 and self.reach(start - 1, cost, size) >= ends[-1]:
                 start -= 1
-            found.append(start)
-        return found
+            ends.append(start)
+        return ends
 
 
 def _least(low: int, high: int, fits: Callable[[int], bool]) -> int:

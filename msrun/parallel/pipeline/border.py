@@ -1,4 +1,4 @@
-"""What crosses from one chunk to the next: whole, dense tensors of shapes both sides know."""
+"""What one chunk sends to the next: replicated, dense tensors of shapes that both sides know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Border:
     """One value that a chunk sends.
 
     Args:
-        name: How a person finds it.
+        name: How messages name it.
         shape: Its shape in one micro-batch.
         dtype: Its type.
         requires_grad: Whether a gradient comes back.
@@ -42,38 +42,40 @@ Tensors = tuple[Tensor, ...]
 Borders = tuple[tuple[Border, ...], ...]
 
 
-def arrive(tensor: Tensor) -> Tensor:
-    """Return `tensor`, with a gradient that can be sent as it lies in memory."""
-    result: Tensor = _Arrival.apply(tensor)  # type: ignore[no-untyped-call]
+def with_dense_gradient(tensor: Tensor) -> Tensor:
+    """Return `tensor`, whose gradient will be contiguous, so that it can be sent."""
+    result: Tensor = _DenseGradient.apply(tensor)  # type: ignore[no-untyped-call]
     return result
 
 
-def depart(values: Sequence[Any], borders: Sequence[Border], arrived: Sequence[Tensor]) -> Tensors:
-    """Return `values` as they can be sent: whole, dense, and as the receiver expects them.
+def ready_to_send(
+    values: Sequence[Any], borders: Sequence[Border], received: Sequence[Tensor]
+) -> Tensors:
+    """Return `values` ready to send: replicated, dense, and as the receiver expects them.
 
     Args:
-        values: What a chunk yields.
-        borders: What it is to send.
-        arrived: What it received.
+        values: The outputs of a chunk.
+        borders: What it is expected to send.
+        received: What it received.
 
     Raises:
         UsageError: A value is something else.
     """
     pairs = zip(values, borders, strict=True)
-    return weld([_fitting(value, border) for value, border in pairs], arrived)
+    return join_graph([_fitting(value, border) for value, border in pairs], received)
 
 
-def weld(values: Sequence[Tensor], arrived: Sequence[Tensor]) -> Tensors:
-    """Return `values`, with one step of the graph behind all of them and `arrived`.
+def join_graph(values: Sequence[Tensor], received: Sequence[Tensor]) -> Tensors:
+    """Return `values` as outputs of one autograd node that also has `received` as inputs.
 
-    torch computes gradients of weights from the steps that their path to the outputs has in common
-    with that of the inputs.  Where there is none, it leaves them out.
+    torch computes gradients of weights apart from the nodes that their path to the outputs shares
+    with that of the inputs.  Without a shared node it would leave them out.
     """
     open_ends = [value for value in values if value.requires_grad]
     if not open_ends:
         return tuple(value.contiguous().detach() for value in values)
-    welded = iter(_Weld.apply(len(open_ends), *open_ends, *arrived))  # type: ignore[no-untyped-call]
-    return tuple(next(welded) if v.requires_grad else v.contiguous().detach() for v in values)
+    joined = iter(_JoinedGraph.apply(len(open_ends), *open_ends, *received))  # type: ignore[no-untyped-call]
+    return tuple(next(joined) if v.requires_grad else v.contiguous().detach() for v in values)
 
 
 def _fitting(value: Any, border: Border) -> Tensor:
@@ -97,8 +99,8 @@ def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} of {str(dtype).removeprefix('torch.')}"
 
 
-class _Arrival(torch.autograd.Function):
-    """Passes a tensor on; its gradient is dense, as torch sends memory and not elements."""
+class _DenseGradient(torch.autograd.Function):
+    """Returns its input; the gradient is contiguous, as torch sends memory and not elements."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -111,10 +113,10 @@ class _Arrival(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class _Weld(torch.autograd.Function):
-    """Passes the first `count` tensors on, dense.
+class _JoinedGraph(torch.autograd.Function):
+    """Returns the first `count` tensors, contiguous.
 
-    They are no views, as torch cuts outputs off their graphs in place.
+    They are no views, as torch detaches outputs from their graphs in place.
     """
 
     @staticmethod

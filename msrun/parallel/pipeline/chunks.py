@@ -1,4 +1,4 @@
-"""Which chunk of the model lies on which stage, and what each schedule asks for.
+"""Which chunk of the model is on which stage, and what each schedule requires.
 
 A *chunk* is a run of the model between two cuts; chunks are numbered in order of execution.  A
 stage is the share of one rank along the pipeline axis: one chunk, or one of each *segment*.
@@ -25,7 +25,7 @@ class Chunks:
     """The chunks of one pipeline.
 
     Args:
-        schedule: Decides on which stage each lies.
+        schedule: Decides on which stage each chunk is.
         stages: Ranks along the pipeline axis.
         segments: Chunks of each stage.
     """
@@ -59,13 +59,13 @@ class Chunks:
         return tuple(self.index(stage, segment) for segment in range(self.segments))
 
     def shown(self, chunk: int) -> str:
-        """Return how a person names `chunk`."""
+        """Return how messages name `chunk`."""
         stage = f"stage {self.stage(chunk)}"
         return stage if self.segments == 1 else f"{stage}, segment {self.segment(chunk)}"
 
 
 def read_chunks(settings: Pipeline, stages: int) -> tuple[Chunks, dict[str, int]]:
-    """Return the chunks that `settings` asks for, and the chunk of each pattern.
+    """Return the chunks that `settings` configures, and the chunk of each pattern.
 
     Raises:
         UsageError: A stage is missing, is not there, or does not suit the schedule.

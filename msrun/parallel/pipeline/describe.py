@@ -1,4 +1,4 @@
-"""A pipeline in words, for a person who is about to wait for it."""
+"""A report of a pipeline: stages, idle time, memory of activations."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def describe(
     sizes: Sequence[int],
     microbatches: int,
     orders: Sequence[Sequence[Action]],
-    kept: Sequence[int] | None = None,
+    saved_bytes: Sequence[int] | None = None,
 ) -> str:
-    """Return what each stage holds, how long it waits and how much it keeps.
+    """Return what each stage has, how long it waits and how much it saves for backward.
 
     Args:
         plan: The model in chunks.
         sizes: Bytes of the parameters of each stage.
         microbatches: Parts of a batch.
-        orders: What each stage does in one step.
-        kept: Bytes that each chunk keeps of a micro-batch until its backward; None if unknown.
+        orders: Actions of each stage in one step.
+        saved_bytes: Bytes that each chunk saves of a micro-batch for backward; None if unknown.
     """
     chunks = plan.chunks
     formula = _FORMULAS.get(chunks.schedule)
@@ -44,7 +44,11 @@ def describe(
         lines.append(
             f"  stage {stage}: {plan.shown(stage)}; {_size(sizes[stage])} of parameters; "
             f"at most {peak_live(order)} micro-batch(es) live"
-            + (f", up to {_size(peak_live(order, kept))} of activations" if kept else "")
+            + (
+                f", up to {_size(peak_live(order, saved_bytes))} of activations"
+                if saved_bytes
+                else ""
+            )
         )
     return "\n".join(lines)
 

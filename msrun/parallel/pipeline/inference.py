@@ -1,4 +1,4 @@
-"""Forward alone, through all stages; torch's schedules cannot do it where stages form a V."""
+"""Forward only, through all stages; torch's schedules cannot do it where stages form a V."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.parallel.local import whole
-from msrun.parallel.pipeline.border import Border, Borders, depart
-from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.border import Border, Borders, ready_to_send
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
+from msrun.parallel.pipeline.ranks import PipelineRanks
 
 
 def infer(
     model: nn.Module,
-    line: PipelineRanks,
+    ranks: PipelineRanks,
     borders: Borders,
-    division: MicrobatchSplit,
+    split: MicrobatchSplit,
     inputs: Sequence[Any],
 ) -> Any:
     """Return the output of the whole batch on every rank of the axis.
@@ -30,50 +30,50 @@ def infer(
     Raises:
         UsageError: The outputs of micro-batches cannot be joined.
     """
-    handed: dict[tuple[int, int], Sequence[Tensor]] = {}
+    passed_on: dict[tuple[int, int], Sequence[Tensor]] = {}
     sending: list[tuple[dist.Work | None, Tensor]] = []
     outputs: list[Any] = []
-    for chunk in line.chunks.of_stage(line.stage):
-        for part in range(division.parts):
-            values = handed.pop((chunk, part), None)
+    for chunk in ranks.chunks.of_stage(ranks.stage):
+        for part in range(split.parts):
+            values = passed_on.pop((chunk, part), None)
             if values is None:
-                values = _receive(line, chunk, borders[chunk - 1] if chunk else ())
-            pieces = division.padded(inputs, part)
+                values = _receive(ranks, chunk, borders[chunk - 1] if chunk else ())
+            pieces = split.padded(inputs, part)
             output = model(*pieces, *values, pipeline_chunk=chunk)
-            if chunk == line.chunks.count - 1:
-                outputs.append(division.trim(map_leaves(whole, output), part))
+            if chunk == ranks.chunks.count - 1:
+                outputs.append(split.trim(map_leaves(whole, output), part))
                 continue
-            sent = depart(output, borders[chunk], ())
-            if line.holds(chunk + 1):
-                handed[chunk + 1, part] = sent
+            sent = ready_to_send(output, borders[chunk], ())
+            if ranks.holds(chunk + 1):
+                passed_on[chunk + 1, part] = sent
             else:
-                peer = line.rank(chunk + 1)
-                sending += [(dist.isend(tensor, peer, line.group), tensor) for tensor in sent]
-    result = _share(line, join(outputs) if outputs else None)
+                peer = ranks.rank(chunk + 1)
+                sending += [(dist.isend(tensor, peer, ranks.group), tensor) for tensor in sent]
+    result = _share(ranks, join(outputs) if outputs else None)
     for work, _ in sending:
         if work is not None:
             work.wait()
     return result
 
 
-def _receive(line: PipelineRanks, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
-    values = [border.empty(line.device).detach() for border in borders]
+def _receive(ranks: PipelineRanks, chunk: int, borders: Sequence[Border]) -> list[Tensor]:
+    values = [border.empty(ranks.device).detach() for border in borders]
     for value in values:
-        dist.recv(value, line.rank(chunk - 1), line.group)
+        dist.recv(value, ranks.rank(chunk - 1), ranks.group)
     return values
 
 
 @dataclass(frozen=True, slots=True)
 class _OutputSlot:
-    """Where a tensor stands in an output that is sent."""
+    """The place of a tensor in an output that is broadcast."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _share(line: PipelineRanks, output: Any) -> Any:
+def _share(ranks: PipelineRanks, output: Any) -> Any:
     """Return the `output` of the last chunk's rank on all ranks."""
-    source = line.rank(line.chunks.count - 1)
+    source = ranks.rank(ranks.chunks.count - 1)
     tensors: list[Tensor] = []
 
     def take_out(tensor: Tensor) -> _OutputSlot:
@@ -81,15 +81,15 @@ def _share(line: PipelineRanks, output: Any) -> Any:
         return _OutputSlot(tuple(tensor.shape), tensor.dtype)
 
     frame = [map_leaves(take_out, output)]
-    dist.broadcast_object_list(frame, source, line.group, device=line.device)
+    dist.broadcast_object_list(frame, source, ranks.group, device=ranks.device)
     for tensor in tensors:
-        dist.broadcast(tensor, source, line.group)
-    if line.holds(line.chunks.count - 1):
+        dist.broadcast(tensor, source, ranks.group)
+    if ranks.holds(ranks.chunks.count - 1):
         return output
 
     def fill(place: _OutputSlot) -> Tensor:
-        tensor = torch.empty(place.shape, dtype=place.dtype, device=line.device)
-        dist.broadcast(tensor, source, line.group)
+        tensor = torch.empty(place.shape, dtype=place.dtype, device=ranks.device)
+        dist.broadcast(tensor, source, ranks.group)
         return tensor
 
     return map_leaves(fill, frame[0], _OutputSlot)

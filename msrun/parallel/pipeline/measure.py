@@ -1,7 +1,7 @@
-"""What chunks hand each other in a model that does not run without values: seen in one run.
+"""What chunks send each other in a model that does not run without values: measured in one run.
 
-Done once, at the first batch.  Later, ranks that divide data could meet new shapes at different
-times, and what communicates inside the model would wait for ever.
+Done once, at the first batch.  Later, data-parallel ranks could meet new shapes at different times,
+and collectives inside the model would wait for ever.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from msrun.errors import UsageError
 from msrun.parallel.local import whole
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, map_leaves
 from msrun.parallel.pipeline.plan import SplitPlan
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.shapes import kinds, make_border
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShapes:
-    """What was seen.
+    """The shapes of the first batch.
 
     Args:
         kinds: Of the inputs of one micro-batch.
@@ -42,21 +42,21 @@ class MeasuredShapes:
     reason: str
 
     def fit(
-        self, division: MicrobatchSplit, inputs: Sequence[Any], *, is_free: bool
+        self, split: MicrobatchSplit, inputs: Sequence[Any], *, may_differ: bool
     ) -> MicrobatchSplit:
-        """Return a division of `inputs` whose micro-batches have the shapes that were seen.
+        """Return a split of `inputs` whose micro-batches have the shapes of the first batch.
 
         Args:
-            division: As it would be without.
+            split: As it would be otherwise.
             inputs: Of the whole batch.
-            is_free: Whether there may be more micro-batches.
+            may_differ: Whether there may be more micro-batches.
 
         Raises:
             UsageError: There is none.
         """
-        needed = -(-division.samples // self.width)
-        parts = max(division.parts, needed) if is_free else division.parts
-        fitting = replace(division, parts=parts, wide=self.width)
+        needed = -(-split.samples // self.width)
+        parts = max(split.parts, needed) if may_differ else split.parts
+        fitting = replace(split, parts=parts, wide=self.width)
         if kinds(fitting.padded(inputs, 0)) != self.kinds:
             raise UsageError(
                 f"{MICROBATCHES}: a micro-batch has another shape than the first, and what stages "
@@ -69,8 +69,8 @@ class MeasuredShapes:
 def measure(
     model: nn.Module,
     plan: SplitPlan,
-    line: PipelineRanks,
-    division: MicrobatchSplit,
+    ranks: PipelineRanks,
+    split: MicrobatchSplit,
     inputs: Sequence[Any],
 ) -> Borders:
     """Run one micro-batch through all chunks but the last; return what they send.
@@ -80,49 +80,49 @@ def measure(
     Raises:
         UsageError: A chunk sends something else than tensors; all ranks say so.
     """
-    pieces = division.padded(inputs, 0)
+    pieces = split.padded(inputs, 0)
     borders: list[tuple[Border, ...]] = []
     values: Sequence[Tensor] = ()
-    with torch.no_grad(), _unchanged(model, line.device):
-        for chunk in range(line.chunks.count - 1):
-            answer: list[tuple[Border, ...] | UsageError] = [()]
-            if line.holds(chunk):
+    with torch.no_grad(), _unchanged(model, ranks.device):
+        for chunk in range(ranks.chunks.count - 1):
+            sent: list[tuple[Border, ...] | UsageError] = [()]
+            if ranks.holds(chunk):
                 output = model(*pieces, *values, pipeline_chunk=chunk)
                 values = map_leaves(whole, output)
-                answer = [_seen(plan, chunk, values)]
-            dist.broadcast_object_list(answer, line.rank(chunk), line.group, device=line.device)
-            if isinstance(answer[0], UsageError):
-                raise answer[0]
-            borders.append(answer[0])
-            values = _pass_on(line, chunk, answer[0], values)
+                sent = [_borders(plan, chunk, values)]
+            dist.broadcast_object_list(sent, ranks.rank(chunk), ranks.group, device=ranks.device)
+            if isinstance(sent[0], UsageError):
+                raise sent[0]
+            borders.append(sent[0])
+            values = _pass_on(ranks, chunk, sent[0], values)
     return tuple(borders)
 
 
-def _seen(plan: SplitPlan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] | UsageError:
+def _borders(plan: SplitPlan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] | UsageError:
     try:
-        found = [
+        borders = [
             make_border(node, value)
             for node, value in zip(plan.programs[chunk].sent, values, strict=True)
         ]
     except UsageError as error:
         return error
-    # Without a graph nobody knows which need a gradient; one too many does no harm.
-    return tuple(replace(b, requires_grad=b.dtype.is_floating_point) for b in found)
+    # Without a graph it is not known which need a gradient; one too many does no harm.
+    return tuple(replace(b, requires_grad=b.dtype.is_floating_point) for b in borders)
 
 
 def _pass_on(
-    line: PipelineRanks, chunk: int, borders: Sequence[Border], values: Sequence[Tensor]
+    ranks: PipelineRanks, chunk: int, borders: Sequence[Border], values: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Return what `chunk` sends, where the next chunk is."""
-    if line.holds(chunk) and line.holds(chunk + 1):
+    if ranks.holds(chunk) and ranks.holds(chunk + 1):
         return values
-    if line.holds(chunk):
+    if ranks.holds(chunk):
         for value in values:
-            dist.send(value.contiguous(), line.rank(chunk + 1), line.group)
-    elif line.holds(chunk + 1):
-        received = [border.empty(line.device).detach() for border in borders]
+            dist.send(value.contiguous(), ranks.rank(chunk + 1), ranks.group)
+    elif ranks.holds(chunk + 1):
+        received = [border.empty(ranks.device).detach() for border in borders]
         for value in received:
-            dist.recv(value, line.rank(chunk), line.group)
+            dist.recv(value, ranks.rank(chunk), ranks.group)
         return received
     return ()
 

@@ -15,10 +15,10 @@ from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSplit:
-    """Samples of a batch, divided into parts as equal as they can be.
+    """How the samples of a batch are split into micro-batches, as equal as they can be.
 
-    All parts have the same shape: one that has fewer samples repeats its last one.  What
-    comes of a repeated sample counts nothing, but modules that look across samples see it.
+    All have the same shape: one with fewer samples repeats its last one.  Outputs of a repeated
+    sample count nothing, but modules that look across samples see it.
 
     Args:
         samples: Samples of the batch.
@@ -49,14 +49,14 @@ class MicrobatchSplit:
         return self.count(part) / self.samples
 
     def padded(self, value: Any, part: int) -> Any:
-        """Return `part` of `value`, as wide as all; tensors without samples are not cut."""
+        """Return `part` of `value`, padded to `width`; tensors without samples are not cut."""
         return map_leaves(lambda tensor: self._rows(tensor, part, self.width), value)
 
     def real(self, value: Any, part: int) -> Any:
         """Return `part` of `value` as `trim` leaves its output; other tensors are not cut."""
-        return map_leaves(lambda tensor: self._rows(tensor, part, self._kept(part)), value)
+        return map_leaves(lambda tensor: self._rows(tensor, part, self._real_rows(part)), value)
 
-    def _kept(self, part: int) -> int:
+    def _real_rows(self, part: int) -> int:
         """Return the samples that `trim` leaves: an empty part keeps one, which counts nothing."""
         return max(self.count(part), 1)
 
@@ -67,7 +67,7 @@ class MicrobatchSplit:
         piece = tensor[start : start + self.count(part)]
         if len(piece) == wanted:
             return piece
-        last = min(start + self._kept(part), self.samples) - 1
+        last = min(start + self._real_rows(part), self.samples) - 1
         return torch.cat([piece, *[tensor[last : last + 1]] * (wanted - len(piece))])
 
     def trim(self, output: Any, part: int) -> Any:
@@ -76,27 +76,27 @@ class MicrobatchSplit:
         Raises:
             UsageError: It has repeated ones, and a tensor in it does not begin with samples.
         """
-        kept = self._kept(part)
+        rows = self._real_rows(part)
 
         def trim_tensor(tensor: Tensor) -> Tensor:
             if tensor.dim() and len(tensor) == self.width:
-                return tensor[:kept]
+                return tensor[:rows]
             raise UsageError(
                 f"{MICROBATCHES}: {self.samples} samples do not divide into {self.parts} equal "
                 f"micro-batches, and an output of shape {tuple(tensor.shape)} "
                 "does not begin with samples"
             )
 
-        return output if kept == self.width else map_leaves(trim_tensor, output)
+        return output if rows == self.width else map_leaves(trim_tensor, output)
 
 
-def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> MicrobatchSplit:
-    """Return how a batch with these inputs is divided.
+def split_batch(inputs: Sequence[Any], parts: int, *, may_differ: bool) -> MicrobatchSplit:
+    """Return how a batch with these inputs is split.
 
     Args:
         inputs: Of the whole batch.
         parts: Micro-batches.
-        is_free: Whether there are fewer where there are fewer samples.
+        may_differ: Whether there are fewer where there are fewer samples.
 
     Raises:
         UsageError: There is no tensor in it, or no sample.
@@ -108,7 +108,7 @@ def divide(inputs: Sequence[Any], parts: int, *, is_free: bool) -> MicrobatchSpl
     samples = lengths[0]
     if samples == 0:
         raise UsageError("the batch has no sample")
-    return MicrobatchSplit(samples, min(parts, samples) if is_free else parts)
+    return MicrobatchSplit(samples, min(parts, samples) if may_differ else parts)
 
 
 def join(outputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The model of `rt.shard` with a pipeline: one stage's part, and the way through all of them."""
+"""The model of `rt.shard` with a pipeline: the modules of one stage, and steps through all."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
-from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.measure import MeasuredShapes, measure
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit, divide
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
 from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
 from msrun.parallel.pipeline.tree import check_names, graft, program_of, release
 
-# Schedules are kept for so many shapes of micro-batches: each has buffers for what it receives.
+# Schedules are cached for so many shapes of micro-batches: each has buffers for what it receives.
 _SCHEDULES_MAX = 4
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -40,7 +40,7 @@ def split_model(
     device: torch.device,
     sample: Sequence[Any] | None = None,
 ) -> PipelineModel:
-    """Return this rank's part of `model`, which is used up: what others hold loses its values.
+    """Return this rank's stage of `model`, which is used up: other stages' tensors lose values.
 
     All ranks of the axis call it with equal models.
 
@@ -57,60 +57,64 @@ def split_model(
     """
     check_names(PipelineModel, model)
     plan = plan_split(model, settings, group.size(), sample)
-    line = PipelineRanks(chunks=plan.chunks, group=group, device=device)
-    return SplitModel(model, plan, settings.microbatches, line)
+    ranks = PipelineRanks(chunks=plan.chunks, group=group, device=device)
+    return SplitModel(model, plan, settings.microbatches, ranks)
 
 
 class PipelineModel(nn.Module):
-    """One stage's part of a model, under the names it had; called, it runs all stages.
+    """One stage of a model, with parameters under the names they had; calling it runs all stages.
 
-    What a chunk does, and what chunks hand each other, is said by those who cut models.
+    A subclass knows how a chunk runs and what chunks send each other.
 
     Args:
         model: The whole model.
-        cut: What each stage holds.
+        cut: Modules and parameters of each stage.
         microbatches: Parts of a batch.
-        line: The pipeline.
+        ranks: The pipeline.
 
     Attributes:
-        reduces_once: What is fully sharded in it stays as it is until the end of a step.
-        keeps_results: Recomputed modules in it keep some of their results.
+        reduces_once: Fully sharded parameters in it are not reduced before the end of a step.
+        keeps_results: Recomputed modules in it save some of their results.
     """
 
     reduces_once = False
     keeps_results = False
 
     def __init__(
-        self, model: nn.Module, cut: PipelineCut, microbatches: int, line: PipelineRanks
+        self, model: nn.Module, cut: PipelineCut, microbatches: int, ranks: PipelineRanks
     ) -> None:
         super().__init__()
-        graft(self, model, cut, line.stage)
-        release(model, cut, line.stage)
+        graft(self, model, cut, ranks.stage)
+        release(model, cut, ranks.stage)
         self.training = model.training  # not that of the modules, which may differ
         self._name = type(model).__name__
         self._norms = [n for n, part in model.named_modules() if isinstance(part, _BATCH_NORMS)]
         self._cut = cut
-        self._line = line
+        self._ranks = ranks
         self._microbatches = microbatches
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
-        self._tied = TiedWeights(self, find_ties(cut), line.group)
-        self._sizes = [sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.holdings]
-        for holding in cut.holdings:
-            holding.clear()  # what is divided, or held by others, would stay whole here
+        self._tied = TiedWeights(self, find_ties(cut), ranks.group)
+        self._sizes = [
+            sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
+        ]
+        for params in cut.stage_params:
+            params.clear()  # or parameters of other stages would stay in memory here
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
-        """Return what a chunk of this stage makes of the model's inputs and what it received."""
+        """Run a chunk of this stage on the model's inputs and what it received."""
         raise NotImplementedError
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
-        """Return how a batch is divided, and what its micro-batches make chunks send.
+    def _prepare(
+        self, inputs: Sequence[Any], *, may_differ: bool
+    ) -> tuple[MicrobatchSplit, Borders]:
+        """Return how a batch is split, and what chunks send for one of its micro-batches.
 
         Args:
             inputs: Of the whole batch.
-            is_free: Whether there may be another number of micro-batches than configured.
+            may_differ: Whether there may be another number of micro-batches than configured.
 
         Raises:
-            UsageError: The batch cannot be divided, or stages would send what they cannot.
+            UsageError: The batch cannot be split, or stages would send something else than tensors.
         """
         raise NotImplementedError
 
@@ -119,10 +123,10 @@ class PipelineModel(nn.Module):
 
         Args:
             inputs: As of the model.
-            pipeline_chunk: Runs that chunk alone, which is how the whole runs.
+            pipeline_chunk: Runs that chunk alone; a run of the model consists of such calls.
 
         Raises:
-            UsageError: A gradient is expected: those come from `train_step` alone.
+            UsageError: Gradients are enabled: those come from `train_step` alone.
         """
         if pipeline_chunk is not None:
             return self._run_chunk(pipeline_chunk, inputs)
@@ -132,8 +136,8 @@ class PipelineModel(nn.Module):
                 hint="call rt.step to train; evaluate with model.eval() or under torch.no_grad()",
             )
         with torch.no_grad():
-            division, borders = self._prepare(inputs, is_free=True)
-            return infer(self, self._line, borders, division, inputs)
+            split, borders = self._prepare(inputs, may_differ=True)
+            return infer(self, self._ranks, borders, split, inputs)
 
     def train_step(
         self, inputs: Sequence[Any], target: Any, loss_fn: LossFunction, scale: float = 1.0
@@ -153,26 +157,26 @@ class PipelineModel(nn.Module):
             The mean loss, the same on all ranks of the axis.
 
         Raises:
-            UsageError: The batch cannot be divided, or stages would send what they cannot.
+            UsageError: The batch cannot be split, or stages would send something else than tensors.
         """
-        division, borders = self._prepare(inputs, is_free=False)
-        if self.training and self._norms and division.repeats:
+        split, borders = self._prepare(inputs, may_differ=False)
+        if self.training and self._norms and split.repeats:
             raise UsageError(
-                f"{ROOT}.pipeline.microbatches: {division.samples} samples do not divide into "
-                f"{division.parts} equal micro-batches, and {self._norms[0]} would see some twice"
+                f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
+                f"{split.parts} equal micro-batches, and {self._norms[0]} would see some twice"
             )
-        work = Work(division=division, inputs=inputs, target=target, loss_fn=loss_fn, scale=scale)
+        work = Work(split=split, inputs=inputs, target=target, loss_fn=loss_fn, scale=scale)
         self._schedule(borders).run(work)
         for param in self.parameters():
-            local_gradient(param)  # completes what was computed apart, without its hook
-        # The ranks before the last one do not know the type of the loss, but what leads to it.
+            local_gradient(param)  # completes gradients that were computed apart, without a hook
+        # Ranks before the last do not know the type of the loss, only that of tensors sent.
         sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
         dtype = reduce(torch.promote_types, sent, torch.float32)
-        loss = torch.zeros((), device=self._line.device, dtype=dtype)
+        loss = torch.zeros((), device=self._ranks.device, dtype=dtype)
         if work.losses:
             loss += torch.stack(work.losses).sum()
-        last = self._line.rank(self._cut.chunks.count - 1)
-        dist.broadcast(loss, last, self._line.group)
+        last = self._ranks.rank(self._cut.chunks.count - 1)
+        dist.broadcast(loss, last, self._ranks.group)
         return loss
 
     def reduce_tied(self) -> None:
@@ -183,11 +187,11 @@ class PipelineModel(nn.Module):
         self._tied.reduce()
 
     def borrowed(self) -> set[Parameter]:
-        """Return the parameters here that an earlier stage holds too: for norms, they are its."""
+        """Return the parameters here that an earlier stage has too, and counts in norms."""
         return self._tied.borrowed()
 
     def describe(self, inputs: Sequence[Any] | None = None) -> str:
-        """Return the stages, how long they wait and what they keep, as text.
+        """Return a report of the stages: modules, idle time, activations.
 
         All ranks of the axis take part.
 
@@ -196,55 +200,57 @@ class PipelineModel(nn.Module):
         """
         nothing: Borders = ((),) * (self._cut.chunks.count - 1)
         orders = self._make_schedule(nothing).orders()
-        kept = None if inputs is None else self._kept(inputs)
-        return describe(self._cut, self._sizes, self._microbatches, orders, kept)
+        saved_bytes = None if inputs is None else self._saved_bytes(inputs)
+        return describe(self._cut, self._sizes, self._microbatches, orders, saved_bytes)
 
-    def _kept(self, inputs: Sequence[Any]) -> Sequence[int] | None:  # noqa: ARG002 - of others
-        """Return what each chunk keeps of a micro-batch until its backward, None if unknown."""
+    def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:  # noqa: ARG002 - of others
+        """Return the bytes that each chunk saves of a micro-batch for backward; None if unknown."""
         return None
 
     def _schedule(self, borders: Borders) -> Schedule:
-        """Return the schedule for these shapes; the one that was not used for longest goes."""
-        found = self._schedules.pop(borders, None) or self._make_schedule(borders)
-        self._schedules[borders] = found
+        """Return the schedule for these shapes; the least recently used one is dropped."""
+        schedule = self._schedules.pop(borders, None) or self._make_schedule(borders)
+        self._schedules[borders] = schedule
         if len(self._schedules) > _SCHEDULES_MAX:
             self._schedules.popitem(last=False)
-        return found
+        return schedule
 
     def _make_schedule(self, borders: Borders) -> Schedule:
-        line = self._line
-        return Schedule(self, line, borders, self._microbatches)
+        ranks = self._ranks
+        return Schedule(self, ranks, borders, self._microbatches)
 
 
 class SplitModel(PipelineModel):
-    """A stage of a model whose `forward` was followed from module to module.
+    """A stage of a model that was cut between modules, by `split_model`.
 
-    Made by `split_model`.  What divides or wraps modules is applied to it as to any model.
+    Whatever shards or wraps modules applies to it as to any model.
     """
 
     def __init__(
-        self, model: nn.Module, plan: SplitPlan, microbatches: int, line: PipelineRanks
+        self, model: nn.Module, plan: SplitPlan, microbatches: int, ranks: PipelineRanks
     ) -> None:
         shapes = Shapes(plan, model)
-        super().__init__(model, plan, microbatches, line)
-        own = plan.chunks.of_stage(line.stage)
+        super().__init__(model, plan, microbatches, ranks)
+        own = plan.chunks.of_stage(ranks.stage)
         self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
         self._plan = plan
         self._shapes = shapes
         self._measured: MeasuredShapes | None = None
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
-        """Return what the modules of a chunk make of `inputs`."""
+        """Run the modules of a chunk."""
         return self._programs[chunk](self, *inputs)
 
-    def _kept(self, inputs: Sequence[Any]) -> Sequence[int] | None:
-        """Return the bytes that a copy without values keeps."""
-        division, borders = self._prepare(inputs, is_free=False)
-        piece = division.padded(inputs, 0)
-        return self._shapes.kept(piece, borders, training=self.training)
+    def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
+        """Return the bytes that a copy without values saves."""
+        split, borders = self._prepare(inputs, may_differ=False)
+        piece = split.padded(inputs, 0)
+        return self._shapes.saved_bytes(piece, borders, training=self.training)
 
-    def _prepare(self, inputs: Sequence[Any], *, is_free: bool) -> tuple[MicrobatchSplit, Borders]:
-        """Return how a batch is divided, and what chunks send: as a copy without values does."""
+    def _prepare(
+        self, inputs: Sequence[Any], *, may_differ: bool
+    ) -> tuple[MicrobatchSplit, Borders]:
+        """Return how a batch is split, and what chunks send, found with a copy without values."""
         names = self._plan.traced.inputs
         if len(inputs) != len(names):
             raise UsageError(
@@ -252,13 +258,13 @@ class SplitModel(PipelineModel):
                 f"not {len(inputs)}, as it was split",
                 hint="an input with a default is one if it is in the sample of rt.shard",
             )
-        division = divide(inputs, self._microbatches, is_free=is_free)
+        split = split_batch(inputs, self._microbatches, may_differ=may_differ)
         if self._measured is None:
             try:
-                piece = division.padded(inputs, 0)
-                return division, self._shapes.find(piece, training=self.training)
+                piece = split.padded(inputs, 0)
+                return split, self._shapes.find(piece, training=self.training)
             except NeedsValues as reason:
-                borders = measure(self, self._plan, self._line, division, inputs)
-                kind = kinds(division.padded(inputs, 0))
-                self._measured = MeasuredShapes(kind, division.width, borders, str(reason))
-        return self._measured.fit(division, inputs, is_free=is_free), self._measured.borders
+                borders = measure(self, self._plan, self._ranks, split, inputs)
+                kind = kinds(split.padded(inputs, 0))
+                self._measured = MeasuredShapes(kind, split.width, borders, str(reason))
+        return self._measured.fit(split, inputs, may_differ=may_differ), self._measured.borders

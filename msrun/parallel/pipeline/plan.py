@@ -1,4 +1,4 @@
-"""How a model is cut into stages, found and checked before anything is changed."""
+"""Where a model is cut into stages: decided and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from msrun.errors import UsageError
 from msrun.parallel.config import Pipeline
 from msrun.parallel.match import matching
-from msrun.parallel.pipeline import auto
+from msrun.parallel.pipeline import even_cut
 from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
 from msrun.parallel.pipeline.split import ChunkProgram, assign, cut, place
 from msrun.parallel.pipeline.trace import Trace, input_names, trace
@@ -29,7 +29,7 @@ class PipelineCut(Protocol):
         """The chunks there are."""
 
     @property
-    def holdings(self) -> list[dict[str, Parameter]]:
+    def stage_params(self) -> list[dict[str, Parameter]]:
         """Name -> parameter of each stage; a shared one is in several, or has several names.
 
         The model that is made of it empties them.
@@ -37,20 +37,20 @@ class PipelineCut(Protocol):
 
     @property
     def measure(self) -> str | None:
-        """What was made even; None where the stages were named."""
+        """What was balanced; None where the stages were named."""
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that are no part of the model, by name."""
+        """Tensors that are neither parameters nor buffers, by name."""
 
     def modules(self, stage: int) -> list[str]:
-        """Return the names of the modules that `stage` has as they are."""
+        """Return the names of the modules that `stage` takes over unchanged."""
 
     def attributes(self, stage: int) -> list[str]:
-        """Return what else `stage` holds: parameters, buffers, constants."""
+        """Return the names of what else `stage` has: parameters, buffers, constants."""
 
     def shown(self, stage: int) -> str:
-        """Return how a person finds what `stage` runs."""
+        """Return how reports name what `stage` runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,16 @@ class SplitPlan:
     Args:
         chunks: The chunks there are.
         traced: The whole model.
-        programs: What each chunk does.
-        holdings: Name -> parameter of each stage; a shared one is in several, or has several names.
-        measure: What was made even; None where the stages were named.
+        programs: Program of each chunk.
+        stage_params: Name -> parameter, of each stage; a shared one is in several, or has several
+            names.
+        measure: What was balanced; None where the stages were named.
     """
 
     chunks: Chunks
     traced: Trace
     programs: list[ChunkProgram]
-    holdings: list[dict[str, Parameter]]
+    stage_params: list[dict[str, Parameter]]
     measure: str | None
 
     @property
@@ -81,9 +82,9 @@ class SplitPlan:
         return [name for c in self.chunks.of_stage(stage) for name in self.programs[c].modules]
 
     def attributes(self, stage: int) -> list[str]:
-        """Return what else `stage` holds: buffers, constants, parameters used by themselves."""
+        """Return what else `stage` has: buffers, constants, parameters used by themselves."""
         names = [name for c in self.chunks.of_stage(stage) for name in self.programs[c].attributes]
-        return list(dict.fromkeys([*names, *self.holdings[stage]]))
+        return list(dict.fromkeys([*names, *self.stage_params[stage]]))
 
     def shown(self, stage: int) -> str:
         """Return the modules that `stage` calls, by segments."""
@@ -100,7 +101,7 @@ def plan_split(
         model: Nothing in it changes.
         settings: Where to cut.
         stages: Ranks along the pipeline axis.
-        sample: Inputs of one batch, for `auto`; see `auto.place_evenly`.
+        sample: Inputs of one batch, for `auto`; see `even_cut.place_evenly`.
 
     Raises:
         UsageError: It cannot be cut so.
@@ -120,16 +121,16 @@ def plan_split(
         calls = [node for node in traced.graph.nodes if node.op == "call_module"]
         modules = {node: named[node.target] for node in calls if node.target in named}
     else:
-        traced = trace(model, auto.leaves(model, chunks.count), inputs)
-        modules, measure = auto.place_evenly(model, traced, chunks, sample)
+        traced = trace(model, even_cut.leaves(model, chunks.count), inputs)
+        modules, measure = even_cut.place_evenly(model, traced, chunks, sample)
     movable = [node for node in modules if not _has_parameters(model, str(node.target))]
     places = place(traced.graph, modules, chunks, movable)
     programs = cut(traced.graph, places, chunks)
-    holdings = _holdings(model, programs, chunks)
-    for name, param, chunk in _unused(model, holdings, named, patterns):
-        holdings[chunks.stage(chunk)][name] = param
+    stage_params = _stage_params(model, programs, chunks)
+    for name, param, chunk in _unused(model, stage_params, named, patterns):
+        stage_params[chunks.stage(chunk)][name] = param
     return SplitPlan(
-        chunks=chunks, traced=traced, programs=programs, holdings=holdings, measure=measure
+        chunks=chunks, traced=traced, programs=programs, stage_params=stage_params, measure=measure
     )
 
 
@@ -138,7 +139,7 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _leaves(named: Mapping[str, int], names: Sequence[str]) -> Callable[[str], bool]:
-    """Return which modules stay whole: those whose parts are all in one chunk, or in none."""
+    """Return which modules are one step: all their submodules are in one chunk, or in none."""
     mixed: set[str] = set()
     for name in names:
         above = name
@@ -173,35 +174,35 @@ def _refuse(missing: Sequence[str]) -> None:
         )
 
 
-def _holdings(
+def _stage_params(
     model: nn.Module, programs: Sequence[ChunkProgram], chunks: Chunks
 ) -> list[dict[str, Parameter]]:
     """Return the parameters that the programs of each stage use, by name."""
-    found: list[dict[str, Parameter]] = [{} for _ in range(chunks.stages)]
+    by_stage: list[dict[str, Parameter]] = [{} for _ in range(chunks.stages)]
     every = dict(model.named_parameters(remove_duplicate=False))
     for chunk, program in enumerate(programs):
-        holding = found[chunks.stage(chunk)]
+        params = by_stage[chunks.stage(chunk)]
         for name in program.modules:
             for part, param in model.get_submodule(name).named_parameters(remove_duplicate=False):
-                holding[f"{name}.{part}"] = param
+                params[f"{name}.{part}"] = param
         for name in program.attributes:
             if name in every:
-                holding[name] = every[name]
-    return found
+                params[name] = every[name]
+    return by_stage
 
 
 def _unused(
     model: nn.Module,
-    holdings: Sequence[Mapping[str, Parameter]],
+    stage_params: Sequence[Mapping[str, Parameter]],
     named: Mapping[str, int],
     patterns: Mapping[str, int],
 ) -> Iterator[tuple[str, Parameter, int]]:
-    """Yield the parameters that no program uses, with the chunk they are to stay with.
+    """Yield the parameters that no program uses, with the chunk that gets them.
 
     Raises:
         UsageError: Stages are named, and one of them has none.
     """
-    used = {param for holding in holdings for param in holding.values()}
+    used = {param for params in stage_params for param in params.values()}
     missing = []
     for name, param in model.named_parameters():
         if param in used:

@@ -1,8 +1,8 @@
 """torch's schedules over our chunks.
 
-torch moves tensors and keeps the order of work.  Everything else it leaves to `Runner`: it is told
-the shapes between chunks, knows micro-batches by number alone, and gets the loss as the output of
-the last chunk.
+torch moves tensors and keeps the order of work.  Everything else is up to `Runner`: torch gets the
+shapes between chunks, knows micro-batches by number alone, and sees the loss as the output of the
+last chunk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ from torch.nn import Parameter
 
 from msrun.errors import UsageError
 from msrun.parallel.local import scalar_loss
-from msrun.parallel.pipeline.border import Border, Borders, arrive, depart, weld
-from msrun.parallel.pipeline.line import PipelineRanks
+from msrun.parallel.pipeline.border import (
+    Border,
+    Borders,
+    join_graph,
+    ready_to_send,
+    with_dense_gradient,
+)
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
+from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -44,7 +50,7 @@ _MULTI = {
     "dualpipev": ScheduleDualPipeV,
 }
 
-# What the last chunk yields; nobody receives it.
+# The output of the last chunk, which is sent to no other.
 _LOSS = (Border(name="loss", shape=(), dtype=torch.float32, requires_grad=True),)
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -55,7 +61,7 @@ class Work:
     """What all micro-batches of one step need.
 
     Args:
-        division: How the batch is divided.
+        split: How the batch is split.
         inputs: Inputs of the whole batch.
         target: Last argument of the loss.
         loss_fn: Mean loss of samples.
@@ -63,7 +69,7 @@ class Work:
         losses: Shares of the mean loss so far, on the last stage.
     """
 
-    division: MicrobatchSplit
+    split: MicrobatchSplit
     inputs: Sequence[Any]
     target: Any
     loss_fn: LossFunction
@@ -71,14 +77,14 @@ class Work:
     losses: list[Tensor] = field(default_factory=list)
 
     def loss(self, output: Any, part: int) -> Tensor:
-        """Return the share of micro-batch `part` in what is differentiated.
+        """Return the share of micro-batch `part` in the loss that is differentiated.
 
         Raises:
             UsageError: The loss is not one number.
         """
-        target = self.division.real(self.target, part)
-        loss = scalar_loss(self.loss_fn(self.division.trim(output, part), target))
-        share = self.division.share(part)
+        target = self.split.real(self.target, part)
+        loss = scalar_loss(self.loss_fn(self.split.trim(output, part), target))
+        share = self.split.share(part)
         self.losses.append(loss.detach().reshape(()) * share)
         return loss.reshape(()) * (share * self.scale)
 
@@ -94,14 +100,14 @@ class Runner(nn.Module):
 
     def __init__(self, model: nn.Module, chunk: int, sent: Sequence[Border]) -> None:
         super().__init__()
-        # As no part of this module: torch would throw away gradients of what is fully sharded.
+        # Not as a submodule: torch would throw away gradients of fully sharded parameters.
         self._run = partial(model, pipeline_chunk=chunk)
         self._weights = model.parameters
         self.work: Work | None = None
         self._sent = sent
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:  # noqa: FBT001, FBT002
-        """Yield the parameters whose gradients torch may compute apart from the others."""
+        """Yield the parameters whose gradients torch may compute apart from those of inputs."""
         return self._weights(recurse)
 
     def forward(self, *received: Tensor, part: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -109,12 +115,12 @@ class Runner(nn.Module):
         if self.work is None:
             raise RuntimeError("there is no batch")
         index = int(part.item())
-        inputs = self.work.division.padded(self.work.inputs, index)
-        arrived = [arrive(tensor) for tensor in received]
-        output = self._run(*inputs, *arrived)
+        inputs = self.work.split.padded(self.work.inputs, index)
+        tensors = [with_dense_gradient(tensor) for tensor in received]
+        output = self._run(*inputs, *tensors)
         if self._sent is _LOSS:
-            return weld([self.work.loss(output, index)], arrived)[0]
-        return depart(output, self._sent, arrived)
+            return join_graph([self.work.loss(output, index)], tensors)[0]
+        return ready_to_send(output, self._sent, tensors)
 
 
 class Schedule:
@@ -122,17 +128,17 @@ class Schedule:
 
     Args:
         model: This stage's part of the model.
-        line: The pipeline.
+        ranks: The pipeline.
         borders: What each chunk but the last sends.
         microbatches: Parts of a batch.
     """
 
     def __init__(
-        self, model: nn.Module, line: PipelineRanks, borders: Borders, microbatches: int
+        self, model: nn.Module, ranks: PipelineRanks, borders: Borders, microbatches: int
     ) -> None:
-        self._line = line
-        chunks = line.chunks
-        own = chunks.of_stage(line.stage)
+        self._ranks = ranks
+        chunks = ranks.chunks
+        own = chunks.of_stage(ranks.stage)
         sent = [*borders, _LOSS]
         self._parts = torch.arange(microbatches)
         self._runners = [Runner(model, chunk, sent[chunk]) for chunk in own]
@@ -141,10 +147,10 @@ class Schedule:
                 runner,
                 chunk,
                 chunks.count,
-                line.device,
+                ranks.device,
                 input_args=_empty(borders[chunk - 1] if chunk else ()),
                 output_args=_empty(sent[chunk]),
-                group=line.group,
+                group=ranks.group,
                 dw_builder=_builder(model, borders[chunk - 1] if chunk else ()),
             )
             for runner, chunk in zip(self._runners, own, strict=True)
@@ -163,31 +169,31 @@ class Schedule:
         try:
             self._schedule.step(part=self._parts, target=self._parts, return_outputs=False)
         except RuntimeError as error:
-            if sentence := _sentence(error):
-                raise sentence from None
+            if usage_error := _usage_error(error):
+                raise usage_error from None
             raise
         finally:
             for runner in self._runners:
                 runner.work = None
 
     def orders(self) -> list[list[Action]]:
-        """Return what each stage does, in order."""
-        chunks, count = self._line.chunks, len(self._parts)
+        """Return the actions of each stage, in order."""
+        chunks, count = self._ranks.chunks, len(self._parts)
         if chunks.schedule in _MULTI:
             return [_actions(order) for _, order in sorted(self._schedule.pipeline_order.items())]
-        # torch's own account of 1F1B forgets a micro-batch on the last stage.
+        # torch's own order of 1F1B forgets a micro-batch on the last stage.
         stages = range(chunks.stages)
         warm = {s: count if chunks.schedule == "gpipe" else chunks.stages - s for s in stages}
         return [plain_order(stage, count, warm=warm[stage]) for stage in stages]
 
 
 def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] | None:
-    """Return what computes gradients of weights apart from inputs'; None leaves it to torch.
+    """Return how gradients of weights are computed apart from inputs'; None leaves it to torch.
 
     torch's way begins at inputs with a gradient, calls no hook of a parameter, and runs backward
-    twice.  What is fully sharded and reduced or sharded again in each backward depends on those
-    hooks, and results that a recomputation keeps are handed out once; then both gradients are
-    computed at once, and nothing is left for later.
+    twice.  Fully sharded parameters that are reduced or sharded again in each backward depend on
+    those hooks, and results that a recomputation saves are handed out only once; then both
+    gradients are computed together, and nothing is left for later.
     """
     is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
     can_wait = not is_hooked or getattr(model, "reduces_once", False)
@@ -208,7 +214,7 @@ def _actions(order: Sequence[Any]) -> list[Action]:
 
 
 def _loss_itself(output: Tensor, part: Tensor) -> Tensor:
-    """Return the loss, which the last chunk yields."""
+    """Return the output of the last chunk, which is the loss."""
     del part
     return output
 
@@ -217,8 +223,8 @@ def _empty(borders: Sequence[Border]) -> tuple[Tensor, ...]:
     return tuple(border.empty(torch.device("meta")) for border in borders)
 
 
-def _sentence(error: BaseException) -> UsageError | None:
-    """Return the sentence for a person that torch wrapped in `error`."""
+def _usage_error(error: BaseException) -> UsageError | None:
+    """Return the `UsageError` that torch wrapped in `error`, if there is one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UsageError):
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""What chunks hand each other, for each shape of micro-batches."""
+"""What chunks send each other, for each shape of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from msrun.parallel.pipeline.trace import shown
 
 
 class NeedsValues(Exception):  # noqa: N818 - no failure: they are measured then
-    """The model does not run without values."""
+    """The model does not run without values; the text says why."""
 
 
 class Shapes:
@@ -30,7 +30,7 @@ class Shapes:
 
     def __init__(self, plan: SplitPlan, model: nn.Module) -> None:
         self._plan = plan
-        self._found: dict[Hashable, Borders] = {}
+        self._known: dict[Hashable, Borders] = {}
         self._skeleton: Skeleton | None = None
         self._reason = ""
         try:
@@ -46,14 +46,16 @@ class Shapes:
             NeedsValues: It cannot be known; the text says why.
         """
         key = (training, kinds(inputs))
-        if key not in self._found:
-            self._found[key] = self._borders(inputs, training=training)
-        return self._found[key]
+        if key not in self._known:
+            self._known[key] = self._borders(inputs, training=training)
+        return self._known[key]
 
-    def kept(self, inputs: Sequence[Any], borders: Borders, *, training: bool) -> list[int] | None:
-        """Return the bytes that each chunk keeps of one micro-batch until its backward.
+    def saved_bytes(
+        self, inputs: Sequence[Any], borders: Borders, *, training: bool
+    ) -> list[int] | None:
+        """Return the bytes that each chunk saves of one micro-batch for its backward.
 
-        As the model is before modules recompute or are divided.  None where it needs values.
+        Without recomputation and sharding inside a stage.  None where the model needs values.
 
         Args:
             inputs: Of the micro-batch.
@@ -62,14 +64,14 @@ class Shapes:
         """
         if self._skeleton is None:
             return None
-        found = []
+        saved = []
         try:
             for program, received in zip(self._plan.programs, [(), *borders], strict=True):
                 values = [*inputs, *(border.empty(META) for border in received)]
-                found.append(self._skeleton.kept(program.graph, values, training=training))
+                saved.append(self._skeleton.saved_bytes(program.graph, values, training=training))
         except Exception:  # noqa: BLE001 - the model's own code may raise anything
             return None
-        return found
+        return saved
 
     def _borders(self, inputs: Sequence[Any], *, training: bool) -> Borders:
         if self._skeleton is None:

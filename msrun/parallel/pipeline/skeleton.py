@@ -39,7 +39,7 @@ class Skeleton:
     def values(
         self, inputs: Sequence[Any], wanted: Collection[fx.Node], *, training: bool
     ) -> dict[fx.Node, Any]:
-        """Return what the `wanted` steps yield for `inputs`; tensors have no values.
+        """Return the outputs of the `wanted` steps for `inputs`; tensors have no values.
 
         Raises:
             Exception: The model needs values to run.
@@ -59,8 +59,8 @@ class Skeleton:
         walk.run(*map_leaves(_without_values, list(inputs)))
         return walk.flops
 
-    def kept(self, graph: fx.Graph, inputs: Sequence[Any], *, training: bool) -> int:
-        """Return the bytes that a run of `graph`, a chunk's, leaves for its backward.
+    def saved_bytes(self, graph: fx.Graph, inputs: Sequence[Any], *, training: bool) -> int:
+        """Return the bytes that a run of the chunk `graph` saves for its backward.
 
         Parameters and buffers do not count.
 
@@ -68,22 +68,23 @@ class Skeleton:
             Exception: As of `values`.
         """
         self._copy.train(training)
-        found: dict[int, torch.UntypedStorage] = {}  # which keeps them, so that no number returns
+        # Storages are kept alive: an id must not be used again.
+        saved: dict[int, torch.UntypedStorage] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            found[id(storage)] = storage
+            saved[id(storage)] = storage
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             _Walk(self._copy, graph, ()).run(*map_leaves(_without_values, list(inputs)))
         for tensor in (*self._copy.parameters(), *self._copy.buffers()):
-            found.pop(id(tensor.untyped_storage()), None)
-        return sum(storage.nbytes() for storage in found.values())
+            saved.pop(id(tensor.untyped_storage()), None)
+        return sum(storage.nbytes() for storage in saved.values())
 
 
 class _Walk(fx.Interpreter):
-    """Runs steps one by one and keeps what the `wanted` ones yield."""
+    """Runs steps one by one and keeps the outputs of the `wanted` ones."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, wanted: Collection[fx.Node]) -> None:
         super().__init__(module, graph=graph)
@@ -91,7 +92,7 @@ class _Walk(fx.Interpreter):
         self.values: dict[fx.Node, Any] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all steps; what they make by themselves has no values either."""
+        """Run all steps; tensors that they create have no values either."""
         with torch.enable_grad(), META:
             return super().run(*args, **kwargs)
 

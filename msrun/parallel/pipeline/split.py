@@ -1,4 +1,4 @@
-"""Steps of a traced model, divided into chunks that hand each other tensors."""
+"""Steps of a traced model, assigned to chunks that send each other tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Places = Mapping[fx.Node, int]
 
 @dataclass(frozen=True, slots=True)
 class ChunkProgram:
-    """What one chunk does.
+    """The program of one chunk.
 
     Args:
         graph: Takes all inputs of the model, then `received`; returns `sent`, or the output.
         received: Steps of the whole model whose values the chunk before sends.
-        sent: Those whose values it sends to the chunk behind; none in the last chunk.
+        sent: Steps whose values it sends to the next chunk; none in the last chunk.
         modules: Names of the modules it calls.
         attributes: Names of the parameters, buffers and constants it uses by itself.
     """
@@ -35,19 +35,19 @@ class ChunkProgram:
 
 
 def assign(patterns: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
-    """Return the chunk of each module that has one: of its own name, else of what it is part of.
+    """Return the chunk of each module that has one: by its own name, else that of its parent.
 
     Args:
         patterns: Pattern -> chunk; the first that matches counts.
-        names: Names of all modules, each behind what it is part of.
+        names: Names of all modules, each after its parent.
     """
-    found: dict[str, int] = {}
+    chunk_of: dict[str, int] = {}
     for name in filter(None, names):
         own = next((chunk for key, chunk in patterns.items() if fnmatchcase(name, key)), None)
-        chunk = found.get(name.rpartition(".")[0]) if own is None else own
+        chunk = chunk_of.get(name.rpartition(".")[0]) if own is None else own
         if chunk is not None:
-            found[name] = chunk
-    return found
+            chunk_of[name] = chunk
+    return chunk_of
 
 
 def place(
@@ -56,9 +56,9 @@ def place(
     chunks: Chunks,
     movable: Collection[fx.Node] = (),
 ) -> dict[fx.Node, int]:
-    """Return the chunk of each step: as early as what it uses allows.
+    """Return the chunk of each step: the given one, else that of the latest step that it uses.
 
-    What uses nothing but inputs of the model comes as late as what uses it allows.
+    A step that uses nothing but inputs of the model is in the chunk of its first consumer.
 
     Args:
         graph: All steps.
@@ -106,7 +106,7 @@ def _order_hint(chunks: Chunks) -> str:
 def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
     """Return the program of each chunk.
 
-    A value that a later chunk uses is handed on through all chunks in between.
+    A value that a later chunk uses is sent through all chunks in between.
 
     Raises:
         UsageError: A chunk does nothing, or uses nothing of the one before.
@@ -128,7 +128,7 @@ def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
 class _Steps:
     """Steps of one chunk, and the tensors of earlier chunks that it uses.
 
-    Shapes and sizes are computed again from the tensor they belong to.
+    Shapes and sizes are not sent but computed again from their tensor.
     """
 
     def __init__(self, graph: fx.Graph, places: Places, chunk: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights that several stages hold: each its own copy, with the gradient of all of them."""
+"""Weights that several stages have: each its own copy, with the sum of all gradients."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Tie:
 
 
 def find_ties(plan: PipelineCut) -> list[Tie]:
-    """Return the trained weights that several stages hold, in one order on all ranks."""
-    holders: dict[int, dict[int, list[str]]] = {}
-    for stage, holding in enumerate(plan.holdings):
-        for name, param in holding.items():
+    """Return the trained weights of several stages, in one order on all ranks."""
+    stages_of: dict[int, dict[int, list[str]]] = {}
+    for stage, params in enumerate(plan.stage_params):
+        for name, param in params.items():
             if param.requires_grad:
-                holders.setdefault(id(param), {}).setdefault(stage, []).append(name)
+                stages_of.setdefault(id(param), {}).setdefault(stage, []).append(name)
     return [
         Tie({stage: tuple(names) for stage, names in stages.items()})
-        for stages in holders.values()
+        for stages in stages_of.values()
         if len(stages) > 1
     ]
 
 
 class TiedWeights:
-    """Sums gradients of tied weights over the stages that hold them.
+    """Sums gradients of tied weights over the stages that have them.
 
     Args:
-        model: This stage's part; names are looked up when they are needed, so whatever replaces
-            its parameters may do so.
+        model: This stage's part; names are looked up when they are needed, so parameters
+            may be replaced.
         ties: Of the whole model.
         group: The pipeline axis.
     """
@@ -74,7 +74,7 @@ class TiedWeights:
                 set_local_gradient(param, total.clone())
 
     def borrowed(self) -> set[Parameter]:
-        """Return the parameters here that an earlier stage holds too."""
+        """Return the parameters here that an earlier stage has too."""
         return {
             param
             for tie in self._ties
@@ -87,34 +87,34 @@ class TiedWeights:
         return list(dict.fromkeys(params))
 
     def _exchange(self, own: Tensor, stages: Sequence[int]) -> list[Tensor]:
-        """Return what each of `stages` has, in their order."""
-        found = [own if stage == self._stage else torch.empty_like(own) for stage in stages]
+        """Return the gradient of each of `stages`, in their order."""
+        gradients = [own if stage == self._stage else torch.empty_like(own) for stage in stages]
         messages = []
-        for stage, part in zip(stages, found, strict=True):
+        for stage, part in zip(stages, gradients, strict=True):
             if stage != self._stage:
                 peer = dist.get_global_rank(self._group, stage)
                 messages.append(dist.P2POp(dist.isend, own, peer, self._group))
                 messages.append(dist.P2POp(dist.irecv, part, peer, self._group))
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        return found
+        return gradients
 
     def _check_layouts(self) -> None:
-        """Refuse weights that stages divide in different ways; all ranks of the axis take part."""
+        """Refuse weights that stages shard differently; all ranks of the axis take part."""
         own = {
             number: sorted({_layout(param) for param in self._copies(tie)})
             for number, tie in enumerate(self._ties)
             if self._stage in tie.names
         }
-        answers: list[dict[int, list[str]]] = [{}] * self._group.size()
-        dist.all_gather_object(answers, own, group=self._group)
+        all_layouts: list[dict[int, list[str]]] = [{}] * self._group.size()
+        dist.all_gather_object(all_layouts, own, group=self._group)
         for number, tie in enumerate(self._ties):
-            found = {layout for answer in answers for layout in answer.get(number, [])}
-            if len(found) > 1:
+            layouts = {layout for each in all_layouts for layout in each.get(number, [])}
+            if len(layouts) > 1:
                 names = dict.fromkeys(name for names in tie.names.values() for name in names)
                 raise UsageError(
                     f"{ROOT}.plan: {' and '.join(names)} are one weight of several stages, "
-                    f"and are divided in different ways ({' and '.join(sorted(found))})"
+                    f"and are divided in different ways ({' and '.join(sorted(layouts))})"
                 )
 
 

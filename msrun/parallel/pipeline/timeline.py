@@ -1,4 +1,4 @@
-"""A schedule by arithmetic: how long ranks wait, and how many micro-batches they keep.
+"""A schedule by arithmetic: how long ranks wait, and how many micro-batches are in flight.
 
 A forward, the gradient of inputs and the gradient of weights each take one unit of time, and
 sending takes none.
@@ -31,7 +31,7 @@ class Action:
 
 
 def plain_order(stage: int, microbatches: int, *, warm: int) -> list[Action]:
-    """Return what a stage of one chunk does: `warm` forwards, then a backward for each forward.
+    """Return the actions of a stage of one chunk: `warm` forwards, then one backward, one forward.
 
     Args:
         stage: Its number, which is that of its chunk.
@@ -48,7 +48,7 @@ def plain_order(stage: int, microbatches: int, *, warm: int) -> list[Action]:
 
 
 def bubble(orders: Sequence[Sequence[Action]]) -> float:
-    """Return the share of time in which ranks wait; `orders` is what each does, by rank.
+    """Return the share of time in which ranks wait, given the actions of each rank in order.
 
     For GPipe and 1F1B this is (S - 1) / (M + S - 1) with S stages and M micro-batches.
 
@@ -79,7 +79,7 @@ def bubble(orders: Sequence[Sequence[Action]]) -> float:
 
 
 def _start(action: Action, ends: dict[Action, int], chunks: int) -> int | None:
-    """Return when what `action` needs is there; None while it is not."""
+    """Return when the inputs of `action` are there; None while they are not."""
     kind, chunk, part = action.kind, action.chunk, action.part
     if kind == "W":
         return ends.get(Action("I", chunk, part))
@@ -92,9 +92,9 @@ def _start(action: Action, ends: dict[Action, int], chunks: int) -> int | None:
 
 
 def peak_live(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
-    """Return how many micro-batches of all its chunks a rank keeps at once, at most.
+    """Return the most micro-batches that a rank has in flight, over all its chunks.
 
-    With `sizes`, what each chunk keeps of one, their sum.
+    With `sizes`, the bytes that each chunk saves of one, it is the most bytes.
     """
     live = peak = 0
     for action in order:

@@ -1,4 +1,4 @@
-"""The order in which a model calls its modules, found by running `forward` on stand-ins."""
+"""The steps of a model's forward, traced with `torch.fx` down to given modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from msrun.parallel.pipeline.chunks import STAGES
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent
 
-# What these say of a tensor follows from its shape and type: it is no tensor itself.
+# Attributes and methods that follow from a tensor's shape and type, and are no tensors.
 _ATTRIBUTES = {"device", "dtype", "is_cuda", "itemsize", "layout", "nbytes", "ndim", "shape"}
 _METHODS = {
     "dim",
@@ -37,7 +37,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a `forward` does.
+    """The steps of a `forward`.
 
     Args:
         graph: Its steps.
@@ -51,29 +51,29 @@ class Trace:
 
 
 def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str]) -> Trace:
-    """Return what `model.forward` does, with the modules that `is_leaf` names as single steps.
+    """Return the steps of `model.forward`, with modules that `is_leaf` names as single steps.
 
     Args:
         model: Nothing in it changes.
-        is_leaf: Whether the module of this name is left whole.
+        is_leaf: Whether the module of this name is one step.
         inputs: As of `Trace`; other parameters keep their defaults.
 
     Raises:
-        UsageError: `forward` depends on values, or is another one in evaluation.
+        UsageError: `forward` depends on values, or has other steps in evaluation.
     """
     with _mode(model, training=True):
-        found = _trace(model, is_leaf, inputs)
+        trained = _trace(model, is_leaf, inputs)
     with _mode(model, training=False):
         evaluated = _trace(model, is_leaf, inputs)
     # Where one is shorter, its last step differs.
-    for node, other in zip(found.graph.nodes, evaluated.graph.nodes, strict=False):
+    for node, other in zip(trained.graph.nodes, evaluated.graph.nodes, strict=False):
         if _written(node) != _written(other):
             raise UsageError(
                 f"{STAGES}: the forward of {type(model).__name__} is not the same in training "
                 f"and in evaluation ({shown(node)})",
                 hint="let modules such as nn.Dropout tell the two apart",
             )
-    return found
+    return trained
 
 
 def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
@@ -115,7 +115,7 @@ def is_value(node: fx.Node) -> bool:
 
 
 def shown(node: fx.Node) -> str:
-    """Return how a person finds `node`: a module's name, or what is called after which module."""
+    """Return how messages name `node`: by its module, or as what follows which module."""
     if node.op in ("call_module", "get_attr", "placeholder"):
         return str(node.target)
     name = getattr(node.target, "__name__", node.target)
@@ -126,7 +126,7 @@ def shown(node: fx.Node) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Records calls of modules; fills the parameters `inputs` of `forward` with stand-ins."""
+    """Records calls of modules; gives the parameters `inputs` of `forward` proxies."""
 
     def __init__(self, is_leaf: Callable[[str], bool], inputs: Sequence[str]) -> None:
         super().__init__()
@@ -145,14 +145,14 @@ class _Tracer(fx.Tracer):
         is_module: bool,  # noqa: FBT001 - as torch calls it
         concrete_args: dict[str, Any] | tuple[Any, ...] | None = None,
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Return what to call and with what; torch would make stand-ins of defaults too."""
+        """Return what to call and its arguments; torch would replace defaults by proxies too."""
         del root_fn, is_module, concrete_args
-        stand_ins = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
 
         def call(root: Any, *values: Any) -> Any:
             return root.forward(*values)
 
-        return call, [self.root, *stand_ins]
+        return call, [self.root, *proxies]
 
 
 def _trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str]) -> Trace:
@@ -189,7 +189,7 @@ def _written(node: fx.Node) -> tuple[str, object, str]:
 
 @contextmanager
 def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the mode of all modules, and give each its own back."""
+    """Set the mode of all modules, and restore each afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

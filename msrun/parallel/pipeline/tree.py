@@ -1,4 +1,4 @@
-"""One stage's part of a model: its own modules, under the names they had."""
+"""The module tree of one stage: its own modules, under the names that they had."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def graft(tree: nn.Module, model: nn.Module, plan: PipelineCut, stage: int) -> None:
-    """Put into the empty `tree` what `stage` holds of `model`; nothing is copied."""
+    """Put the modules of `stage` into the empty `tree`; nothing is copied."""
     for name in sorted(plan.modules(stage), key=lambda name: name.count(".")):
         parent, _, last = name.rpartition(".")
         holder = _holder(tree, model, parent)
-        if last not in dict(holder.named_children()):  # else it came with what it is part of
+        if last not in dict(holder.named_children()):  # else it came with its parent
             holder.add_module(last, model.get_submodule(name))
     persistent = model.state_dict(keep_vars=True)
     for name in plan.attributes(stage):
@@ -54,15 +54,15 @@ def check_names(kind: type[nn.Module], model: nn.Module) -> None:
 
 
 def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
-    """Return what `graph` does as a function of `tree` and the inputs of the graph."""
+    """Return `graph` as a function of `tree` and the inputs of the graph."""
     # The class that torch writes for the graph holds the function; its module would keep
     # parameters of its own, which go stale when those of `tree` are replaced.
     return type(fx.GraphModule(tree, graph)).forward
 
 
 def release(model: nn.Module, plan: PipelineCut, stage: int) -> None:
-    """Free the memory of what other stages hold, whoever still refers to `model`."""
-    ours: set[nn.Module | Parameter] = set(plan.holdings[stage].values())
+    """Free the memory of other stages' modules, even if something still refers to `model`."""
+    ours: set[nn.Module | Parameter] = set(plan.stage_params[stage].values())
     for name in plan.modules(stage):
         ours |= set(model.get_submodule(name).modules())
     for other in range(plan.chunks.stages):

@@ -1,4 +1,9 @@
-"""The best mesh for a job that `rt.shard` runs: all that it can run, each with its best plan."""
+"""The best mesh for `mesh: auto` in training: every mesh that `rt.shard` can run, each with a plan.
+
+Meshes without stages are searched one after the other, with ZeRO, micro-batches and recomputation
+where a local batch does not fit otherwise; for models of equal blocks also layouts with pipeline
+stages (`mesh_search`), for a limited time.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,19 @@ import msgspec
 
 from msrun.parallel.config import PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
-from msrun.parallel.search.graph.batches import Batches
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.mesh_search import Job, explore
-from msrun.parallel.search.mesh.mesh_shapes import data_shapes, divisors
+from msrun.parallel.search.mesh.job_layout import Job, data_shapes, divisors
+from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import BlockNodes, Mode, search
 from msrun.parallel.search.solve.problem import Setting
 
-# Of the search for stages, which is long for many ranks: the likely layouts come first.
+# For layouts with stages, which are many on many ranks: the likely ones come first.
 _STAGES_SECONDS = 30.0
-# Ranks up to which meshes of three axes are looked at: each takes most of a second.
+# Ranks up to which meshes of three axes are searched: each takes most of a second.
 _THIRD_AXIS_RANKS = 64
 
 
@@ -34,7 +39,7 @@ class ChosenMesh:
     Args:
         mesh: Axis -> size; stages of the pipeline first, where there are some.
         microbatches: Of a step.
-        recompute: Whether repeated blocks keep only what they are given.
+        recompute: Whether repeated blocks save only their input.
         chosen: What every node of the program of a micro-batch chooses.
         seconds: Of a step.
         memory: Bytes on a rank.
@@ -51,7 +56,7 @@ class ChosenMesh:
 def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
     """Yield the meshes over `world` ranks whose data axis divides `batch` samples evenly.
 
-    Ranks of the first axis, `dp`, are handed different samples; it may have one rank.
+    Ranks of the first axis, `dp`, get different samples; it may have one rank.
     """
     most = 3 if world <= _THIRD_AXIS_RANKS else 2
     for sizes in data_shapes(world):
@@ -59,8 +64,8 @@ def candidates(world: int, batch: int) -> Iterator[dict[str, int]]:
             yield dict(zip(axis_names(sizes, batch), sizes, strict=True))
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a mesh is for.
+class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that a mesh is searched for.
 
     Args:
         programs: The model, for any batch.
@@ -71,7 +76,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         limit: Bytes that a rank has; None is any.
     """
 
-    programs: Batches
+    programs: ProgramByBatch
     topology: Topology
     world: int
     batch: int
@@ -79,45 +84,45 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
 
-def choose(wanted: Wanted, clock: Callable[[], float]) -> ChosenMesh:
+def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
     """Return the fastest mesh and plan.
 
     Args:
-        wanted: What it is for.
+        request: The job.
         clock: Seconds that have passed; the search for stages ends after 30 of them.
 
     Raises:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
-    found = [*_plain(wanted), *_with_stages(wanted, clock)]
-    fitting = [one for one in found if isinstance(one, ChosenMesh)]
+    results = [*_without_stages(request), *_with_stages(request, clock)]
+    fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
-        raise OutOfMemoryError(min(one for one in found if isinstance(one, float)))
+        raise OutOfMemoryError(min(one for one in results if isinstance(one, float)))
     return min(fitting, key=lambda one: one.seconds)
 
 
-def _plain(wanted: Wanted) -> Iterator[ChosenMesh | float]:
+def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
     """Yield the best plan of every mesh without stages, or its least bytes where none fits.
 
-    A micro-batch never takes less time for a sample than the whole batch at once, so there are
-    more of them only where fewer fit no mesh, unless their blocks are recomputed.
+    A sample never takes less time in a micro-batch than in the batch at once, so more micro-batches
+    are tried only while fewer fit no mesh without recomputation.
     """
-    for number in divisors(wanted.batch):
-        part = wanted.batch // number
-        program = wanted.programs.at(part)
+    for number in divisors(request.batch):
+        part = request.batch // number
+        program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)
         is_enough = False
-        for mesh, recompute in product(candidates(wanted.world, part), again):
+        for mesh, recompute in product(candidates(request.world, part), again):
             setting = Setting(
                 sizes=tuple(mesh.values()),
-                topology=wanted.topology,
+                topology=request.topology,
                 data_axes=frozenset({0}),
                 batch=part,
                 rounds=number,
                 recompute=recompute,
             )
             try:
-                found = search(program, setting, mode=wanted.mode, limit=wanted.limit)
+                result = search(program, setting, mode=request.mode, limit=request.limit)
             except OutOfMemoryError as error:
                 yield error.least
                 continue
@@ -126,29 +131,29 @@ def _plain(wanted: Wanted) -> Iterator[ChosenMesh | float]:
                 mesh=mesh,
                 microbatches=number,
                 recompute=recompute,
-                chosen=found.chosen,
-                seconds=found.seconds,
-                memory=found.memory,
+                chosen=result.chosen,
+                seconds=result.seconds,
+                memory=result.memory,
             )
         if is_enough:
             break
 
 
-def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
+def _with_stages(request: MeshRequest, clock: Callable[[], float]) -> Iterator[ChosenMesh | float]:
     """Yield the fastest layout with stages of equally many blocks, or the least bytes of all."""
-    small, large, sizes = wanted.programs.ends
+    small, large, sizes = request.programs.ends
     blocks = find_blocks(small)
     if blocks is None:
         return
     short, two = shortened(small, blocks)
     job = Job(
-        programs=Batches(short, shortened(large, blocks)[0], sizes),
+        programs=ProgramByBatch(short, shortened(large, blocks)[0], sizes),
         blocks=two,
         count=blocks.count,
-        topology=wanted.topology,
-        world=wanted.world,
-        batch=wanted.batch,
-        limit=math.inf if wanted.limit is None else wanted.limit,
+        topology=request.topology,
+        world=request.world,
+        batch=request.batch,
+        limit=math.inf if request.limit is None else request.limit,
         is_training=True,
     )
     start = clock()
@@ -164,7 +169,7 @@ def _with_stages(wanted: Wanted, clock: Callable[[], float]) -> Iterator[ChosenM
             yield progress.least
         return
     layout = best.layout
-    names = axis_names(layout.sizes, wanted.batch // layout.microbatches)
+    names = axis_names(layout.sizes, request.batch // layout.microbatches)
     yield ChosenMesh(
         mesh={PIPELINE_AXIS: layout.stages} | dict(zip(names, layout.sizes, strict=True)),
         microbatches=layout.microbatches,

@@ -1,8 +1,38 @@
-"""Which functions may run on the parts of a divided tensor.
+"""Which functions may run on the shards of a tensor: a guard around the model's own code.
 
-`DTensor` knows many operators, and some of them wrongly in the tested versions of torch.  So
-what is not on the list below, each entry of which is tested against one process, gets whole
-tensors instead: right, if slow, and said once.
+The problem.  A plan shards modules of an unmodified model, so the code between them, and the loss,
+computes on sharded activations.  As plain local tensors these are fast and wrong in silence: a view
+with the full number of heads fails, a norm over a sharded dim is simply another number.  `DTensor`
+knows its placement, but in the tested versions of torch it is itself silently wrong for some
+functions (`cumsum` with a negative dim, convolutions, dropout), gathers all heads of attention on a
+CPU, and refuses others.
+
+The idea.  Activations stay `DTensor`s, and while model, loss and recomputation run, a
+`TorchFunctionMode` sees every function that gets one:
+
+- A function of `VERIFIED` runs on shards.  `tests/torch/tensor/test_guard.py` compares each entry
+  with one process for every sharding, gradients included.
+- `INSPECTING` functions say something about a tensor and compute nothing: they pass.
+- Attention (by heads), dropout (the mask of one process), embedding, cross entropy and `copy_` have
+  an implementation here.
+- Any other function gets replicated, plain tensors: right, if slow, with one warning a function.
+  One that writes its argument runs on a gathered copy, which is written back to the shards.
+
+Invariants.
+
+- Being on a list makes a function fast, never right: without any list every model is still right.
+- A plain tensor that meets a `DTensor` is the same on all ranks, and becomes a replicated one.
+- What `torch.utils.checkpoint` runs again is guarded again.  A region that begins under the guard
+  is noted; one that a script begins outside is guarded from the first planned module on, and what
+  it does with a sharded tensor before that is refused: dropout would get another mask in silence.
+- Only the loss of `rt.step` takes logits that are sharded by class; other callers get the output of
+  the model replicated.
+
+What was tried and lost.  Local tensors between modules, as hand-written tensor parallel has them:
+silently wrong.  A list of functions known to be wrong: the next one is not on it.  Wrapping
+`torch.autograd.backward`: it passes through the mode as well, so it had no effect.  Watching for
+gathers inside of a recomputation that saves results: it mixed up whose results they were, so the
+guard does not watch while another dispatch mode does.
 """
 
 from __future__ import annotations
@@ -28,7 +58,7 @@ from msrun.parallel.tensor.placements import on_mesh
 
 Function = Callable[..., Any]
 
-# Names of functions and methods of tensors that are right on parts, whatever the cut.
+# Names of functions and methods of tensors that are right on shards, whatever the placement.
 _VERIFIED = """
     abs add add_ addcmul bfloat16 cos div div_ elu erf exp float gelu half leaky_relu log
     log1p masked_fill mul mul_ neg pow reciprocal relu relu_ rsqrt rsub sigmoid silu sin softplus
@@ -38,37 +68,38 @@ _VERIFIED = """
     unflatten unsqueeze view view_as
     bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """
-# They say something about a tensor, or move it, and compute nothing.
-_ASKING = """
+# Functions that inspect a tensor or redistribute it, and compute nothing.
+_INSPECTING = """
     backward data_ptr detach_ dim element_size full_tensor get_device grad has_names is_complex
     is_contiguous is_floating_point is_inference ndimension nelement numel redistribute
     register_hook requires_grad_ retain_grad size storage_offset stride to_local
     __format__ __get__ __hash__ __len__ __repr__ __set__
 """
-# What torch does for a function on parts that need one another; sums it has to make anyway.
-_MOVING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
-# Operators that write their left side.
+# Collectives by which torch gathers shards for a function; reductions are needed anyway.
+_GATHERING = frozenset(["all_gather_into_tensor", "all_to_all_single"])
+# Operators with a form that writes the left side.
 _ASSIGNING = "add and floordiv lshift mod mul or pow rshift sub truediv xor"
-# Calls of other parts, or over other dims, of which a program may have any number.
+# Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
-# What else writes its first argument than what has a name such as `clamp_`.
+# Functions that write their first argument, besides names such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
 VERIFIED = frozenset(_VERIFIED.split())
-ASKING = frozenset(_ASKING.split())
+INSPECTING = frozenset(_INSPECTING.split())
 
 
 class Guard(TorchFunctionMode):
-    """While it is active, functions that see a `DTensor` are run in a way that is right.
+    """While it is active, functions that get a `DTensor` give the single-process result.
 
     Args:
-        mesh: Of all divided tensors.
+        mesh: Of all sharded tensors.
 
     Attributes:
-        draw: Draws the mask of a dropout.
-        has_loss: Whether the loss is guarded too, which then takes divided tensors.
-        shared: Of the innermost `active`, the input that was placed last, if any; None outside.
-            What may run again by itself has one of its own, and so finds then what it found.
+        draw: Returns the mask of a dropout.
+        has_loss: Whether the loss is guarded too, and may get sharded logits.
+        shared: Of the innermost `active`, the module input that was placed last, if any, so that
+            modules with one input place it once; None outside.  A region that may be recomputed
+            has its own, so that it finds the same again.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -78,8 +109,8 @@ class Guard(TorchFunctionMode):
         self.shared: list[Any] | None = None
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._mesh = mesh
-        self._whole = (Replicate(),) * mesh.ndim
-        self._told: set[str] = set()
+        self._replicated = (Replicate(),) * mesh.ndim
+        self._warned: set[str] = set()
         self._calls: set[tuple[Any, ...]] = set()
         self._special: dict[Function, Function] = {
             functional.scaled_dot_product_attention: self._attend,
@@ -98,7 +129,7 @@ class Guard(TorchFunctionMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Guard what runs inside, also where it is guarded already."""
+        """Guard the code inside, also where it is guarded already."""
         outer, self.shared = self.shared, []
         self._begin_region()
         try:
@@ -108,15 +139,15 @@ class Guard(TorchFunctionMode):
             self.shared = outer
 
     def resume(self) -> None:
-        """Guard the rest of what a script recomputes by itself, once a planned module is called."""
+        """Guard the rest of a script's own recomputation, once it calls a planned module."""
         self._begin_region()
         if torch_compat.is_in_backward() and not torch_compat.is_active(self):
-            # torch leaves it at the end of the node that recomputes.
+            # torch leaves the mode at the end of the node that recomputes.
             self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def active_with_loss(self) -> Iterator[None]:
-        """Guard model, loss and backward; logits may stay divided by class."""
+        """Guard model, loss and backward; logits may stay sharded by class."""
         self.has_loss = True
         try:
             with loss_parallel(), self.active():
@@ -134,36 +165,38 @@ class Guard(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
-        # All of a step passes here, most of it asking or plain: that has to be known fast.
+        # Every function of a step passes here, most inspecting or on plain tensors: this is hot.
         name = getattr(func, "__name__", "")
-        if name in ASKING or not _has_divided(args, kwargs):
-            if name == "__set__" and self.shared:  # as in `x.data = y`, which nobody counts
+        if name in INSPECTING or not _has_dtensor(args, kwargs):
+            if (
+                name == "__set__" and self.shared
+            ):  # as in `x.data = y`, which no version counter shows
                 self.shared.clear()
             return func(*args, **kwargs)
         if name not in VERIFIED or func in self._special:
-            self._demand_guarded(name)
+            self._require_guarded(name)
         if args and isinstance(args[0], Tensor) and _is_writing(name, kwargs):
             is_verified = name in VERIFIED or func in self._special
             if not is_verified or not isinstance(args[0], DTensor):
                 return self._write(func, name, args, kwargs)
-        args = tuple(map(self._lift, args))
-        kwargs = {key: self._lift(value) for key, value in kwargs.items()}
+        args = tuple(map(self._as_dtensor, args))
+        kwargs = {key: self._as_dtensor(value) for key, value in kwargs.items()}
         if func in self._special:
             return self._special[func](*args, **kwargs)
         if name not in VERIFIED:
-            return self._run_whole(func, name, args, kwargs)
-        return self._run_parts(func, name, args, kwargs)
+            return self._run_replicated(func, name, args, kwargs)
+        return self._run_on_shards(func, name, args, kwargs)
 
     def _begin_region(self) -> None:
-        """Note that what `torch.utils.checkpoint` runs here is guarded from now on, again too."""
+        """Note that this region of `torch.utils.checkpoint` is guarded, when it runs again too."""
         region = torch_compat.checkpointed()
         if region is not None:
             self._regions.add(region)
 
-    def _demand_guarded(self, name: str) -> None:
-        """Refuse a function that a script runs again by itself where nobody will guard it.
+    def _require_guarded(self, name: str) -> None:
+        """Refuse a function in a script's own checkpointed region that is not guarded.
 
-        What begins outside of `active` is guarded from the first planned module on.
+        A region that begins outside of `active` is guarded from the first planned module on.
         """
         region = torch_compat.checkpointed()
         if region is not None and region not in self._regions:
@@ -173,61 +206,61 @@ class Guard(TorchFunctionMode):
                 hint="let it begin with a module of parallel.plan, or use parallel.recompute",
             )
 
-    def _lift(self, value: Any) -> Any:
-        """Return `value` with plain tensors, which all ranks have, on the mesh."""
+    def _as_dtensor(self, value: Any) -> Any:
+        """Return `value` with plain tensors, equal on all ranks, as replicated `DTensor`s."""
         if isinstance(value, DTensor):
             return value
         if isinstance(value, Tensor):
-            return on_mesh(value, self._mesh, self._whole)
-        if isinstance(value, _SEQUENCES) and _divided(value):
-            return type(value)(map(self._lift, value))
+            return on_mesh(value, self._mesh, self._replicated)
+        if isinstance(value, _SEQUENCES) and _dtensors(value):
+            return type(value)(map(self._as_dtensor, value))
         return value
 
-    def _run_parts(
+    def _run_on_shards(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run `func`, and at the first such call look whether torch gathers parts for it."""
+        """Run `func`, and at the first such call watch whether torch gathers shards for it."""
         values = (*args, *kwargs.values())
-        numbers = [value for value in values if isinstance(value, int)]
-        call = (name, *[part.placements for part in _divided(values)], *numbers)
+        numbers = [value for value in values if isinstance(value, int)]  # such as a dim
+        call = (name, *[part.placements for part in _dtensors(values)], *numbers)
         is_known = call in self._calls or len(self._calls) == _CALLS_MAX
-        # Others who look, as a recomputation that keeps results, would see other operators.
+        # Another dispatch mode, as of a recomputation that saves results, would see others.
         if is_known or torch_compat.is_dispatching():
             return func(*args, **kwargs)
         self._calls.add(call)
-        with torch_compat.dispatching(partial(self._look, name)):
+        with torch_compat.dispatching(partial(self._watch, name)):
             return func(*args, **kwargs)
 
-    def _look(
+    def _watch(
         self, name: str, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch divides it first
+            return NotImplemented  # torch turns it into operators on shards first
         if (
             operator.namespace == "_c10d_functional"
-            and operator.__name__.partition(".")[0] in _MOVING
+            and operator.__name__.partition(".")[0] in _GATHERING
         ):
-            self._tell(name, f"torch gathers what is divided for {name}")
+            self._warn_once(name, f"torch gathers what is divided for {name}")
         return operator(*args, **kwargs)
 
-    def _tell(self, name: str, text: str) -> None:
+    def _warn_once(self, name: str, text: str) -> None:
         """Warn of the function `name`, once."""
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(f"msrun: {text}", stacklevel=5)
 
     def _write(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run `func`, which writes its first argument, on whole tensors, and write that."""
+        """Run `func`, which writes its first argument, on replicated tensors; write the result."""
         target, *others = args
-        if not isinstance(target, DTensor):  # who else knows it shall see what is written
-            return self._run_whole(func, name, args, kwargs)
+        if not isinstance(target, DTensor):  # other references to it must see what is written
+            return self._run_replicated(func, name, args, kwargs)
         if "inplace" in kwargs:
-            result = self._run_whole(func, name, args, {**kwargs, "inplace": False})
+            result = self._run_replicated(func, name, args, {**kwargs, "inplace": False})
         else:
             result = self._gather(target).clone()
-            self._run_whole(func, name, (result, *others), kwargs)
+            self._run_replicated(func, name, (result, *others), kwargs)
         if result.shape != target.shape:
             raise UsageError(
                 f"{name} changes the shape of a divided tensor in place, from "
@@ -243,17 +276,16 @@ class Guard(TorchFunctionMode):
         return target
 
     def _overwrite(self, target: DTensor, value: Tensor) -> None:
-        placed: DTensor = self._lift(value)
+        placed: DTensor = self._as_dtensor(value)
         target.copy_(placed.redistribute(self._mesh, target.placements))
 
-    def _run_whole(
+    def _run_replicated(
         self, func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        found = [*_divided(args), *_divided(tuple(kwargs.values()))]
-        placed = {placement for tensor in found for placement in tensor.placements}
-        is_divided = any(not p.is_replicate() and not p.is_partial() for p in placed)
-        if is_divided:
-            self._tell(name, f"{name} is computed whole on every rank")
+        tensors = [*_dtensors(args), *_dtensors(tuple(kwargs.values()))]
+        placements = {placement for tensor in tensors for placement in tensor.placements}
+        if any(not p.is_replicate() and not p.is_partial() for p in placements):
+            self._warn_once(name, f"{name} is computed whole on every rank")
         out = kwargs.get("out")
         if isinstance(out, DTensor):
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
@@ -265,52 +297,52 @@ class Guard(TorchFunctionMode):
         return out
 
     def _gather(self, value: Any) -> Any:
-        """Return `value` with whole, plain tensors."""
+        """Return `value` with plain tensors of the full size."""
         if isinstance(value, DTensor):
-            return value.redistribute(self._mesh, self._whole).to_local()
-        if isinstance(value, _SEQUENCES) and _divided(value):
+            return value.redistribute(self._mesh, self._replicated).to_local()
+        if isinstance(value, _SEQUENCES) and _dtensors(value):
             return type(value)(map(self._gather, value))
         return value
 
     def _attend(self, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kw: Any) -> Any:
-        """Run attention on (batch, heads, sequence, width) by heads, which do not meet.
+        """Run attention on (batch, heads, sequence, width) by sample and head, on shards.
 
         torch would gather all heads on a CPU.
         """
         function = functional.scaled_dot_product_attention
         mask = kw.get("attn_mask", args[0] if args else None)
         drops = kw.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-        placed = query.placements
-        is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in placed)
-        is_alike = placed == key.placements == value.placements
-        if mask is not None or drops or not is_apart or not is_alike:
-            return self._run_whole(function, function.__name__, (query, key, value, *args), kw)
+        placements = query.placements
+        is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in placements)
+        is_same = placements == key.placements == value.placements
+        if mask is not None or drops or not is_apart or not is_same:
+            return self._run_replicated(function, function.__name__, (query, key, value, *args), kw)
         output = function(query.to_local(), key.to_local(), value.to_local(), *args, **kw)
-        return on_mesh(output, self._mesh, placed)
+        return on_mesh(output, self._mesh, placements)
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
-        """Drop what one process would: the whole mask is drawn, and this rank's part used."""
+        """Drop out as one process would: draw the mask of the full tensor and use its shard."""
         if not training or p == 0.0:
             return x
         target = x
         if any(placement.is_partial() for placement in x.placements):
-            x = x.redistribute(self._mesh, self._whole)
+            x = x.redistribute(self._mesh, self._replicated)
         keep = self.draw(x, 1 - p)
-        mask = on_mesh(keep, self._mesh, self._whole)
-        found = x * mask.redistribute(self._mesh, x.placements).div(1 - p)
+        mask = on_mesh(keep, self._mesh, self._replicated)
+        result = x * mask.redistribute(self._mesh, x.placements).div(1 - p)
         if not inplace:
-            return found
-        self._overwrite(target, found)
+            return result
+        self._overwrite(target, result)
         return target
 
     def _embed(self, *args: Any, **options: Any) -> Any:
-        """Look rows up; with divided rows the sum is taken at once, as torch can do it once."""
-        found: Any = functional.embedding(*args, **options)
-        placed = [Replicate() if p.is_partial() else p for p in found.placements]
-        return found.redistribute(self._mesh, placed)
+        """Look rows up; with sharded rows reduce at once, since torch can do it only once."""
+        rows: Any = functional.embedding(*args, **options)
+        placements = [Replicate() if p.is_partial() else p for p in rows.placements]
+        return rows.redistribute(self._mesh, placements)
 
     def _cross_entropy(self, logits: DTensor, target: DTensor, **options: Any) -> Any:
-        """Take the loss of logits that are divided by class without gathering them.
+        """Compute the loss of logits that are sharded by class without gathering them.
 
         torch's `loss_parallel` does, inside its context, where `rt.step` runs the loss.
         """
@@ -321,11 +353,11 @@ class Guard(TorchFunctionMode):
         function = functional.cross_entropy
         if is_plain and is_by_class and self.has_loss:
             return function(logits, target, **options)
-        return self._run_whole(function, function.__name__, (logits, target), options)
+        return self._run_replicated(function, function.__name__, (logits, target), options)
 
 
 def _draw(x: Tensor, share: float) -> Tensor:
-    """Return ones for that `share` of the elements of the whole of `x`, and zeros."""
+    """Return a mask of the full shape of `x`: ones with probability `share`, else zeros."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(share)
 
 
@@ -334,18 +366,18 @@ def _is_writing(name: str, kwargs: dict[str, Any]) -> bool:
     return is_named_so or name in _WRITING or bool(kwargs.get("inplace"))
 
 
-def _has_divided(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_dtensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, DTensor) or (isinstance(value, _SEQUENCES) and _divided(value)):
+        if isinstance(value, DTensor) or (isinstance(value, _SEQUENCES) and _dtensors(value)):
             return True
     return False
 
 
-def _divided(values: Iterable[Any]) -> list[DTensor]:
-    found: list[DTensor] = []
+def _dtensors(values: Iterable[Any]) -> list[DTensor]:
+    tensors: list[DTensor] = []
     for value in values:
         if isinstance(value, DTensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, _SEQUENCES):
-            found += [item for item in value if isinstance(item, DTensor)]
-    return found
+            tensors += [item for item in value if isinstance(item, DTensor)]
+    return tensors

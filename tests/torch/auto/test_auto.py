@@ -367,7 +367,7 @@ def test_what_cannot_be_searched_is_one_sentence():
     (said,) = run_warm(refused, 1, {}, (x, y), Normed)
     assert said == "parallel.mode: auto cannot run batch_norm, as norm does"
     attention = "scaled_dot_product_attention with dropout"
-    written = "relu_ on what is read again behind it"
+    written = "relu_ on a tensor that a later step reads"
     for model, what in ((Attending, attention), (Writing, written)):
         (said,) = run_warm(refused, 1, {}, (x, y), model)
         assert said == f"parallel.mode: auto cannot run {what}, as the model does"

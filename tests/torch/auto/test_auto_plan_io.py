@@ -121,7 +121,11 @@ def three_sizes():
             MESH,
             "plan.json is for the mesh pp 2 x tp 2 = 4, not dp 2 x tp 2 = 4",
         ),
-        ({"shared": {}}, MESH, "plan.json has nothing for p_tokens_weight, which cannot lie so"),
+        (
+            {"shared": {}},
+            MESH,
+            "plan.json has nothing for p_tokens_weight, which has no such placement",
+        ),
     ],
     ids=["world", "mesh", "version", "batch", "stages", "shared"],
 )

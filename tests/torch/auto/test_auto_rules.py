@@ -16,12 +16,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
-from msrun.parallel.search.graph.codes import PR, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RR, SHARD_CODES
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS
-from msrun.parallel.search.graph.rules import Site, divided, letters
+from msrun.parallel.search.graph.rules import Site, dim_labels, split_by_labels
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.search.graph.views import _MAKERS as VIEWS
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.problem import Setting
 
@@ -77,7 +77,7 @@ class Trial:
         self.program = self.traced.program
         self.makers = {name: step for step in self.program.steps for name in step.outputs}
         self.problem = build(self.program, SETTING)
-        self.step = [s for s in self.program.steps if s.target.split(".")[1] == packet][-1]
+        self.step = [s for s in self.program.steps if s.packet == packet][-1]
         self.rules = {node.name: node.rule for node in self.problem.nodes}
 
     def make(self):
@@ -178,8 +178,8 @@ def test_every_rule_is_tried():
 def with_false_rule(trial):
     """Have `softmax` be divided along its own dim, and a sum pass through it."""
     site = Site(trial.step, trial.program)
-    labels = letters(3)
-    trial.rules[trial.step.name] = divided(site, [labels], [labels], linear=[[0]])
+    labels = dim_labels(3)
+    trial.rules[trial.step.name] = split_by_labels(site, [labels], [labels], linear=[[0]])
 
 
 def on_two_ranks_falsely():
@@ -237,8 +237,8 @@ def given(trial, choice):
         root, at = name, code
         while root in trial.makers:
             step = trial.makers[root]
-            view = renaming(Site(step, trial.program))
-            if view is not None and at is not None and at < SHARDS:
+            view = dim_map(Site(step, trial.program))
+            if view is not None and at is not None and at < SHARD_CODES:
                 at, _ = view.dims.get(at, (None, 1))
             root = next(iter(step.inputs.values()), "")
         found[full.get(root, "")] = at
@@ -246,7 +246,7 @@ def given(trial, choice):
 
 
 def placement(code):
-    return Shard(code) if code < SHARDS else Partial() if code == PR else Replicate()
+    return Shard(code) if code < SHARD_CODES else Partial() if code == PR else Replicate()
 
 
 def placed(x, code, mesh):

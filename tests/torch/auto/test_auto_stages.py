@@ -28,11 +28,11 @@ ALONE = {"mesh": {"dp": 1}}
 # Where work takes long and a collective longer, stages are the fastest there is.
 SLOW = "preset: cpu\nflops: 1.0e+8\nmemory_bandwidth: 1.0e+9\nlaunch: 0.0\ncollective: 0.01\n"
 SEARCHED = """
-from test_auto_stages import gpt, tokens
+from auto_models import GPT, tokens
 
 
 def make():
-    return gpt().double(), tokens()
+    return GPT(layers=4, ignored=-100).double(), tokens()
 """
 
 

@@ -28,7 +28,7 @@ def test_a_module_goes_with_the_pattern_of_what_it_is_part_of():
     plan = plan_split(build("transformer"), pipeline({"layers.0.*": 0, **where}), 2)
 
     assert _modules(plan) == [["embed", "position", "layers.0"], ["layers.1", "norm", "head"]]
-    assert "layers.1.down.weight" in plan.holdings[1]
+    assert "layers.1.down.weight" in plan.stage_params[1]
 
 
 def test_modules_are_opened_only_where_their_parts_are_apart():
@@ -61,8 +61,8 @@ class Unused(nn.Module):
 def test_what_is_never_used_is_kept_where_it_was_put():
     plan = plan_split(Unused(), pipeline({"a": 0, "spare": 1, "b": 1, "scale": 0}), 2)
 
-    assert sorted(plan.holdings[0]) == ["a.bias", "a.weight", "scale"]
-    assert sorted(plan.holdings[1]) == ["b.bias", "b.weight", "spare.bias", "spare.weight"]
+    assert sorted(plan.stage_params[0]) == ["a.bias", "a.weight", "scale"]
+    assert sorted(plan.stage_params[1]) == ["b.bias", "b.weight", "spare.bias", "spare.weight"]
 
 
 def test_a_sample_says_which_inputs_with_defaults_there_are():

@@ -388,7 +388,7 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
         (
             {"mesh": {"b": 2, "a": 2}, "plan": [devices()]},
             4,
-            "parallel.plan[0].layout.device_matrix (2, 2): alias a lies where the mesh has b",
+            "parallel.plan[0].layout.device_matrix (2, 2): alias a stands for mesh axis b",
         ),
         (
             {"mesh": {"x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},

@@ -383,7 +383,7 @@ def test_layouts_that_are_not_the_mesh():
         "device_matrix (2, 2, 2): no axes from x on make the 2 parts of dp in mesh (x 4, y 2)"
     )
     assert refusal(on, {"mp": 2, "sp": 2, "dp": 2}, "dp") == (
-        "device_matrix (2, 2, 2): alias dp lies where the mesh has mp"
+        "device_matrix (2, 2, 2): alias dp stands for mesh axis mp"
     )
     assert refusal(on, CUBE, "dp", rank_list=[1, 0, 2, 3, 4, 5, 6, 7]) == (
         "rank_list [1, 0, 2, 3, 4, 5, 6, 7]: ranks of a mesh are in ascending order"

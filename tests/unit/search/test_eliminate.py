@@ -9,7 +9,7 @@ from programs import TINY
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import TooWideError, costs, eliminate, solve
-from msrun.parallel.search.solve.problem import Edge, OperatorNode, Problem, Setting
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting, StrategyNode
 
 
 def setting(*sizes, **options):
@@ -75,14 +75,14 @@ def test_models_cost_what_an_integer_solver_finds(program, sizes):
 def tangle(rng, count, strategies):
     """Return a problem in which every node is a neighbour of every other."""
     nodes = [
-        OperatorNode(
+        StrategyNode(
             name=str(at),
             kind="op",
             rule=ShardingRule(choices=()),
             rows=np.zeros((strategies, 1), dtype=np.int64),
             seconds=rng.random(strategies),
             memory=rng.random(strategies),
-            held=np.zeros(strategies),
+            microbatch_memory=np.zeros(strategies),
         )
         for at in range(count)
     ]

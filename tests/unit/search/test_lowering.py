@@ -11,7 +11,7 @@ from msrun.parallel.config import Optimizer
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Value
 from msrun.parallel.search.plan.cost_breakdown import rules_of
-from msrun.parallel.search.plan.lowering import Lowering, Modules, Planned, lowered, runs_on
+from msrun.parallel.search.plan.lowering import Lowering, Modules, Planned, lower, runs_on
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
 from msrun.parallel.search.solve.problem import Setting
@@ -51,25 +51,25 @@ def half(layers=2):
 
 def test_samples_that_are_divided_are_data_parallel():
     plan = planned(programs.perceptron(2, batch=16))
-    assert lowered(plan, NOTHING, half) == Lowering(means=(0,))
+    assert lower(plan, NOTHING, half) == Lowering(means=(0,))
     assert runs_on(plan, NOTHING, half) == "data parallel"
 
 
 def test_parts_of_the_state_are_those_of_the_optimizer():
     plan = planned(programs.perceptron(2, batch=16), params="Z")
-    found = lowered(plan, NOTHING, half)
+    found = lower(plan, NOTHING, half)
     assert found == Lowering(means=(0,), optimizer=Optimizer(zero=1))
 
 
 def test_a_program_that_depends_on_its_samples_otherwise_is_the_executors():
     plan = planned(programs.perceptron(2, batch=16))
-    assert lowered(plan, NOTHING, lambda: half(3)) is None
+    assert lower(plan, NOTHING, lambda: half(3)) is None
     short = half()
     first = msgspec.structs.replace(short.steps[0], attrs={"number": 8})
     other = msgspec.structs.replace(short, steps=(first, *short.steps[1:]))
-    assert lowered(plan, NOTHING, lambda: other) is None
+    assert lower(plan, NOTHING, lambda: other) is None
     values = {**short.values, "gelu_1": Value((4, 32))}
-    assert lowered(plan, NOTHING, lambda: msgspec.structs.replace(short, values=values)) is None
+    assert lower(plan, NOTHING, lambda: msgspec.structs.replace(short, values=values)) is None
 
 
 def test_samples_that_another_axis_divides_too_are_the_executors():

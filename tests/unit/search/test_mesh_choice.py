@@ -9,8 +9,8 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.search.graph.batches import Batches
-from msrun.parallel.search.mesh_choice import Wanted, candidates, choose
+from msrun.parallel.search.graph.program import ProgramByBatch
+from msrun.parallel.search.mesh_choice import MeshRequest, candidates, choose_mesh
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import search
 from msrun.parallel.search.solve.problem import Setting
@@ -21,8 +21,8 @@ def made(batch, layers=3):
 
 
 # Three blocks, which four ranks do not divide; and four, which they may.
-PROGRAMS = Batches(made(2), made(6), (2, 6))
-FOUR = Batches(made(2, layers=4), made(6, layers=4), (2, 6))
+PROGRAMS = ProgramByBatch(made(2), made(6), (2, 6))
+FOUR = ProgramByBatch(made(2, layers=4), made(6, layers=4), (2, 6))
 
 
 def everything(limit, number=1):
@@ -43,7 +43,7 @@ def everything(limit, number=1):
 
 
 def chosen(**wanted):
-    return choose(Wanted(topology=TINY, **wanted), lambda: 0.0)
+    return choose_mesh(MeshRequest(topology=TINY, **wanted), lambda: 0.0)
 
 
 def best(limit):
@@ -121,7 +121,7 @@ def test_a_mesh_of_stages_divides_the_samples_of_a_micro_batch():
 
 def test_the_search_for_stages_ends_with_its_time_and_what_it_has():
     clock = itertools.count(step=60).__next__
-    hurried = choose(Wanted(topology=TINY, programs=FOUR, world=4, batch=8), clock)
+    hurried = choose_mesh(MeshRequest(topology=TINY, programs=FOUR, world=4, batch=8), clock)
 
     assert clock() == 120  # it looked at the clock when it began and when it had one
     assert hurried.seconds >= chosen(programs=FOUR, world=4, batch=8).seconds

@@ -8,14 +8,15 @@ import pytest
 from programs import TINY
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.batches import Batches
 from msrun.parallel.search.graph.operators import rule_of
+from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.mesh import mesh_search
-from msrun.parallel.search.mesh.bounds import Bounds, JobLayout
-from msrun.parallel.search.mesh.mesh_search import Job, Outcome, explore
-from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, largest
+from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
+from msrun.parallel.search.mesh.layout_solver import Outcome
+from msrun.parallel.search.mesh.mesh_search import explore
+from msrun.parallel.search.mesh.stages import Pace, cut_between_blocks, divide, largest_stage_memory
 from msrun.parallel.search.plan.cost_breakdown import expanded
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.modes import BlockNodes, Setting, indices, search
@@ -33,7 +34,7 @@ def job(limit=math.inf, world=4, batch=4):
     short, two = shortened(small, blocks)
     other, _ = shortened(large, find_blocks(large))
     return Job(
-        programs=Batches(short, other, (2, 6)),
+        programs=ProgramByBatch(short, other, (2, 6)),
         blocks=two,
         count=4,
         topology=TINY,
@@ -48,8 +49,8 @@ def everything(found):
     search = mesh_search._Search(found)
     return {
         layout: search.look(layout, math.inf)
-        for group in mesh_search.groups(found)
-        for layout in mesh_search.layouts(found, *group)
+        for group in groups(found)
+        for layout in layouts(found, *group)
     }
 
 
@@ -66,8 +67,8 @@ def test_the_best_of_all_layouts_is_found_and_bounds_are_below_it():
 def test_what_one_layout_takes_bounds_others_of_its_mesh():
     found = job()
     search, raised = mesh_search._Search(found), 0
-    for group in mesh_search.groups(found):
-        outcomes = {one: search.look(one, math.inf) for one in mesh_search.layouts(found, *group)}
+    for group in groups(found):
+        outcomes = {one: search.look(one, math.inf) for one in layouts(found, *group)}
         for known, first in outcomes.items():
             bounds = Bounds(*search._work)
             before = {one: bounds.of(one) for one in outcomes}
@@ -125,21 +126,23 @@ def test_memory_of_stages_is_that_of_the_whole_program_cut_into_them(spare, reco
 
     small, blocks = whole(2), find_blocks(whole(2))
     names = BlockNodes(small, job().programs.ends[0], blocks)
-    program = Batches(small, whole(6), (2, 6)).at(2)
+    program = ProgramByBatch(small, whole(6), (2, 6)).at(2)
     setting = Setting(sizes=(2,), topology=TINY, rounds=layout.rounds, recompute=recompute)
     inside = blocks.block_of(program)
     problem = build(program, setting, cuts=blocks.cuts, block_of=inside)
     chosen = indices(problem, expanded(outcome, names))
     rules = {step.name: rule_of(Site(step, program)) for step in program.steps}
-    starts = between_blocks(blocks, 2, "key")
+    starts = cut_between_blocks(blocks, 2, "key")
     parts = divide(program, Uses(program, setting, rules), starts)
     pace = [Pace(stage=0, live=2), Pace(stage=1, live=1)]
 
-    assert largest(problem, chosen, parts, pace) == pytest.approx(outcome.memory, rel=1e-9)
+    assert largest_stage_memory(problem, chosen, parts, pace) == pytest.approx(
+        outcome.memory, rel=1e-9
+    )
 
 
 def test_numbers_grow_with_the_batch():
     small, large = (programs.transformer(1, batch=b) for b in (2, 6))
-    assert Batches(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
+    assert ProgramByBatch(small, large, (2, 6)).at(10) == programs.transformer(1, batch=10)
     with pytest.raises(UsageError, match="other operators"):
-        Batches(small, programs.transformer(2), (2, 6))
+        ProgramByBatch(small, programs.transformer(2), (2, 6))

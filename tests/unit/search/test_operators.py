@@ -8,10 +8,10 @@ from programs import TINY, Draft
 
 from msrun.parallel.search.cost.cost import collective
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import PR, RP, RR
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.rules import Site
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.problem import Setting
 
@@ -157,10 +157,10 @@ def test_few_heads_of_keys_bound_how_far_heads_are_divided():
     ids=lambda value: value.packet if isinstance(value, Site) else "",
 )
 def test_which_dim_of_a_view_is_which(given, dims):
-    assert renaming(given).dims == dims
+    assert dim_map(given).dims == dims
 
 
 def test_views_of_views_are_one():
-    heads = renaming(site("view", (4, 8, 2, 3), (4, 8, 6)))
-    turned = renaming(site("transpose", (4, 2, 8, 3), (4, 8, 2, 3), attrs={"dim0": 1, "dim1": 2}))
+    heads = dim_map(site("view", (4, 8, 2, 3), (4, 8, 6)))
+    turned = dim_map(site("transpose", (4, 2, 8, 3), (4, 8, 2, 3), attrs={"dim0": 1, "dim1": 2}))
     assert turned.after(heads).dims == {0: (0, 4), 1: (2, 2), 2: (1, 8)}

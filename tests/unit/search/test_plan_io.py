@@ -12,13 +12,13 @@ from msrun.parallel.search.plan.plan import VERSION, SavedPlan, read_plan, write
 from msrun.parallel.search.plan.plan_io import choices_of, identity, shared
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.modes import search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 
 SETTING = Setting(sizes=(2, 2), topology=TINY, data_axes=frozenset({0}), batch=8)
 
 
 def saved(program, chosen):
-    problem = build(program, SETTING, cuts=[n[4:] for n in chosen if n.startswith("hub:")])
+    problem = build(program, SETTING, cuts=layout_nodes(chosen))
     rules = rules_of(problem.nodes)
     plan = SavedPlan(
         version=VERSION,
@@ -53,7 +53,7 @@ def test_what_was_saved_is_chosen_again(tmp_path):
     del plan.operators["linear_3"]
     with pytest.raises(UsageError) as caught:
         choices_of(plan, "plan.json", problem, program)
-    assert caught.value.message == "plan.json has nothing for linear_3, which cannot lie so"
+    assert caught.value.message == "plan.json has nothing for linear_3, which has no such placement"
 
 
 def test_a_model_is_known_whatever_the_batch():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from msrun.parallel.search.cost.cost import Prices, collective, estimate
+from msrun.parallel.search.cost.cost import RedistributionCosts, collective, estimate
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves, route
 from msrun.parallel.search.cost.topology import PRESETS, Measured, Wire
-from msrun.parallel.search.graph.codes import SUM, WHOLE
+from msrun.parallel.search.graph.axis_placement import PARTIAL, REPLICATED
 
 MESHES = [(2, 3), (3, 2), (2, 2, 3), (2, 1, 2)]
 
@@ -33,7 +33,7 @@ def spread(whole, placed, sizes, rng):
     """Return rank -> its part; of a pending sum, parts that add up."""
     found = {rank: part(whole, placed, rank, sizes) for rank in ranks(sizes)}
     for axis, dim in enumerate(placed):
-        if dim == SUM:
+        if dim == PARTIAL:
             for rank in [rank for rank in found if rank[axis] == 0]:
                 group = [(*rank[:axis], i, *rank[axis + 1 :]) for i in range(sizes[axis])]
                 shares = [rng.integers(-9, 9, found[rank].shape) for _ in group[1:]]
@@ -86,7 +86,7 @@ def test_every_route_ends_with_the_parts_wanted(sizes):
     rng = np.random.default_rng(0)
     unit = math.prod(sizes)
     whole = rng.integers(-9, 9, (unit, unit))
-    every = list(itertools.product((0, 1, WHOLE, SUM), repeat=len(sizes)))
+    every = list(itertools.product((0, 1, REPLICATED, PARTIAL), repeat=len(sizes)))
     pairs = [(a, b) for a in every for b in every if not impossible(*map(one, (a, b))).item()]
     for at in rng.permutation(len(pairs))[:120]:
         source, target = pairs[at]
@@ -103,7 +103,7 @@ def one(placed):
 def sums(parts, placed, sizes, whole):
     """Return whether the parts are those of `whole`, pending sums taken."""
     for axis, dim in enumerate(placed):
-        if dim == SUM:
+        if dim == PARTIAL:
             parts = {
                 rank: sum(parts[(*rank[:axis], i, *rank[axis + 1 :])] for i in range(sizes[axis]))
                 for rank in parts
@@ -113,7 +113,7 @@ def sums(parts, placed, sizes, whole):
 
 def test_many_pairs_at_once_are_each_pair_alone():
     sizes = (2, 3, 2)
-    every = np.array(list(itertools.product((0, 1, WHOLE, SUM), repeat=3)))
+    every = np.array(list(itertools.product((0, 1, REPLICATED, PARTIAL), repeat=3)))
     together = {
         (i, j, at): (move.kind, move.axis, float(move.parts[i, j]))
         for at, move in enumerate(moves(every, every, sizes))
@@ -128,8 +128,8 @@ def test_many_pairs_at_once_are_each_pair_alone():
 
 
 def test_what_stays_costs_nothing_and_parts_never_become_sums():
-    prices = Prices([wire(4), wire(2)])
-    every = np.array(list(itertools.product((0, 1, WHOLE, SUM), repeat=2)))
+    prices = RedistributionCosts([wire(4), wire(2)])
+    every = np.array(list(itertools.product((0, 1, REPLICATED, PARTIAL), repeat=2)))
     seconds = prices.seconds(every, every, 1e6)
     assert (np.diag(seconds) == 0).all()
     assert np.isinf(seconds[0, -1])
@@ -156,8 +156,8 @@ def test_seconds_of_one_collective(kind, expected):
 
 def test_sums_over_two_axes_are_reduced_on_parts():
     fast, slow = wire(2), Wire(size=4, bandwidth=1e8, start=0.0, hop=0.0)
-    prices = Prices([slow, fast])
-    both = prices.seconds(one((SUM, SUM)), one((WHOLE, WHOLE)), 1e6).item()
+    prices = RedistributionCosts([slow, fast])
+    both = prices.seconds(one((PARTIAL, PARTIAL)), one((REPLICATED, REPLICATED)), 1e6).item()
     slow_part = collective(MoveKind.REDUCE, slow)[1] * 1e6 / 2
     fast_part = collective(MoveKind.REDUCE, fast)[0] + collective(MoveKind.REDUCE, fast)[1] * 1e6
     assert both == pytest.approx(slow_part + fast_part)

@@ -7,7 +7,7 @@ import programs
 import pytest
 from programs import TINY
 
-from msrun.parallel.search.graph.codes import RR, RZ
+from msrun.parallel.search.graph.axis_placement import RR, RZ
 from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.problem import Setting, stored_parts
@@ -66,11 +66,11 @@ def test_a_parameter_whose_state_is_cut_is_stored_in_parts_and_kept_whole_by_its
     assert memory(problem, w1="Z") == memory(problem, w1="d0")
 
 
-def test_who_reads_what_its_hub_keeps_in_another_layout_has_a_copy():
+def test_a_consumer_in_another_layout_than_the_layout_node_saves_a_copy():
     problem = problem_of(shared_input())
     whole = memory(problem)
     assert memory(problem, linear_1="b0") == whole + TENSOR / 2
-    assert memory(problem, hub_linear_0="d0", linear_1="b0", linear_2="b0") == whole - TENSOR / 2
+    assert memory(problem, layout_linear_0="d0", linear_1="b0", linear_2="b0") == whole - TENSOR / 2
 
 
 def test_micro_batches_on_their_way_have_copies_of_their_own_but_not_of_parameters():

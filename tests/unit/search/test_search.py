@@ -11,7 +11,7 @@ from programs import TINY
 
 from msrun.errors import UsageError
 from msrun.parallel.search.cost.topology import NetworkLevel
-from msrun.parallel.search.graph.codes import RR
+from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.eliminate import solve
@@ -190,7 +190,7 @@ def test_overlap_hides_the_traffic_of_parameters_and_no_other():
 
 def test_a_wish_that_no_strategy_meets_is_refused():
     pin = Pin(node="w0", codes={0: 5}, key="parallel.plan[0].params.weight")
-    with pytest.raises(UsageError, match=r"parallel.plan\[0\].params.weight: w0 can not"):
+    with pytest.raises(UsageError, match=r"parallel.plan\[0\].params.weight: w0 cannot be placed like that"):
         search(programs.perceptron(), setting(2), pins=[pin])
 
 

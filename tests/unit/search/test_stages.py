@@ -15,11 +15,17 @@ from msrun.parallel.search.graph.repeat import find_blocks
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.mesh.schedules import paces, rounds
 from msrun.parallel.search.mesh.stage_search import search_stages
-from msrun.parallel.search.mesh.stages import Pace, between_blocks, divide, evenly, largest
+from msrun.parallel.search.mesh.stages import (
+    Pace,
+    cut_between_blocks,
+    cut_evenly,
+    divide,
+    largest_stage_memory,
+)
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import indices
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
 SETTING = Setting(sizes=(2,), topology=TINY, data_axes=frozenset({0}), batch=4)
@@ -75,14 +81,14 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_little_is_handed_on():
     program = skip(depth=12)
     _, uses = read(program)
     seconds = {step.name: float(step.target.startswith("aten.linear")) for step in program.steps}
-    starts = evenly(program, uses, seconds, SETTING, 3)
+    starts = cut_evenly(program, uses, seconds, SETTING, 3)
     work = [seconds[step.name] for step in program.steps]
     assert max(sum(work[a:b]) for a, b in pairwise([*starts, len(work)])) == 5
     # Between two layers, where the first one's value and one more are handed on.
     parts = divide(program, uses, starts)
     assert [len(part.received) for part in parts] == [0, 2, 2]
     with pytest.raises(UsageError) as caught:
-        evenly(program, uses, seconds, SETTING, 99)
+        cut_evenly(program, uses, seconds, SETTING, 99)
     assert caught.value.message == (
         "parallel.mesh.pp: 99 stages, and the model has fewer places to cut at"
     )
@@ -91,13 +97,13 @@ def test_the_slowest_stage_is_as_fast_as_it_can_be_and_little_is_handed_on():
 def test_equal_blocks_are_divided_equally_or_not_at_all():
     program = programs.transformer(4, batch=4, length=4, width=8, heads=2)
     blocks = find_blocks(program)
-    starts = between_blocks(blocks, 2, "key")
+    starts = cut_between_blocks(blocks, 2, "key")
     assert starts == [0, blocks.first + 2 * blocks.period]
     parts = divide(program, read(program)[1], starts)
     assert parts[0].sent == (blocks.cuts[1],)
     for found, count in ((blocks, 4), (None, 0)):
         with pytest.raises(UsageError) as caught:
-            between_blocks(found, 3, "key")
+            cut_between_blocks(found, 3, "key")
         assert caught.value.message == (
             f"key: 3 stages do not divide the {count} equal blocks of the model"
         )
@@ -111,7 +117,7 @@ def test_a_stage_of_several_parts_takes_what_they_do_together():
     rules, _ = read(program)
     two = search_stages(program, SETTING, rules, pace=PACE)
     one = search_stages(program, SETTING, rules, pace=[Pace(stage=0, live=1)] * 2)
-    assert one.memory == pytest.approx(one.found.memory)
+    assert one.memory == pytest.approx(one.result.memory)
     assert two.memory < one.memory
 
 
@@ -145,10 +151,10 @@ def test_the_largest_stage_fits_or_its_bytes_are_told():
 
     free = found(None)
     assert len(free.starts) == 2
-    assert free.memory < free.found.memory
+    assert free.memory < free.result.memory
     less = found(free.memory * 0.9)
     assert less.memory <= free.memory * 0.9
-    assert less.found.seconds >= free.found.seconds
+    assert less.result.seconds >= free.result.seconds
     with pytest.raises(OutOfMemoryError) as caught:
         found(1.0)
     assert found(caught.value.least).memory <= caught.value.least
@@ -160,7 +166,7 @@ def test_copies_lie_where_they_are_read_as_often_as_micro_batches_are_alive_ther
     y = draft.linear(h, 8, bias=False)
     program = draft.done(draft.op("mm", (4, 64), self=h, mat2=draft.param(8, 64)), y)
     problem = build(program, SETTING)
-    rows = {"w0": "R", "w1": "Z", "w2": "d0", h: "b0", f"hub:{h}": "d0", y: "k", "mm_2": "R"}
+    rows = {"w0": "R", "w1": "Z", "w2": "d0", h: "b0", layout_node(h): "d0", y: "k", "mm_2": "R"}
     chosen = indices(
         problem,
         {
@@ -172,11 +178,11 @@ def test_copies_lie_where_they_are_read_as_often_as_micro_batches_are_alive_ther
 
     def found(*live):
         pace = [Pace(stage=at, live=number) for at, number in enumerate(live)]
-        return largest(problem, chosen, parts, pace)
+        return largest_stage_memory(problem, chosen, parts, pace)
 
     # The half of `w2` that is stored, all of it where it is read, and all of `h`.
     assert found(3, 2) == 5120 + 2048 + 2 * 128
     # `w0`, half of `w1` twice, and half of `h` as it lies and as it is read.
     assert found(300, 2) == 1280 + 640 + 128 + 300 * (64 + 64)
-    together = largest(problem, chosen, parts, [Pace(stage=0, live=3)] * 2)
+    together = largest_stage_memory(problem, chosen, parts, [Pace(stage=0, live=3)] * 2)
     assert together == problem.in_flight(3).memory(chosen)

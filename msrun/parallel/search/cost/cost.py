@@ -1,7 +1,7 @@
 """Seconds of collectives and of redistribution.
 
-All of it is latency plus bytes over bandwidth, so the cost of a redistribution is two numbers,
-seconds and seconds a byte, that hold for tensors of any size.
+All of it is latency plus bytes over bandwidth (alpha-beta model), so the cost of a redistribution
+is two numbers, seconds and seconds a byte, that hold for tensors of any size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from msrun.parallel.search.cost.redistribution import MoveKind, impossible, moves
 from msrun.parallel.search.cost.topology import Wire
-from msrun.parallel.search.graph.codes import Array, Codes
+from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 
 
 def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
-    """Return seconds, and seconds a byte of the whole tensor, of one collective over `wire`.
+    """Return seconds, and seconds a byte of the full tensor, of one collective over `wire`.
 
-    Where it was measured, those; for other numbers of ranks as the formula of `estimate` grows.
+    Measured ones go before formulas; for other numbers of ranks they grow as `estimate` does.
     """
     known = [one for one in wire.measured if one.kind == kind.name.lower()]
     latency, per_byte = estimate(kind, wire)
@@ -35,7 +35,7 @@ def collective(kind: MoveKind, wire: Wire) -> tuple[float, float]:
 
 
 def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
-    """Return what `collective` does, from bandwidth and latency alone.
+    """Return the seconds of `collective`, from bandwidth and latency alone.
 
     n ranks, r = (n - 1) / n, latency a = start + ceil(log2 n) hops:
 
@@ -60,8 +60,8 @@ def estimate(kind: MoveKind, wire: Wire) -> tuple[float, float]:
             return 0.0, 0.0
 
 
-class Prices:
-    """Costs of redistribution on one mesh; each table is made once.
+class RedistributionCosts:
+    """Costs of redistribution on one mesh; each table is computed once.
 
     Args:
         wires: What the axes run over.
@@ -70,18 +70,18 @@ class Prices:
     def __init__(self, wires: Sequence[Wire]) -> None:
         self.wires = tuple(wires)
         self.sizes = tuple(wire.size for wire in wires)
-        self._tables: dict[tuple[bytes, bytes], tuple[Array, Array]] = {}
+        self._tables: dict[tuple[bytes, bytes], tuple[FloatArray, FloatArray]] = {}
 
-    def seconds(self, source: Codes, target: Codes, nbytes: float) -> Array:
+    def seconds(self, source: IntArray, target: IntArray, nbytes: float) -> FloatArray:
         """Return the seconds from each row of `source` to each row of `target`.
 
         Args:
             source: Placements, (sources, axes).
             target: Placements, (targets, axes).
-            nbytes: Of the whole tensor.
+            nbytes: Of the full tensor.
 
         Returns:
-            (sources, targets); infinite where there is no way.
+            (sources, targets); infinite where redistribution is impossible.
         """
         key = (source.tobytes(), target.tobytes())
         table = self._tables.get(key)
@@ -90,8 +90,8 @@ class Prices:
         latency, per_byte = table
         return latency + nbytes * per_byte
 
-    def _table(self, source: Codes, target: Codes) -> tuple[Array, Array]:
-        latency: Array = np.where(impossible(source, target), np.inf, 0.0)
+    def _table(self, source: IntArray, target: IntArray) -> tuple[FloatArray, FloatArray]:
+        latency: FloatArray = np.where(impossible(source, target), np.inf, 0.0)
         per_byte = np.zeros_like(latency)
         for move in moves(source, target, self.sizes):
             start, rate = collective(move.kind, self.wires[move.axis])

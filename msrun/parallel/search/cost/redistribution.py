@@ -1,16 +1,16 @@
-"""The one table of how a tensor gets from one placement to another: for costs and for execution.
+"""The one table of how a tensor gets from one layout to another: for costs and for execution.
 
-A tensor dim that several axes cut is cut by the first of them first, always.  An axis can thus
-take or leave a dim only while no later axis holds it, unless all of them move together.  Seven
+A tensor dim that several axes shard is always cut by the first of them first.  An axis can thus
+take or leave a dim only while no later axis shards it, unless all of them move together.  Seven
 phases keep to that:
 
 1. gather what must leave a dim before another axis takes it,
-2. take parts of what is whole,
+2. take local shards of what is replicated,
 3. reduce and scatter sums, the last (fastest) axis first,
-4. move a cut from one dim to another,
-5. reduce sums, each axis on the part that the ones before it left,
-6. gather, the first (slowest) axis first, on parts that are still small,
-7. take the parts that had to wait.
+4. move a shard from one dim to another (all-to-all),
+5. all-reduce sums, each axis on the shard that the ones before it left,
+6. gather, the first (slowest) axis first, while shards are still small,
+7. take the shards that had to wait.
 
 It works on many pairs at once: sources along the rows, targets along the columns.
 """
@@ -25,10 +25,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import SUM, WHOLE, Array, Codes, Mask
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    REPLICATED,
+    BoolArray,
+    FloatArray,
+    IntArray,
+)
 
-# Pairs of sets of placements whose moves are kept: a model has some, on all meshes the same.
-_KEPT = 256
+# Pairs of sets of layouts whose moves are cached: a model has some, the same on all meshes.
+_CACHED_PAIRS = 256
 
 
 class MoveKind(IntEnum):
@@ -54,65 +60,65 @@ class Move(NamedTuple):
 
     kind: MoveKind
     axis: int
-    where: Mask
-    parts: Array
+    where: BoolArray
+    parts: FloatArray
 
 
 class _Pairs:
     """Which axis does what, for every pair."""
 
-    def __init__(self, source: Codes, target: Codes) -> None:
+    def __init__(self, source: IntArray, target: IntArray) -> None:
         axes = range(source.shape[1])
         self.a = a = [source[:, m][:, None] for m in axes]
         self.b = b = [target[:, m][None, :] for m in axes]
         self.changed = [a[m] != b[m] for m in axes]
-        self.scatter = [(a[m] == SUM) & (b[m] >= 0) for m in axes]
-        self.reduce = [(a[m] == SUM) & (b[m] == WHOLE) for m in axes]
-        self.to_sum = [(a[m] == WHOLE) & (b[m] == SUM) for m in axes]
-        self.impossible = np.logical_or.reduce([(a[m] >= 0) & (b[m] == SUM) for m in axes])
+        self.scatter = [(a[m] == PARTIAL) & (b[m] >= 0) for m in axes]
+        self.reduce = [(a[m] == PARTIAL) & (b[m] == REPLICATED) for m in axes]
+        self.to_sum = [(a[m] == REPLICATED) & (b[m] == PARTIAL) for m in axes]
+        self.impossible = np.logical_or.reduce([(a[m] >= 0) & (b[m] == PARTIAL) for m in axes])
         shift = [(a[m] >= 0) & (b[m] >= 0) & self.changed[m] for m in axes]
         self.move = [shift[m] & ~self._meets(m) for m in axes]
-        # Held on both sides, but an axis before it takes or leaves the same dim.
+        # SavedTensor on both sides, but an axis before it takes or leaves the same dim.
         blocked = [self._is_blocked(m) for m in axes]
         returning = [blocked[m] | (shift[m] & ~self.move[m]) for m in axes]
-        self.gather = [((a[m] >= 0) & (b[m] == WHOLE)) | returning[m] for m in axes]
+        self.gather = [((a[m] >= 0) & (b[m] == REPLICATED)) | returning[m] for m in axes]
         self.early = [self.gather[m] & (blocked[m] | self._is_taken(m)) for m in axes]
-        take = [(a[m] == WHOLE) & (b[m] >= 0) for m in axes]
+        take = [(a[m] == REPLICATED) & (b[m] >= 0) for m in axes]
         self.late = [returning[m] | (take[m] & self._is_left(m)) for m in axes]
         self.take = [take[m] & ~self.late[m] for m in axes]
 
-    def _any(self, masks: list[Mask]) -> Mask:
+    def _any(self, masks: list[BoolArray]) -> BoolArray:
         nothing = np.zeros((self.a[0].shape[0], self.b[0].shape[1]), bool)
-        found: Mask = np.logical_or.reduce([nothing, *masks])
-        return found
+        mask: BoolArray = np.logical_or.reduce([nothing, *masks])
+        return mask
 
-    def _meets(self, m: int) -> Mask:
-        """Return where another axis has to do with a dim that `m` leaves or takes."""
+    def _meets(self, m: int) -> BoolArray:
+        """Return where another axis shards a dim that `m` leaves or takes."""
         a, b = self.a, self.b
-        found = []
+        masks = []
         for q in range(len(a)):
             if q != m:
                 touches = (a[q] == a[m]) | (a[q] == b[m]) | (b[q] == a[m]) | (b[q] == b[m])
-                found.append(touches & (self.changed[q] | (q > m)))
-        return self._any(found)
+                masks.append(touches & (self.changed[q] | (q > m)))
+        return self._any(masks)
 
-    def _is_blocked(self, q: int) -> Mask:
+    def _is_blocked(self, q: int) -> BoolArray:
         a, b = self.a, self.b
         touched = [self.changed[m] & ((a[m] == a[q]) | (b[m] == a[q])) for m in range(q)]
-        found: Mask = self._any(touched) & ~self.changed[q] & (a[q] >= 0)
-        return found
+        blocked: BoolArray = self._any(touched) & ~self.changed[q] & (a[q] >= 0)
+        return blocked
 
-    def _is_taken(self, m: int) -> Mask:
+    def _is_taken(self, m: int) -> BoolArray:
         others = [q for q in range(len(self.a)) if q != m]
         return self._any([self.scatter[q] & (self.b[q] == self.a[m]) for q in others])
 
-    def _is_left(self, m: int) -> Mask:
+    def _is_left(self, m: int) -> BoolArray:
         others = [q for q in range(len(self.a)) if q != m]
         return self._any([self.gather[q] & (self.a[q] == self.b[m]) for q in others])
 
 
-def moves(source: Codes, target: Codes, sizes: Sequence[int]) -> Iterator[Move]:
-    """Yield what brings tensors from each row of `source` to each row of `target`, in order.
+def moves(source: IntArray, target: IntArray, sizes: Sequence[int]) -> Iterator[Move]:
+    """Yield the moves from each row of `source` to each row of `target`, in order.
 
     Args:
         source: Placements, (sources, axes).
@@ -134,18 +140,18 @@ class _Step(NamedTuple):
         kind: As of `Move`.
         axis: As of `Move`.
         where: As of `Move`.
-        cut: The other axes that cut the tensor at that time, one bit each.
-        reduced: Those that have left a part of a sum.
+        cut: The other axes that shard the tensor at that time, one bit each.
+        reduced: Those that have reduced a sum and hold a shard of it.
     """
 
     kind: MoveKind
     axis: int
-    where: Mask
-    cut: Codes
-    reduced: Codes
+    where: BoolArray
+    cut: IntArray
+    reduced: IntArray
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHED_PAIRS)
 def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step, ...]:
     """Return the moves for all meshes of which the same axes have several ranks."""
     a, b = (
@@ -167,7 +173,7 @@ def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step,
         (MoveKind.TAKE, axes, pairs.late),
         (MoveKind.TO_SUM, axes, pairs.to_sum),
     )
-    found = []
+    steps = []
     for kind, order, masks in phases:
         for m in order:
             where = np.broadcast_to(masks[m], shape)
@@ -175,38 +181,38 @@ def _steps(source: bytes, target: bytes, live: tuple[bool, ...]) -> tuple[_Step,
                 continue
             cut = sum((now[q] for q in axes if q != m), nothing).astype(small)
             if kind is MoveKind.REDUCE:
-                found.append(_Step(kind, m, where, cut, reduced.astype(small)))
+                steps.append(_Step(kind, m, where, cut, reduced.astype(small)))
                 reduced = np.where(where, reduced + (1 << m), reduced)
             else:
-                found.append(_Step(kind, m, where, cut, nothing[:1, :1].astype(small)))
+                steps.append(_Step(kind, m, where, cut, nothing[:1, :1].astype(small)))
             if kind in (MoveKind.TAKE, MoveKind.SCATTER):
                 now[m] = np.where(where, 1 << m, now[m])
             elif kind is MoveKind.GATHER:
                 now[m] = np.where(where, 0, now[m])
-    return tuple(found)
+    return tuple(steps)
 
 
-def impossible(source: Codes, target: Codes) -> Mask:
-    """Return the pairs that there is no way between: from a part to a pending sum."""
-    found: Mask = np.logical_or.reduce(
+def impossible(source: IntArray, target: IntArray) -> BoolArray:
+    """Return the pairs that cannot be redistributed: from a shard to a partial sum."""
+    mask: BoolArray = np.logical_or.reduce(
         [
-            (source[:, m][:, None] >= 0) & (target[:, m][None, :] == SUM)
+            (source[:, m][:, None] >= 0) & (target[:, m][None, :] == PARTIAL)
             for m in range(source.shape[1])
         ]
     )
-    return found
+    return mask
 
 
 class Hop(NamedTuple):
-    """One step of one redistribution, with what a rank must know to take it.
+    """One step of one redistribution, with all that a rank must know to take it.
 
     Args:
         kind: What happens.
         axis: On which axis.
-        dim: Which dim is taken, scattered, gathered or left; `WHOLE` for sums alone.
-        to: Which dim a move cuts instead.
-        room: Parts of `dim`, slower than this axis', that are all on this rank for the moment:
-            earlier axes take theirs later, or have gathered theirs before.
+        dim: Which dim is sharded, scattered, gathered or left; `REPLICATED` for sums alone.
+        to: Which dim an all-to-all shards instead.
+        room: Shards of `dim` along earlier axes that are all on this rank for the moment: those
+            axes take theirs later, or have gathered theirs before.
     """
 
     kind: MoveKind
@@ -224,11 +230,11 @@ def route(source: Sequence[int], target: Sequence[int], sizes: Sequence[int]) ->
         target: Placement on each axis; not `impossible`.
         sizes: Of the axes.
     """
-    found = list(moves(np.array([source]), np.array([target]), sizes))
-    taken = [move for move in found if move.kind in (MoveKind.TAKE, MoveKind.SCATTER)]
+    steps = list(moves(np.array([source]), np.array([target]), sizes))
+    taken = [move for move in steps if move.kind in (MoveKind.TAKE, MoveKind.SCATTER)]
     gathered: list[tuple[int, int]] = []
     hops = []
-    for move in found:
+    for move in steps:
         axis, room = move.axis, 1
         dim = target[axis] if move.kind in (MoveKind.TAKE, MoveKind.SCATTER) else source[axis]
         if move.kind in (MoveKind.TAKE, MoveKind.SCATTER):
@@ -238,6 +244,6 @@ def route(source: Sequence[int], target: Sequence[int], sizes: Sequence[int]) ->
         elif move.kind is MoveKind.GATHER:
             room = math.prod(sizes[m] for m, left in gathered if m < axis and left == dim)
             gathered.append((axis, dim))
-        to = target[axis] if move.kind is MoveKind.MOVE else WHOLE
+        to = target[axis] if move.kind is MoveKind.MOVE else REPLICATED
         hops.append(Hop(move.kind, axis, dim, to, room))
     return hops

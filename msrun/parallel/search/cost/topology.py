@@ -1,17 +1,23 @@
-"""What a cluster can do: rates of its devices, and of the links that a mesh axis runs over."""
+"""What a cluster can do: rates of its devices, and of the links that a mesh axis runs over.
+
+Users name a topology by a preset or a YAML file (`find_topology`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.parallel.config_file import load_yaml
 from msrun.units import quoted
 
 GIB = 2**30
+_FILE_SUFFIXES = (".yaml", ".yml", ".json")
 
 CollectiveKind = Literal["gather", "scatter", "reduce", "move"]
 
@@ -41,8 +47,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         kind: Which; `cost.estimate` has what each of them does.
         ranks: Of a group.
         across: Its ranks are on as many nodes; else on one.
-        start: Seconds that it takes with nothing to carry.
-        per_byte: Seconds more for each byte of the whole tensor.
+        start: Seconds that it takes for an empty tensor.
+        per_byte: Seconds more for each byte of the full tensor.
     """
 
     kind: CollectiveKind
@@ -106,15 +112,15 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def wires(self, sizes: Sequence[int]) -> tuple[Wire, ...]:
         """Return what each axis of a mesh runs over; the last axis is the innermost."""
-        found: list[Wire] = []
+        wires: list[Wire] = []
         stride = 1
         for size in reversed(sizes):
-            found.append(self._wire(size, stride))
+            wires.append(self._wire(size, stride))
             stride *= size
-        return tuple(reversed(found))
+        return tuple(reversed(wires))
 
     def _wire(self, size: int, stride: int) -> Wire:
-        """Return what `size` devices that lie `stride` apart run over.
+        """Return the links of `size` devices that are `stride` apart.
 
         A ring that leaves a node does so through the adapters of all its members there, so
         between nodes each member has the bandwidth of as many.
@@ -220,7 +226,23 @@ def preset(name: str) -> Topology:
     Raises:
         UsageError: There is none.
     """
-    found = PRESETS.get(name.lower())
-    if found is None:
+    topology = PRESETS.get(name.lower())
+    if topology is None:
         raise UsageError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
-    return found
+    return topology
+
+
+def find_topology(name: str) -> Topology:
+    """Return the preset called `name`, or what the file of that name says.
+
+    Raises:
+        UsageError: There is neither, or the file says something else.
+    """
+    path = Path(name)
+    if path.suffix not in _FILE_SUFFIXES:
+        return preset(name)
+    try:
+        tree = load_yaml(path)
+    except UsageError as error:
+        raise UsageError(f"topology: {error.message}") from None
+    return parse_topology(tree)

@@ -1,4 +1,4 @@
-"""The rules of the operators that `torch.export` leaves in a forward graph, by name."""
+"""Sharding rules of the operators that `torch.export` leaves in a forward graph, by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from msrun.parallel.search.graph.rules import (
     ShardingRule,
     Site,
     broadcast,
-    divided,
-    letters,
+    dim_labels,
+    split_by_labels,
     unknown,
 )
 
@@ -22,7 +22,7 @@ Maker = Callable[[Site], ShardingRule]
 
 
 def rule_of(site: Site) -> ShardingRule:
-    """Return how the operator at `site` can be divided."""
+    """Return how the work of the operator at `site` can be split."""
     if not site.ins or not site.outs:
         return unknown(site)
     maker = _MAKERS.get(site.packet)
@@ -31,19 +31,21 @@ def rule_of(site: Site) -> ShardingRule:
 
 def rules_of_steps(program: Program) -> dict[str, ShardingRule]:
     """Return step -> its rule; equal steps have one."""
-    found: dict[object, ShardingRule] = {}
+    by_signature: dict[object, ShardingRule] = {}
     rules: dict[str, ShardingRule] = {}
     for step in program.steps:
         site = Site(step, program)
         key = site.signature()
-        rules[step.name] = found[key] = found.get(key) or rule_of(site)
+        rules[step.name] = by_signature[key] = by_signature.get(key) or rule_of(site)
     return rules
 
 
 def _elementwise(site: Site) -> ShardingRule:
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
-    return divided(site, ins, [letters(len(shape))] * len(site.outs), keeps=_all(site))
+    return split_by_labels(
+        site, ins, [dim_labels(len(shape))] * len(site.outs), saved_inputs=_all(site)
+    )
 
 
 def _linear_elementwise(site: Site) -> ShardingRule:
@@ -57,8 +59,8 @@ def _linear_elementwise(site: Site) -> ShardingRule:
     is_rounded = bool(site.attr("rounding_mode")) or not site.out.is_float
     is_affine = is_rounded or (is_sum and len(ins) == 1)
     linear: list[list[int]] = [] if is_affine else [list(range(len(ins))) if is_sum else [0]]
-    keeps = () if is_sum or len(ins) == 1 else _all(site)
-    return divided(site, ins, [letters(len(shape))], linear=linear, keeps=keeps)
+    saved = () if is_sum or len(ins) == 1 else _all(site)
+    return split_by_labels(site, ins, [dim_labels(len(shape))], linear=linear, saved_inputs=saved)
 
 
 def _all(site: Site) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ def _all(site: Site) -> tuple[int, ...]:
 def _linear(site: Site) -> ShardingRule:
     """`linear(x, w, b)`: x (batch..., k), w (n, k), b (n)."""
     x, weight = site.ins[:2]
-    batch = letters(len(x.shape) - 1, "b")
+    batch = dim_labels(len(x.shape) - 1, "b")
     ins: list[Labels] = [[*batch, "k"], ["n", "k"], ["n"]]
     flops = 2.0 * x.count * weight.shape[0]
     return _contraction(site, ins[: len(site.ins)], [*batch, "n"], added=(2,), flops=flops)
@@ -77,8 +79,10 @@ def _linear(site: Site) -> ShardingRule:
 def _contraction(
     site: Site, ins: list[Labels], out: Labels, *, added: tuple[int, ...] = (), **options: Any
 ) -> ShardingRule:
-    keeps = tuple(index for index in _all(site) if index not in added)
-    return divided(site, ins, [out], added=added, backward=2.0, keeps=keeps, **options)
+    saved = tuple(index for index in _all(site) if index not in added)
+    return split_by_labels(
+        site, ins, [out], added=added, backward=2.0, saved_inputs=saved, **options
+    )
 
 
 def _matmul(site: Site) -> ShardingRule:
@@ -89,7 +93,7 @@ def _matmul(site: Site) -> ShardingRule:
     rows = ["m"] if len(a.shape) > 1 else []
     columns = ["n"] if len(b.shape) > 1 else []
     batch = len(shape) - len(rows) - len(columns)
-    names = letters(batch, "b")
+    names = dim_labels(batch, "b")
     left = _batched(a.shape[: len(a.shape) - 1 - len(rows)], shape[:batch])
     right = _batched(b.shape[: len(b.shape) - 1 - len(columns)], shape[:batch])
     out = [*names, *rows, *columns]
@@ -106,10 +110,10 @@ def _batched(shape: tuple[int, ...], out: tuple[int, ...]) -> list[str | None]:
 
 
 def _attention(site: Site) -> ShardingRule:
-    """By sample and head; queries also by position where none looks at positions of its own."""
+    """By sample and head; queries also by position, unless it is causal."""
     query, key = site.ins[:2]
     is_causal = bool(site.attr("is_causal"))
-    lead = letters(len(query.shape) - 2, "b")
+    lead = dim_labels(len(query.shape) - 2, "b")
     at = None if is_causal else "s"
     ins: list[Labels] = [[*lead, at, None], [*lead, None, None], [*lead, None, None]]
     for mask in site.ins[3:]:
@@ -118,42 +122,46 @@ def _attention(site: Site) -> ShardingRule:
         ins.append([names[int(label[1:])] if label else None for label in shown])
     flops = 4.0 * query.count * key.shape[-2] * (0.5 if is_causal else 1.0)
     out: Labels = [*lead, at, None]
-    return divided(site, ins, [out], flops=flops, backward=2.5, keeps=(0, 1, 2), keeps_out=True)
+    return split_by_labels(
+        site, ins, [out], flops=flops, backward=2.5, saved_inputs=(0, 1, 2), saves_outputs=True
+    )
 
 
 def _normalization(site: Site) -> ShardingRule:
     """`layer_norm` and `rms_norm`: every dim but the last ones, which are normalized."""
     shape = site.ins[0].shape
     last = len(site.attr("normalized_shape", [0]))
-    labels = [*letters(len(shape) - last), *[None] * last]
+    labels = [*dim_labels(len(shape) - last), *[None] * last]
     weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+    return split_by_labels(site, [labels, *weights], [labels], saved_inputs=(0,), backward=2.0)
 
 
 def _group_norm(site: Site) -> ShardingRule:
     x = site.ins[0]
     labels = ["b", *[None] * (len(x.shape) - 1)]
     weights: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *weights], [labels], keeps=(0,), backward=2.0)
+    return split_by_labels(site, [labels, *weights], [labels], saved_inputs=(0,), backward=2.0)
 
 
 def _batch_norm(site: Site) -> ShardingRule:
-    """By sample and by channel; statistics of the whole batch are summed, two for each channel."""
+    """By sample and by channel; statistics of the global batch are summed, two for each channel."""
     x = site.ins[0]
     labels = ["b", "c", *[None] * (len(x.shape) - 2)]
     others: list[Labels] = [["c"] for _ in site.ins[1:]]
     is_training = bool(site.attr("training", default=True))
     summed = {"b": 8 * x.shape[1]} if is_training else {}
-    return divided(site, [labels, *others], [labels], keeps=(0,), backward=2.0, summed=summed)
+    return split_by_labels(
+        site, [labels, *others], [labels], saved_inputs=(0,), backward=2.0, summed=summed
+    )
 
 
 def _gated(site: Site) -> ShardingRule:
     """`prelu`, whose weights are of channels: of the second dim."""
     shape = site.ins[0].shape
-    labels = letters(len(shape))
+    labels = dim_labels(len(shape))
     weight = [labels[1] if len(shape) > 1 and site.ins[1].count > 1 else None]
     weights = weight * len(site.ins[1].shape)
-    return divided(site, [labels, weights], [labels], keeps=_all(site))
+    return split_by_labels(site, [labels, weights], [labels], saved_inputs=_all(site))
 
 
 def _along(site: Site) -> ShardingRule:
@@ -163,7 +171,7 @@ def _along(site: Site) -> ShardingRule:
     labels = [None if dim in along else f"d{dim}" for dim in range(len(shape))]
     outs = [labels] * len(site.outs)
     others: list[Labels] = [[None] * len(value.shape) for value in site.ins[1:]]
-    return divided(site, [labels, *others], outs, keeps_out=True)
+    return split_by_labels(site, [labels, *others], outs, saves_outputs=True)
 
 
 def _reduction(site: Site) -> ShardingRule:
@@ -173,50 +181,52 @@ def _reduction(site: Site) -> ShardingRule:
     shape = site.ins[0].shape
     dims = site.dims()
     is_sum = site.packet in ("sum", "mean")
-    kept = [None if dim in dims else f"d{dim}" for dim in range(len(shape))]
-    ins = letters(len(shape)) if is_sum else kept
+    remaining = [None if dim in dims else f"d{dim}" for dim in range(len(shape))]
+    ins = dim_labels(len(shape)) if is_sum else remaining
     if site.attr("keepdim"):
-        out = kept
+        out = remaining
     else:
-        out = [label for dim, label in enumerate(kept) if dim not in dims]
-    keeps = () if is_sum else (0,)
+        out = [label for dim, label in enumerate(remaining) if dim not in dims]
+    saved = () if is_sum else (0,)
     linear = [[0]] if is_sum else []
-    return divided(site, [ins], [out] * len(site.outs), linear=linear, keeps=keeps)
+    return split_by_labels(site, [ins], [out] * len(site.outs), linear=linear, saved_inputs=saved)
 
 
 def _embedding(site: Site) -> ShardingRule:
-    """By token, by width, and by row: ranks look up the rows they have, which are then added."""
-    tokens = letters(len(site.ins[1].shape), "b")
+    """By token, by width, and by row: ranks look up their own rows, and results are summed."""
+    tokens = dim_labels(len(site.ins[1].shape), "b")
     nbytes = 2.0 * site.out.nbytes
-    # Gradients divided by how often a token comes need all tokens.
-    whole = ["v", *filter(None, tokens)] if site.attr("scale_grad_by_freq") else []
+    # Gradients that are divided by how often a token occurs need all tokens.
+    unsplit = ["v", *filter(None, tokens)] if site.attr("scale_grad_by_freq") else []
     ins: list[Labels] = [["v", "h"], tokens]
-    return divided(site, ins, [[*tokens, "h"]], whole=whole, nbytes=nbytes, keeps=(1,))
+    return split_by_labels(
+        site, ins, [[*tokens, "h"]], unsplit=unsplit, nbytes=nbytes, saved_inputs=(1,)
+    )
 
 
 def _cross_entropy(site: Site) -> ShardingRule:
-    """By sample; the mean of parts is taken of their sums."""
+    """By sample; the mean is over the sums of all shards."""
     logits, target = site.ins[:2]
     is_by_class = target.shape != logits.shape
-    batch = ["b", *letters(len(logits.shape) - 2)] if len(logits.shape) > 1 else []
+    batch = ["b", *dim_labels(len(logits.shape) - 2)] if len(logits.shape) > 1 else []
     labels: Labels = [batch[0], None, *batch[1:]] if batch else [None]
     others: list[Labels] = [batch if is_by_class else labels]
     others += [[None] * len(value.shape) for value in site.ins[2:]]
     out: Labels = batch if site.out.shape else []
-    # Weights of classes make a mean that is none of the parts' means.
+    # With weights of classes the mean is not the mean of the shards' means.
     is_weighted = "weight" in site.slots and not site.out.shape
-    whole = [str(label) for label in batch] if is_weighted else []
-    return divided(site, [labels, *others], [out], whole=whole, keeps=(0,))
+    unsplit = [str(label) for label in batch] if is_weighted else []
+    return split_by_labels(site, [labels, *others], [out], unsplit=unsplit, saved_inputs=(0,))
 
 
 def _elementwise_loss(site: Site) -> ShardingRule:
-    labels = letters(len(site.ins[0].shape))
+    labels = dim_labels(len(site.ins[0].shape))
     ins: list[Labels] = [broadcast(value.shape, site.ins[0].shape) for value in site.ins]
-    return divided(site, ins, [labels if site.out.shape else []], keeps=(0, 1))
+    return split_by_labels(site, ins, [labels if site.out.shape else []], saved_inputs=(0, 1))
 
 
 def _convolution(site: Site, *, transposed: bool = False) -> ShardingRule:
-    """By sample and by channels, or by groups of them; positions would need their neighbours."""
+    """By sample and by channels, or by groups of them; shards of positions would need halos."""
     x, weight = site.ins[:2]
     rest = [None] * (len(weight.shape) - 2)
     groups = int(site.attr("groups", 1))
@@ -238,17 +248,17 @@ def _convolution(site: Site, *, transposed: bool = False) -> ShardingRule:
 def _spatial(site: Site, *, last: int) -> ShardingRule:
     """Every dim but the `last` ones, which are positions: pooling, resizing."""
     shape = site.ins[0].shape
-    labels = [*letters(len(shape) - last), *[None] * last]
-    return divided(site, [labels], [labels] * len(site.outs), keeps=(0,))
+    labels = [*dim_labels(len(shape) - last), *[None] * last]
+    return split_by_labels(site, [labels], [labels] * len(site.outs), saved_inputs=(0,))
 
 
 def _padding(site: Site) -> ShardingRule:
-    """Every dim to which nothing is added; what is added and taken may leave the size as it is."""
+    """Every dim without padding; padding on both sides may cancel out, so sizes do not tell."""
     pads = list(site.attr("pad"))
     ndim = len(site.ins[0].shape)
     touched = {ndim - 1 - at // 2 for at, number in enumerate(pads) if number}
     labels = [None if dim in touched else f"d{dim}" for dim in range(ndim)]
-    return divided(site, [labels], [labels])
+    return split_by_labels(site, [labels], [labels])
 
 
 def _joined(site: Site) -> ShardingRule:
@@ -261,24 +271,24 @@ def _joined(site: Site) -> ShardingRule:
     ins: list[Labels] = [
         one if len(v.shape) == len(one) else [None] * len(v.shape) for v in site.ins
     ]
-    return divided(site, ins, [out], linear=[list(_all(site))])
+    return split_by_labels(site, ins, [out], linear=[list(_all(site))])
 
 
 def _parted(site: Site) -> ShardingRule:
-    """`split`, `chunk`, `unbind`, `slice` and `select`: every dim but the one they part."""
+    """`split`, `chunk`, `unbind`, `slice` and `select`: every dim but the one they cut."""
     ndim = len(site.ins[0].shape)
     along = int(site.attr("dim", 0)) % ndim
     ins = [None if dim == along else f"d{dim}" for dim in range(ndim)]
     is_gone = len(site.out.shape) < ndim
     out = [label for dim, label in enumerate(ins) if not (is_gone and dim == along)]
-    return divided(site, [ins], [out] * len(site.outs), linear=[[0]], nbytes=0.0)
+    return split_by_labels(site, [ins], [out] * len(site.outs), linear=[[0]], nbytes=0.0)
 
 
 def _expanded(site: Site) -> ShardingRule:
-    """`expand`, and `expand_as`, which takes the shape of a part from a part."""
+    """`expand`, and `expand_as`, which takes the shape of a shard from a shard."""
     shape = site.out.shape
     ins = [broadcast(value.shape, shape) for value in site.ins]
-    return divided(site, ins, [letters(len(shape))], linear=[[0]], nbytes=0.0)
+    return split_by_labels(site, ins, [dim_labels(len(shape))], linear=[[0]], nbytes=0.0)
 
 
 def _repeated(site: Site) -> ShardingRule:
@@ -286,16 +296,16 @@ def _repeated(site: Site) -> ShardingRule:
     shape, made = site.ins[0].shape, site.out.shape
     offset = len(made) - len(shape)
     ins = [f"d{offset + d}" if n == made[offset + d] else None for d, n in enumerate(shape)]
-    out = [label if label in ins else None for label in letters(len(made))]
-    return divided(site, [ins], [out], linear=[[0]])
+    out = [label if label in ins else None for label in dim_labels(len(made))]
+    return split_by_labels(site, [ins], [out], linear=[[0]])
 
 
 def _interleaved(site: Site) -> ShardingRule:
-    """`repeat_interleave` by one number: parts stay together."""
+    """`repeat_interleave` by one number: shards stay contiguous."""
     if site.attr("dim") is None or len(site.ins) != 1:
         return unknown(site)
-    labels = letters(len(site.ins[0].shape))
-    return divided(site, [labels], [labels], linear=[[0]])
+    labels = dim_labels(len(site.ins[0].shape))
+    return split_by_labels(site, [labels], [labels], linear=[[0]])
 
 
 def _selected(site: Site) -> ShardingRule:
@@ -304,7 +314,7 @@ def _selected(site: Site) -> ShardingRule:
     ndim = len(site.ins[0].shape)
     x = [None if dim == along else f"d{dim}" for dim in range(ndim)]
     out = ["i" if dim == along else label for dim, label in enumerate(x)]
-    return divided(site, [x, ["i"] * len(site.ins[1].shape)], [out], keeps=(1,))
+    return split_by_labels(site, [x, ["i"] * len(site.ins[1].shape)], [out], saved_inputs=(1,))
 
 
 def _gathered(site: Site) -> ShardingRule:
@@ -312,12 +322,12 @@ def _gathered(site: Site) -> ShardingRule:
     along = site.dim()
     pairs = zip(site.ins[0].shape, site.ins[1].shape, strict=True)
     labels = [None if d == along or n != m else f"d{d}" for d, (n, m) in enumerate(pairs)]
-    return divided(site, [labels, labels], [labels], keeps=(1,))
+    return split_by_labels(site, [labels, labels], [labels], saved_inputs=(1,))
 
 
 def _triangle(site: Site) -> ShardingRule:
-    labels = [*letters(len(site.ins[0].shape) - 2), None, None]
-    return divided(site, [labels], [labels], linear=[[0]])
+    labels = [*dim_labels(len(site.ins[0].shape) - 2), None, None]
+    return split_by_labels(site, [labels], [labels], linear=[[0]])
 
 
 _TABLE: tuple[tuple[Maker, str], ...] = (

@@ -1,22 +1,25 @@
-"""A model's forward pass as plain data: values, and the steps that make them.
+"""A model's forward pass as plain data: values, and the steps that compute them.
 
-Pure: `trace` makes it of a module, tests make it by hand.
+`auto.trace` makes it from a module, tests make it by hand; nothing here knows torch.  Shapes are
+those of the global batch.  A `ProgramByBatch` is one model traced with two batch sizes: every
+number that differs is linear in the batch, so any other size follows without another trace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+from msrun.errors import UsageError
 
 
 class Value(msgspec.Struct, frozen=True):
     """A tensor.
 
     Args:
-        shape: Its sizes, of the whole batch.
+        shape: Its sizes, of the global batch.
         itemsize: Bytes of one element.
         is_float: Whether it can have a gradient.
     """
@@ -32,7 +35,7 @@ class Value(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return self.count * self.itemsize
 
 
@@ -44,7 +47,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         target: The operator, such as `aten.linear.default`.
         inputs: Values it reads, by the name that the operator's schema gives them; members of a
             list are numbered, such as `tensors.0`.
-        outputs: Values it makes.
+        outputs: Values it computes.
         attrs: Its other arguments by name, defaults included.
         module: Name of the module that runs it; empty for the model itself.
     """
@@ -55,6 +58,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...]
     attrs: dict[str, Any] = {}
     module: str = ""
+
+    @property
+    def packet(self) -> str:
+        """The operator without namespace and overload, such as `linear`; torch's packet of it."""
+        return self.target.split(".")[1] if "." in self.target else self.target
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,26 +85,84 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     frozen: frozenset[str] = frozenset()
 
     def constants(self) -> set[str]:
-        """Return the values that no parameter has a part in."""
+        """Return the values that depend on no parameter."""
         made = {name for step in self.steps for name in step.outputs}
-        found = set(self.values) - made - set(self.params)
+        constants = set(self.values) - made - set(self.params)
         for step in self.steps:
-            if found.issuperset(step.inputs.values()):
-                found.update(step.outputs)
-        return found
+            if constants.issuperset(step.inputs.values()):
+                constants.update(step.outputs)
+        return constants
 
     def trained(self) -> set[str]:
         """Return the values that have a gradient."""
-        found = {name for name in self.params if name not in self.frozen}
+        trained = {name for name in self.params if name not in self.frozen}
         for step in self.steps:
-            if not found.isdisjoint(step.inputs.values()):
-                found |= {name for name in step.outputs if self.values[name].is_float}
-        return found
+            if not trained.isdisjoint(step.inputs.values()):
+                trained |= {name for name in step.outputs if self.values[name].is_float}
+        return trained
 
-    def uses(self) -> Mapping[str, list[tuple[Step, str]]]:
-        """Return value -> the steps that read it, each with the input's name."""
-        found: dict[str, list[tuple[Step, str]]] = {name: [] for name in self.values}
-        for step in self.steps:
-            for slot, name in step.inputs.items():
-                found[name].append((step, slot))
-        return found
+
+class ProgramByBatch:
+    """A program for batches of any size: its numbers grow as they did between two sizes.
+
+    Args:
+        small: The program of the smaller batch.
+        large: The same of a larger one.
+        sizes: Of both batches.
+
+    Attributes:
+        ends: The two programs and their sizes, as they were given.
+
+    Raises:
+        UsageError: The two are not the same program.
+    """
+
+    def __init__(self, small: Program, large: Program, sizes: tuple[int, int]) -> None:
+        same = [step.target for step in small.steps] == [step.target for step in large.steps]
+        if not same or list(small.values) != list(large.values):
+            raise UsageError(
+                "search: the model runs other operators with another size of the batch"
+            )
+        self._small, self._large, self._sizes = small, large, sizes
+        self.ends = small, large, sizes
+
+    def at(self, batch: int) -> Program:
+        """Return the program of a batch of `batch` samples."""
+        values = {
+            name: msgspec.structs.replace(value, shape=self._shape(value, other, batch))
+            for (name, value), other in zip(
+                self._small.values.items(), self._large.values.values(), strict=True
+            )
+        }
+        steps = tuple(
+            self._step(step, other, batch)
+            for step, other in zip(self._small.steps, self._large.steps, strict=True)
+        )
+        return msgspec.structs.replace(self._small, values=values, steps=steps)
+
+    def _shape(self, value: Value, other: Value, batch: int) -> tuple[int, ...]:
+        return tuple(
+            self._number(a, b, batch) for a, b in zip(value.shape, other.shape, strict=True)
+        )
+
+    def _step(self, step: Step, other: Step, batch: int) -> Step:
+        if step.attrs == other.attrs:
+            return step
+        attrs = {key: self._attr(item, other.attrs[key], batch) for key, item in step.attrs.items()}
+        return msgspec.structs.replace(step, attrs=attrs)
+
+    def _attr(self, item: Any, other: Any, batch: int) -> Any:
+        if isinstance(item, list):
+            return [self._attr(a, b, batch) for a, b in zip(item, other, strict=True)]
+        if isinstance(item, int) and item != other:
+            return self._number(item, other, batch)
+        return item
+
+    def _number(self, a: int, b: int, batch: int) -> int:
+        if a == b:
+            return a
+        small, large = self._sizes
+        growth, rest = divmod((b - a) * (batch - small), large - small)
+        if rest:
+            raise UsageError(f"search: the model cannot run a batch of {batch}")
+        return a + growth

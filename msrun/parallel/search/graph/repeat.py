@@ -1,4 +1,4 @@
-"""Repeated blocks of a program, such as the layers of a transformer: looked at once for all."""
+"""Repeated blocks of a program, such as the layers of a transformer, so that one stands for all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FAR = 64
 
 
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Equal blocks, each of which hands exactly one value to the next.
+    """Equal blocks, each of which passes exactly one value to the next.
 
     Args:
         first: Index of the first step of the first block.
         period: Steps of a block.
         count: Number of blocks.
-        cuts: The value that each block hands on.
+        cuts: The value that each block passes on.
     """
 
     first: int
@@ -29,7 +29,7 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     cuts: tuple[str, ...]
 
     def block_of(self, program: Program) -> dict[str, int]:
-        """Return step -> number of its block, of the steps that stand in one."""
+        """Return step -> number of its block, for the steps of a block."""
         steps = program.steps[self.first : self.first + self.period * self.count]
         return {step.name: at // self.period for at, step in enumerate(steps)}
 
@@ -37,11 +37,11 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True):
 def find_blocks(program: Program) -> Blocks | None:
     """Return the blocks that cover most steps; None if fewer than three are equal.
 
-    Blocks may share with each other, or with what stands before and behind, only what no
-    parameter has a part in; and the last one may be followed by anything.
+    Blocks may share with each other, and with what comes before and behind them, only values that
+    depend on no parameter; anything may follow the last one.
     """
-    words = _words(program)
-    for first, period, count in _runs(words):
+    kinds = _step_kinds(program)
+    for first, period, count in _runs(kinds):
         for shift in range(period):
             blocks = _cut(program, first + shift, period, count - bool(shift))
             if blocks is not None:
@@ -50,9 +50,9 @@ def find_blocks(program: Program) -> Blocks | None:
 
 
 def shortened(program: Program, blocks: Blocks) -> tuple[Program, Blocks]:
-    """Return `program` with the first two blocks alone, and what stands before and behind.
+    """Return `program` with the first two blocks alone, and what comes before and behind.
 
-    What follows the last block reads what the second hands on.
+    What follows the last block reads the value that the second passes on.
     """
     keep = blocks.first + 2 * blocks.period
     end = blocks.first + blocks.count * blocks.period
@@ -64,14 +64,14 @@ def shortened(program: Program, blocks: Blocks) -> tuple[Program, Blocks]:
 
     steps = (*program.steps[:keep], *map(renamed, program.steps[end:]))
     made = {name for step in program.steps for name in step.outputs}
-    kept = {name for step in steps for name in step.outputs}
+    made_here = {name for step in steps for name in step.outputs}
     used = {name for step in steps for name in step.inputs.values()}
     outputs = tuple(second if name == last else name for name in program.outputs)
     used.update(outputs)
     values = {
         name: value
         for name, value in program.values.items()
-        if name in kept or (name not in made and name in used)
+        if name in made_here or (name not in made and name in used)
     }
     short = msgspec.structs.replace(
         program,
@@ -84,34 +84,35 @@ def shortened(program: Program, blocks: Blocks) -> tuple[Program, Blocks]:
     return short, msgspec.structs.replace(blocks, count=2, cuts=blocks.cuts[:2])
 
 
-def _words(program: Program) -> list[int]:
+def _step_kinds(program: Program) -> list[int]:
     """Return a number for each step; equal steps have equal ones."""
     numbers: dict[object, int] = {}
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
-    words = []
+    kinds = []
     for at, step in enumerate(program.steps):
-        # How far back a step reads tells blocks from parts of blocks, up to what comes from afar.
+        # How far back a step reads distinguishes blocks from parts of blocks; beyond `_FAR` steps
+        # all distances count as one, as of a mask that is made before the first block.
         reads = tuple(
             (slot, program.values[name], name in program.params, min(at - made.get(name, at), _FAR))
             for slot, name in step.inputs.items()
         )
         makes = tuple(program.values[name] for name in step.outputs)
         key = (step.target, reads, makes, repr(step.attrs))
-        words.append(numbers.setdefault(key, len(numbers)))
-    return words
+        kinds.append(numbers.setdefault(key, len(numbers)))
+    return kinds
 
 
-def _runs(words: Sequence[int]) -> list[tuple[int, int, int]]:
+def _runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return (first, period, count) of repetitions, those that cover most steps first."""
     places: dict[int, list[int]] = {}
-    for at, word in enumerate(words):
-        places.setdefault(word, []).append(at)
-    periods = {later - at for found in places.values() for at, later in pairwise(found)}
+    for at, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(at)
+    periods = {later - at for equal in places.values() for at, later in pairwise(equal)}
     runs = []
     for period in sorted(periods):
         start, length = 0, 0
-        for at in range(period, len(words) + 1):
-            if at < len(words) and words[at] == words[at - period]:
+        for at in range(period, len(kinds) + 1):
+            if at < len(kinds) and kinds[at] == kinds[at - period]:
                 if not length:
                     start = at - period
                 length += 1
@@ -124,15 +125,15 @@ def _runs(words: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _cut(program: Program, first: int, period: int, count: int) -> Blocks | None:
-    """Return the blocks if each hands one value on, and nothing else crosses."""
+    """Return the blocks if each passes one value on, and nothing else crosses."""
     if count < _COPIES_MIN:
         return None
     end = first + period * count
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
     crossing = _crossing(program, made, range(first, end), period)
-    if crossing is None or any(len(found) != 1 for found in crossing):
+    if crossing is None or any(len(values) != 1 for values in crossing):
         return None
-    cuts = tuple(found.pop() for found in crossing)
+    cuts = tuple(values.pop() for values in crossing)
     places = {
         ((made[cut] - first) % period, program.steps[made[cut]].outputs.index(cut)) for cut in cuts
     }
@@ -145,10 +146,10 @@ def _cut(program: Program, first: int, period: int, count: int) -> Blocks | None
 def _crossing(
     program: Program, made: Mapping[str, int], steps: range, period: int
 ) -> list[set[str]] | None:
-    """Return what each block hands to the next; None if anything else crosses.
+    """Return what each block passes to the next; None if anything else crosses.
 
-    What stands before counts to the first block.  Parameters belong to who reads them first, and
-    nobody else may read those of a block after the first.
+    What comes before counts to the first block.  Parameters belong to the block that reads them
+    first, and no other may read those of a block after the first.
     """
     count = len(steps) // period
     constants = program.constants()

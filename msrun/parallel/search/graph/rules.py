@@ -1,8 +1,20 @@
-"""What each operator's work can be divided by: its factors, the loops over its tensors' dims.
+"""Sharding rules: along which loops an operator's work can be split, and what follows for tensors.
 
-A rule labels the dims of inputs and outputs.  Dividing a label cuts every tensor that has it; an
-input without it stays whole and has a partial gradient, an output without it is a partial sum.
-So one table gives forward and backward.  An operator without a rule runs whole on every rank.
+A rule labels the dims of inputs and outputs like an einsum does: a label is a loop over the dims
+that carry it.  `linear(x, w, b)` is `b0 k, n k, n -> b0 n`.  Splitting one label over a mesh axis
+fixes the placement of every tensor, in both passes:
+
+- A tensor with the label is sharded by that dim, and so is its gradient.
+- An input without it is replicated, and its gradient is a partial sum (`RP`).
+- An output without it is a partial sum, whose gradient is replicated (`PR`): the label is summed.
+
+Where an operator is linear in some inputs, a partial sum also passes through without being reduced:
+that is a choice named `P`.  The choice `R` replicates all work, and it is the only one of operators
+without a rule.  A label is split only into parts that divide every dim with that label.
+
+Every choice of every rule is run on two ranks against one process, values and gradients, in
+`tests/torch/auto/test_auto_rules.py`.  That found rules which were wrong: flip and roll along the
+dim they move, pad that shifts, embeddings whose gradients are scaled, sums through what rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.parallel.search.graph.codes import PR, RP, RR, SHARDS
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR, SHARD_CODES
 from msrun.parallel.search.graph.program import Program, Step, Value
 
 Labels = Sequence[str | None]
@@ -24,12 +36,12 @@ class Choice(msgspec.Struct, frozen=True):
     """What one mesh axis can do for an operator.
 
     Args:
-        name: The label that is divided; `R` nothing, `P` sums pass through.
-        size: All that divide it must divide this number; 0 is no limit.
+        name: The label that is split; `R` for none, `P` where partial sums pass through.
+        size: The product of the axes that split it must divide this number; 0 is no limit.
         ins: Code of each input.
         outs: Code of each output.
-        divides: Whether there is less work for each rank.
-        summed: Bytes that its ranks sum on the way, in each pass.
+        divides: Whether each rank has less work.
+        summed: Bytes that an all-reduce inside the operator takes, in each pass.
     """
 
     name: str
@@ -41,15 +53,15 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How an operator can be divided, and what it costs whole.
+    """How an operator's work can be split, and what it costs on one rank.
 
     Args:
         choices: What one axis can do; the first is `R`.
         flops: Operations of matrix products.
         nbytes: Bytes that are read and written.
         backward: Work of the backward pass, as a multiple of the forward pass.
-        keeps: Inputs that the backward pass needs.
-        keeps_out: Whether it needs the outputs.
+        saved_inputs: Numbers of the inputs that the backward pass needs.
+        saves_outputs: Whether it needs the outputs.
         known: Whether there is a rule at all.
     """
 
@@ -57,22 +69,22 @@ class ShardingRule(msgspec.Struct, frozen=True, kw_only=True):
     flops: float = 0.0
     nbytes: float = 0.0
     backward: float = 1.0
-    keeps: tuple[int, ...] = ()
-    keeps_out: bool = False
+    saved_inputs: tuple[int, ...] = ()
+    saves_outputs: bool = False
     known: bool = True
 
 
 class Site:
-    """One step with its tensors at hand.
+    """One step of a program with its tensors.
 
     Args:
         step: The step.
-        program: That it stands in.
+        program: Of the step.
     """
 
     def __init__(self, step: Step, program: Program) -> None:
         self.step = step
-        self.packet = step.target.split(".")[1] if "." in step.target else step.target
+        self.packet = step.packet
         self.slots = list(step.inputs)
         self.ins: list[Value] = [program.values[name] for name in step.inputs.values()]
         self.outs: list[Value] = [program.values[name] for name in step.outputs]
@@ -83,7 +95,7 @@ class Site:
         return self.outs[0]
 
     def signature(self) -> tuple[object, ...]:
-        """Return what rule and costs follow from."""
+        """Return all that rule and costs follow from."""
         return (
             self.step.target,
             tuple(self.slots),
@@ -93,7 +105,7 @@ class Site:
         )
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """Return an argument that is no tensor."""
+        """Return an argument that is not a tensor."""
         return self.step.attrs.get(name, default)
 
     def dim(self, name: str = "dim", default: int = -1) -> int:
@@ -109,19 +121,19 @@ class Site:
         return {int(dim) % ndim for dim in ([given] if isinstance(given, int) else given)}
 
 
-def letters(count: int, prefix: str = "d") -> list[str | None]:
+def dim_labels(count: int, prefix: str = "d") -> list[str | None]:
     """Return a label for each of `count` dims."""
     return [f"{prefix}{index}" for index in range(count)]
 
 
-def divided(
+def split_by_labels(
     site: Site,
     ins: Sequence[Labels],
     outs: Sequence[Labels],
     *,
     linear: Sequence[Sequence[int]] = (),
     added: Sequence[int] = (),
-    whole: Sequence[str] = (),
+    unsplit: Sequence[str] = (),
     limits: Mapping[str, int] = MappingProxyType({}),
     summed: Mapping[str, int] = MappingProxyType({}),
     **costs: Any,
@@ -130,25 +142,25 @@ def divided(
 
     Args:
         site: The operator.
-        ins: Label of each dim of each input; None is never divided.
+        ins: Label of each dim of each input; None is never split.
         outs: As `ins`, of the outputs.
-        linear: Inputs in which the operator is linear, together; sums pass through them.
+        linear: Groups of inputs in which the operator is linear together; sums pass through them.
         added: Inputs that are added to a sum over labels they do not have.
-        whole: Labels that may not be divided.
+        unsplit: Labels that may not be split.
         limits: Label -> what its parts must divide besides the sizes of its dims.
-        summed: Label -> bytes that the ranks which divide it sum on the way.
+        summed: Label -> bytes of an all-reduce inside the operator if it is split.
         costs: As of `ShardingRule`.
     """
     tensors = [*zip(site.ins, ins, strict=True), *zip(site.outs, outs, strict=True)]
     sizes: dict[str, int] = dict(limits)
     for value, labels in tensors:
         for size, label in zip(value.shape, labels, strict=True):
-            if label is not None and label not in whole:
+            if label is not None and label not in unsplit:
                 sizes[label] = math.gcd(sizes.get(label, 0), size)
-    choices = [_whole_choice(site)]
+    choices = [_replicated_choice(site)]
     for label, size in sizes.items():
         dims = [list(labels).index(label) if label in labels else -1 for _, labels in tensors]
-        if size == 1 or any(dim >= SHARDS for dim in dims):
+        if size == 1 or any(dim >= SHARD_CODES for dim in dims):
             continue
         is_summed = all(dim < 0 for dim in dims[len(ins) :])
         codes = [dim if dim >= 0 else RP for dim in dims[: len(ins)]]
@@ -165,13 +177,13 @@ def divided(
     return ShardingRule(choices=tuple(choices), **costs)
 
 
-def _whole_choice(site: Site) -> Choice:
+def _replicated_choice(site: Site) -> Choice:
     return Choice("R", 0, (RR,) * len(site.ins), (RR,) * len(site.outs), divides=False)
 
 
-def hub(value: Value) -> ShardingRule:
-    """Return the rule of a tensor that several operators read: it moves once for all of them."""
-    dims = [dim for dim, size in enumerate(value.shape[:SHARDS]) if size > 1]
+def layout_rule(value: Value) -> ShardingRule:
+    """Return the rule of a layout node: how a tensor is handed to several consumers."""
+    dims = [dim for dim, size in enumerate(value.shape[:SHARD_CODES]) if size > 1]
     choices = [
         Choice("R", 0, (RR,), (RR,), divides=False),
         Choice("RP", 0, (RP,), (RP,), divides=False),
@@ -181,10 +193,12 @@ def hub(value: Value) -> ShardingRule:
 
 
 def unknown(site: Site) -> ShardingRule:
-    """Return the rule of an operator that we know nothing of."""
+    """Return the rule of an operator without one: it runs replicated."""
     nbytes = float(sum(value.nbytes for value in (*site.ins, *site.outs)))
-    keeps = tuple(range(len(site.ins)))
-    return ShardingRule(choices=(_whole_choice(site),), nbytes=nbytes, keeps=keeps, known=False)
+    saved = tuple(range(len(site.ins)))
+    return ShardingRule(
+        choices=(_replicated_choice(site),), nbytes=nbytes, saved_inputs=saved, known=False
+    )
 
 
 def broadcast(shape: Sequence[int], out: Sequence[int]) -> list[str | None]:

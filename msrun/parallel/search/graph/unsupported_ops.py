@@ -1,4 +1,4 @@
-"""What parts of tensors cannot compute as one process would."""
+"""Operators whose results on shards would differ from those of one process: they are refused."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from msrun.errors import UsageError
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Site
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 
-# They draw numbers, or keep statistics of a batch, that one process would have others of.
+# They draw random numbers, or keep statistics of a batch: shards would give others.
 _REFUSED = """
     batch_norm instance_norm bernoulli multinomial normal rand rand_like randint randn randn_like
     uniform rrelu alpha_dropout feature_dropout
@@ -18,31 +18,31 @@ REFUSED = frozenset(_REFUSED.split())
 
 
 def check(program: Program) -> None:
-    """Refuse steps that parts cannot do as one process would.
+    """Refuse steps that cannot give the single-process result on shards.
 
     Raises:
         UsageError: There is one.
     """
-    makers = {name: step for step in program.steps for name in step.outputs}
-    read = {_root(name, program, makers) for name in program.outputs}
+    producers = {name: step for step in program.steps for name in step.outputs}
+    read = {_base(name, program, producers) for name in program.outputs}
     for step in reversed(program.steps):
-        packet = step.target.split(".")[1]
-        roots = [_root(name, program, makers) for name in step.inputs.values()]
+        packet = step.packet
+        bases = [_base(name, program, producers) for name in step.inputs.values()]
         what = packet if packet in REFUSED else ""
         if float(step.attrs.get("dropout_p", 0.0)) > 0:
             what = f"{packet} with dropout"
-        if writes(packet) and roots[0] in read:
-            what = f"{packet} on what is read again behind it"
+        if writes(packet) and bases[0] in read:
+            what = f"{packet} on a tensor that a later step reads"
         if what:
             where = step.module or "the model"
             raise UsageError(f"parallel.mode: auto cannot run {what}, as {where} does")
-        read.update(roots)
+        read.update(bases)
 
 
-def _root(name: str, program: Program, makers: Mapping[str, Step]) -> str:
+def _base(name: str, program: Program, producers: Mapping[str, Step]) -> str:
     """Return the tensor that `name` is a view of, or itself."""
-    while name in makers and renaming(Site(makers[name], program)) is not None:
-        (name,) = makers[name].inputs.values()
+    while name in producers and dim_map(Site(producers[name], program)) is not None:
+        (name,) = producers[name].inputs.values()
     return name
 
 

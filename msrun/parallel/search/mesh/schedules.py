@@ -1,4 +1,4 @@
-"""What a plan has to know of the pipeline's schedule: how long ranks wait, what they keep."""
+"""What a plan must know of a pipeline's schedule: idle time, and micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _APART = ("interleaved_zb", *_V_SHAPED)
 
 
 def rounds(chunks: Chunks, microbatches: int) -> float:
-    """Return the micro-batches that a step takes the time of, those of which ranks wait included.
+    """Return the micro-batches that a step takes the time of, idle ones included.
 
-    With V chunks on each of S stages they wait for (S - 1) / V.  Where gradients of weights are
-    taken apart, of three that take equally long, they fill two thirds of that; where chunks form a
-    V, one third as long as there are fewer micro-batches than chunks.
+    With V chunks on each of S stages ranks idle for (S - 1) / V micro-batches.  Where gradients of
+    weights are computed apart, one of three passes that take equally long, they fill two thirds of
+    that; in schedules whose chunks form a V only one third while there are fewer micro-batches than
+    chunks.
 
     Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
@@ -30,7 +31,7 @@ def rounds(chunks: Chunks, microbatches: int) -> float:
 
 
 def paces(chunks: Chunks, microbatches: int) -> Sequence[Pace]:
-    """Return how each chunk is run."""
+    """Return how the schedule runs each chunk."""
     return [
         Pace(stage=chunks.stage(chunk), live=min(microbatches, _live(chunks, chunk, microbatches)))
         for chunk in range(chunks.count)
@@ -38,7 +39,7 @@ def paces(chunks: Chunks, microbatches: int) -> Sequence[Pace]:
 
 
 def _live(chunks: Chunks, chunk: int, microbatches: int) -> int:
-    """Return how many micro-batches a chunk keeps at once, if there are enough, at most."""
+    """Return the most micro-batches that a chunk has in flight, if there are enough."""
     if chunks.schedule in _ALL_LIVE:
         return microbatches
     if chunks.segments == 1 or chunks.schedule in _V_SHAPED:

@@ -1,4 +1,4 @@
-"""The plan of a mesh with pipeline stages: where the program is cut, and how each tensor lies."""
+"""The plan of a named mesh with pipeline stages: where the program is cut, and all placements."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import msgspec
 
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
-from msrun.parallel.search.mesh.stages import Pace, divide, evenly, largest
+from msrun.parallel.search.mesh.stages import Pace, cut_evenly, divide, largest_stage_memory
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import Found, Mode, indices, search
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.modes import Mode, SearchResult, indices, search
+from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 
-# A little less than what should fit is asked for, and a little more than what is known to.
+# A little less than what should fit is tried, and a little more than what is known to fit.
 _LESS, _MORE = 0.97, 1.001
 
 
-class Staged(msgspec.Struct, frozen=True, kw_only=True):
+class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan with stages.
 
     Args:
-        found: The plan of a micro-batch, of all stages together.
+        result: The plan of a micro-batch, of all stages together.
         starts: The first step of each stage.
         memory: Bytes on a rank of the largest stage.
     """
 
-    found: Found
+    result: SearchResult
     starts: list[int]
     memory: float
 
@@ -42,49 +42,47 @@ def search_stages(
     mode: Mode = "exact",
     pins: Sequence[Pin] = (),
     limit: float | None = None,
-) -> Staged:
+) -> PipelinePlan:
     """Return the plan that is fastest over all stages together, cut where they take equally long.
 
-    Where memory is short, plans of less are asked for until the largest stage fits.
+    Where memory is short, smaller plans are searched until the largest stage fits.
 
     Args:
         program: The forward pass of a micro-batch.
         setting: Of the mesh of one stage.
         rules: Of each step.
-        pace: How each part is run that there shall be.
+        pace: How the schedule runs each part; there is one for each.
         mode: As of `search`.
-        pins: The user's wishes.
+        pins: Placements that the user has fixed.
         limit: Bytes that a rank has; None is any.
 
     Raises:
-        UsageError: A wish cannot be met, or there are too few places to cut at.
+        UsageError: No strategy has a placement that the user has fixed, or there are too few
+            places to cut at.
         OutOfMemoryError: No plan fits.
     """
     uses = Uses(program, setting, rules)
 
-    def attempt(whole: float | None) -> Staged:
-        found = search(program, setting, mode=mode, pins=pins, limit=whole)
-        problem = build(program, setting, cuts=hubs(found.chosen), pins=pins)
-        chosen = indices(problem, found.chosen)
+    def attempt(total: float | None) -> PipelinePlan:
+        result = search(program, setting, mode=mode, pins=pins, limit=total)
+        problem = build(program, setting, cuts=layout_nodes(result.chosen), pins=pins)
+        chosen = indices(problem, result.chosen)
         seconds = {
             node.name: float(node.seconds[at]) / setting.rounds
             for node, at in zip(problem.nodes, chosen, strict=True)
         }
-        starts = evenly(program, uses, seconds, setting, len(pace))
+        starts = cut_evenly(program, uses, seconds, setting, len(pace))
         parts = divide(program, uses, starts)
-        return Staged(found=found, starts=starts, memory=largest(problem, chosen, parts, pace))
+        return PipelinePlan(
+            result=result, starts=starts, memory=largest_stage_memory(problem, chosen, parts, pace)
+        )
 
-    made = attempt(None)
-    while limit is not None and made.memory > limit:
+    plan = attempt(None)
+    while limit is not None and plan.memory > limit:
         try:
-            made = attempt(made.found.memory * limit / made.memory * _LESS)
+            plan = attempt(plan.result.memory * limit / plan.memory * _LESS)
         except OutOfMemoryError as error:
-            made = attempt(error.least * _MORE)
-            if made.memory > limit:
-                raise OutOfMemoryError(made.memory) from None
-    return made
-
-
-def hubs(chosen: Mapping[str, object]) -> list[str]:
-    """Return the tensors that a plan moves once for all who read them."""
-    return [name.removeprefix("hub:") for name in chosen if name.startswith("hub:")]
+            plan = attempt(error.least * _MORE)
+            if plan.memory > limit:
+                raise OutOfMemoryError(plan.memory) from None
+    return plan

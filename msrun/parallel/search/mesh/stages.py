@@ -1,4 +1,20 @@
-"""A program in stages of a pipeline: what each runs, holds, is given and hands on."""
+"""A traced program cut into pipeline stages: what each runs, owns, receives and sends.
+
+The executor runs a slice of the traced graph as one stage.  A cut may be between any two steps:
+
+- A value that a later part reads is sent through all parts in between, in the layout in which its
+  consumers find it, so each rank sends its own shard to its peer in the next stage.
+- What depends on no parameter (masks, positions) is computed again by every part that needs it.
+- A parameter that several parts read is in each of them; one that none reads stays in the first.
+
+`cut_between_blocks` gives each stage the same number of equal blocks; `cut_evenly` looks for the
+cut whose slowest stage takes least, and of cuts that are nearly as good (`_SLACK`) takes the one
+that sends least.  Both passes of it are shortest paths over the places where a cut is possible.
+
+Every placement belongs to one plan of the whole program, so memory is counted afterwards, stage by
+stage: nodes where their part runs, a copy where its consumer does.  Those copies were left out at
+first, and plans that gather parameters were then reported as fitting although they did not.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +27,15 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
-from msrun.parallel.search.solve.problem import OperatorNode, Problem, Setting
+from msrun.parallel.search.solve.problem import Problem, Setting, StrategyNode, named_by
 from msrun.parallel.search.solve.uses import Uses
 
-# Places to cut that are looked at, those where least is handed on.
+# Places to cut that are tried: those where least is sent.
 _PLACES_MAX = 512
-# What a stage may take longer than the best cut has it, where less is handed on then.
+# How much longer than in the best cut the slowest stage may take, where less is sent then.
 _SLACK = 1.05
 
 
@@ -27,12 +43,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """What one stage runs.
 
     Args:
-        steps: In their order, but first those that no parameter has a part in: they are run by
-            every stage that needs them.
+        steps: In their order, but first those that depend on no parameter: every stage that needs
+            them runs them.
         given: Inputs and buffers of the program that they read.
         params: Parameters that they read.
-        received: What the stage before hands on.
-        sent: What it hands on itself; None in the last, which has the outputs.
+        received: Values that the stage before sends.
+        sent: Values that it sends itself; None in the last, which has the outputs.
     """
 
     steps: tuple[Step, ...]
@@ -46,8 +62,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How a schedule runs one part.
 
     Args:
-        stage: That has it.
-        live: Micro-batches that it keeps at once, at most.
+        stage: That runs it.
+        live: Micro-batches whose activations it keeps at once, at most.
     """
 
     stage: int
@@ -57,8 +73,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 def divide(program: Program, uses: Uses, starts: Sequence[int]) -> list[Part]:
     """Return the parts of `program` that begin at the steps numbered `starts`, the first at 0.
 
-    A value that a later part reads is handed on through all parts in between.  Parameters that
-    nobody reads are the first part's.
+    A value that a later part reads is sent through all parts in between.  Parameters that no step
+    reads are the first part's.
     """
     parts = [_PartUses(program, uses) for _ in starts]
     stage_of: dict[str, int] = {}
@@ -89,7 +105,7 @@ class _PartUses:
 
     def __init__(self, program: Program, uses: Uses) -> None:
         self._program, self._uses = program, uses
-        self._makers = {name: step for step in program.steps for name in step.outputs}
+        self._producers = {name: step for step in program.steps for name in step.outputs}
         self._own: list[Step] = []
         self._constants: set[str] = set()
         self.given: set[str] = set()
@@ -97,28 +113,28 @@ class _PartUses:
         self.made: set[str] = set()
 
     def add(self, step: Step) -> None:
-        """Add a step, unless it is run where it is needed, or with who reads it."""
+        """Add a step, unless it is a constant or a view, which run with their consumers."""
         if runs(step, self._uses):
             self._own.append(step)
             self.read(step.inputs.values())
 
     def read(self, names: Collection[str]) -> None:
-        """Add what is read, and all that constants are made of."""
+        """Add what is read, and all that constants among it are computed from."""
         pending = list(names)
         while pending:
             name = pending.pop()
-            maker = self._makers.get(name)
+            producer = self._producers.get(name)
             if name not in self._uses.constants:
-                root, _ = self._uses.behind(name)
-                (self.params if root in self._program.params else self.made).add(root)
-            elif maker is None:
+                base, _ = self._uses.base_of(name)
+                (self.params if base in self._program.params else self.made).add(base)
+            elif producer is None:
                 self.given.add(name)
-            elif maker.name not in self._constants:
-                self._constants.add(maker.name)
-                pending += maker.inputs.values()
+            elif producer.name not in self._constants:
+                self._constants.add(producer.name)
+                pending += producer.inputs.values()
 
     def part(self, received: tuple[str, ...], sent: tuple[str, ...] | None) -> Part:
-        """Return all of it."""
+        """Return the part."""
         constants = (step for step in self._program.steps if step.name in self._constants)
         return Part(
             steps=(*constants, *self._own),
@@ -130,7 +146,7 @@ class _PartUses:
 
 
 def runs(step: Step, uses: Uses) -> bool:
-    """Return whether a step has one place where it is run: it is no constant, and no view."""
+    """Return whether a step runs in one part alone: it is no constant, and no view."""
     is_constant = uses.constants.issuperset(step.outputs)
     return not is_constant and step.outputs[0] not in uses.views
 
@@ -138,7 +154,7 @@ def runs(step: Step, uses: Uses) -> bool:
 # Where to cut.
 
 
-def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
+def cut_between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
     """Return the first step of each stage where all have the same number of blocks.
 
     Args:
@@ -158,22 +174,22 @@ def between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int]:
     return [0, *(blocks.first + steps * stage for stage in range(1, stages))]
 
 
-def evenly(
+def cut_evenly(
     program: Program,
     uses: Uses,
     seconds: Mapping[str, float],
     setting: Setting,
     stages: int,
 ) -> list[int]:
-    """Return the first step of each stage where the slowest takes least, but for a little.
+    """Return the first step of each stage where the slowest takes least, within `_SLACK`.
 
-    Of such cuts it is the one where least is handed on.
+    Of such cuts it is the one that sends least.
 
     Args:
         program: What is cut.
-        readings: Of the program.
+        uses: Of the program.
         seconds: Step -> seconds of one micro-batch.
-        setting: Of the mesh of one stage, whose ranks share what is handed on.
+        setting: Of the mesh of one stage, whose ranks share what is sent.
         stages: At least 2.
 
     Raises:
@@ -191,22 +207,22 @@ def evenly(
     sent[[0, -1]] = 0.0
     cost = done[places] - done[places][:, None] + sent + sent[:, None]
     cost[count[places] <= count[places][:, None]] = np.inf
-    slowest = _way(cost, np.maximum, stages)
+    slowest = _shortest(cost, np.maximum, stages)
     if slowest is None:
         raise UsageError(
             f"parallel.mesh.pp: {stages} stages, and the model has fewer places to cut at"
         )
     limit = max(cost[a, b] for a, b in pairwise(slowest)) * _SLACK
-    handed = np.where(cost <= limit, sent, np.inf)
-    return [int(places[at]) for at in (_way(handed, np.add, stages) or slowest)[:-1]]
+    sent_within = np.where(cost <= limit, sent, np.inf)
+    return [int(places[at]) for at in (_shortest(sent_within, np.add, stages) or slowest)[:-1]]
 
 
-def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
-    """Return the best way from the first place to the last; None if there is none.
+def _shortest(cost: FloatArray, joined: np.ufunc, hops: int) -> list[int] | None:
+    """Return the best path from the first place to the last; None if there is none.
 
     Args:
         cost: Of each hop, (from, to).
-        joined: What makes one cost of those of two hops: their sum, or the larger.
+        joined: What makes one cost of the costs of two hops: their sum, or the larger.
         hops: How many there are.
     """
     value = np.where(np.arange(len(cost)) == 0, 0.0, np.inf)
@@ -217,20 +233,20 @@ def _way(cost: Array, joined: np.ufunc, hops: int) -> list[int] | None:
         value = table.min(axis=0)
     if np.isinf(value[-1]):
         return None
-    found = [len(cost) - 1]
+    path = [len(cost) - 1]
     for before in reversed(back):
-        found.append(int(before[found[-1]]))
-    return found[::-1]
+        path.append(int(before[path[-1]]))
+    return path[::-1]
 
 
 def _crossing(program: Program, uses: Uses) -> list[int]:
-    """Return for each step the bytes that a stage which begins with it is given."""
+    """Return for each step the bytes that a stage which begins with it receives."""
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
     last: dict[str, int] = {}
     for at, step in enumerate(program.steps):
         if runs(step, uses):
-            last |= {uses.behind(name)[0]: at for name in step.inputs.values()}
-    last |= {uses.behind(name)[0]: len(program.steps) for name in program.outputs}
+            last |= {uses.base_of(name)[0]: at for name in step.inputs.values()}
+    last |= {uses.base_of(name)[0]: len(program.steps) for name in program.outputs}
     change = [0] * (len(program.steps) + 2)
     for name, until in last.items():
         if name in made and name not in uses.constants:
@@ -242,12 +258,12 @@ def _crossing(program: Program, uses: Uses) -> list[int]:
 # Memory.
 
 
-def largest(
+def largest_stage_memory(
     problem: Problem, chosen: Sequence[int], parts: Sequence[Part], pace: Sequence[Pace]
 ) -> float:
     """Return the bytes on a rank of the largest stage.
 
-    What a reader keeps a copy of lies in the reader's stage.
+    A copy that a consumer saves is in the consumer's stage.
 
     Args:
         problem: Of the whole program.
@@ -255,36 +271,36 @@ def largest(
         parts: Of the program.
         pace: Of each part.
     """
-    found = dict.fromkeys((one.stage for one in pace), 0.0)
+    memory = dict.fromkeys((one.stage for one in pace), 0.0)
     places = _places(parts)
     lives = [_live(places.get(_name(node), {len(parts) - 1}), pace) for node in problem.nodes]
     for node, strategy, live in zip(problem.nodes, chosen, lives, strict=True):
         for stage, batches in live.items():
-            kept = (batches - 1) * float(node.held[strategy])
-            found[stage] += float(node.memory[strategy]) + kept
+            more = (batches - 1) * float(node.microbatch_memory[strategy])
+            memory[stage] += float(node.memory[strategy]) + more
     for edge in problem.edges:
         if edge.memory is not None:
             nbytes = float(edge.memory[chosen[edge.source], chosen[edge.target]])
             for stage, batches in lives[edge.target].items():
-                found[stage] += nbytes * (batches if edge.is_of_each else 1)
-    return max(found.values())
+                memory[stage] += nbytes * (batches if edge.is_per_microbatch else 1)
+    return max(memory.values())
 
 
 def _places(parts: Sequence[Part]) -> dict[str, set[int]]:
-    """Return what there is a node of -> the numbers of the parts that have it."""
-    found = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
+    """Return parameter, step or value -> the numbers of the parts that have it."""
+    places = {name: {at} for at, part in enumerate(parts) for name in _names(part)}
     for at, part in enumerate(parts):
         for name in part.params:
-            found.setdefault(name, set()).add(at)
-    return found
+            places.setdefault(name, set()).add(at)
+    return places
 
 
 def _live(places: Collection[int], pace: Sequence[Pace]) -> dict[int, int]:
-    """Return the stages of some parts, and the micro-batches that each keeps at once there."""
-    found: dict[int, int] = {}
+    """Return the stages of some parts, and the micro-batches in flight in each."""
+    live: dict[int, int] = {}
     for at in places:
-        found[pace[at].stage] = max(found.get(pace[at].stage, 1), pace[at].live)
-    return found
+        live[pace[at].stage] = max(live.get(pace[at].stage, 1), pace[at].live)
+    return live
 
 
 def _names(part: Part) -> Iterator[str]:
@@ -293,5 +309,5 @@ def _names(part: Part) -> Iterator[str]:
         yield from step.outputs
 
 
-def _name(node: OperatorNode) -> str:
-    return node.name.removeprefix("hub:")
+def _name(node: StrategyNode) -> str:
+    return named_by(node.name)

@@ -1,4 +1,4 @@
-"""What the seconds of a plan are made up of, and the form in which it is saved."""
+"""What the seconds of a plan are made up of, and its placements as a saved plan has them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.search.cost.cost import Prices
+from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.axis_placement import placement_text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
-from msrun.parallel.search.mesh.mesh_search import Outcome, Stage
+from msrun.parallel.search.mesh.layout_solver import Outcome, Stage
 from msrun.parallel.search.plan.plan import Operator
 from msrun.parallel.search.solve.chain import ChainPlan
-from msrun.parallel.search.solve.edges import Item, itemize
+from msrun.parallel.search.solve.edges import CollectiveCost, itemize
 from msrun.parallel.search.solve.modes import BlockNodes
-from msrun.parallel.search.solve.problem import Exchange, OperatorNode, Problem
+from msrun.parallel.search.solve.problem import Exchange, Problem, StrategyNode
 
-_WORDS = {
+_COLLECTIVES = {
     MoveKind.GATHER: "all-gather",
     MoveKind.SCATTER: "reduce-scatter",
     MoveKind.MOVE: "all-to-all",
@@ -28,7 +28,7 @@ _AXES = ("xp", "mp", "tp")
 
 
 def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
-    """Return names for the axes of a mesh that was found, the slowest-varying first.
+    """Return names for the axes of a mesh, the slowest-varying first.
 
     The first is `dp`, whose ranks get different samples, where it divides the samples of a
     micro-batch.
@@ -39,15 +39,15 @@ def axis_names(sizes: Sequence[int], batch: int) -> tuple[str, ...]:
 
 
 class CostBreakdown:
-    """Adds up what a plan costs, by what it is for.
+    """Adds up the seconds of a plan, by what they are spent on.
 
     Args:
-        prices: Costs of redistribution.
+        redistribution: Costs on the mesh.
         names: Of the mesh axes.
     """
 
-    def __init__(self, prices: Prices, names: Sequence[str]) -> None:
-        self._prices, self._names = prices, names
+    def __init__(self, redistribution: RedistributionCosts, names: Sequence[str]) -> None:
+        self._redistribution, self._names = redistribution, names
         self._items: dict[object, list[tuple[str, float]]] = {}
         self.costs: dict[str, float] = defaultdict(float)
 
@@ -78,30 +78,32 @@ class CostBreakdown:
         exchange: Exchange,
         chosen: Mapping[int, int],
     ) -> None:
-        makes, reads = problem.nodes[source], problem.nodes[target]
-        made = makes.outs(exchange.made)[[chosen[source]]]
-        wanted = reads.ins(exchange.port)[[chosen[target]]]
+        producer, consumer = problem.nodes[source], problem.nodes[target]
+        made = producer.outs(exchange.out_port)[[chosen[source]]]
+        wanted = consumer.ins(exchange.port)[[chosen[target]]]
         view = tuple(exchange.view.dims.items()) if exchange.view else None
-        traffic = exchange.nbytes, exchange.ahead, exchange.back
-        key = made.tobytes(), wanted.tobytes(), view, traffic, makes.kind
+        traffic = exchange.nbytes, exchange.forward_times, exchange.backward_times
+        key = made.tobytes(), wanted.tobytes(), view, traffic, producer.kind
         if key not in self._items:  # equal blocks exchange the same
-            what = "parameters" if makes.kind == "param" else "activations"
+            what = "parameters" if producer.kind == "param" else "activations"
             self._items[key] = [
                 (self._name(item, what), item.seconds)
-                for item in itemize(self._prices, made, wanted, exchange)
+                for item in itemize(self._redistribution, made, wanted, exchange)
             ]
         for name, seconds in self._items[key]:
             self.costs[name] += seconds
 
-    def _name(self, item: Item, what: str) -> str:
-        side = "gradients of " if item.is_back else ""
-        return f"{_WORDS[item.kind]} over {self._names[item.axis]}, {side}{what}"
+    def _name(self, item: CollectiveCost, what: str) -> str:
+        side = "gradients of " if item.is_gradient else ""
+        return f"{_COLLECTIVES[item.kind]} over {self._names[item.axis]}, {side}{what}"
 
 
-def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[str, float]:
+def stage_costs(
+    outcome: Outcome, redistribution: RedistributionCosts, names: Sequence[str]
+) -> dict[str, float]:
     """Return what the slowest stage of `outcome` spends its time on."""
     stage = max(outcome.stages, key=lambda one: one.seconds)
-    breakdown = CostBreakdown(prices, names)
+    breakdown = CostBreakdown(redistribution, names)
     for chosen, own in stage.plan.pieces(stage.chain, stage.entry):
         breakdown.add(stage.chain.problem, chosen, own)
     if stage.name not in ("all", "last"):
@@ -111,7 +113,7 @@ def stage_costs(outcome: Outcome, prices: Prices, names: Sequence[str]) -> dict[
 
 
 def sorted_costs(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return `costs` without what is nothing, the largest first."""
+    """Return `costs` without zeros, the largest first."""
     return dict(sorted(((k, v) for k, v in costs.items() if v > 0), key=lambda kv: -kv[1]))
 
 
@@ -141,21 +143,25 @@ def expanded(outcome: Outcome, names: BlockNodes) -> dict[str, tuple[int, ...]]:
 def operators(
     program: Program, rules: Mapping[str, ShardingRule], chosen: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Operator]:
-    """Return how every operator of `program` runs."""
-    found = {}
+    """Return how the work of every operator of `program` is split."""
+    placements = {}
     for step in program.steps:
         row = chosen.get(step.name)
         if row is None:
             continue
         choices = [rules[step.name].choices[at] for at in row]
-        found[step.name] = Operator(
+        placements[step.name] = Operator(
             module=step.module,
-            op=step.target.split(".")[1],
+            op=step.packet,
             divided=[choice.name for choice in choices],
-            ins=[[text(c.ins[port]) for c in choices] for port in range(len(step.inputs))],
-            outs=[[text(c.outs[port]) for c in choices] for port in range(len(step.outputs))],
+            ins=[
+                [placement_text(c.ins[port]) for c in choices] for port in range(len(step.inputs))
+            ],
+            outs=[
+                [placement_text(c.outs[port]) for c in choices] for port in range(len(step.outputs))
+            ],
         )
-    return found
+    return placements
 
 
 def parameters(
@@ -163,12 +169,12 @@ def parameters(
 ) -> dict[str, list[str]]:
     """Return how every parameter of `program` is stored."""
     return {
-        full: [text(rules[name].choices[at].outs[0]) for at in chosen[name]]
+        full: [placement_text(rules[name].choices[at].outs[0]) for at in chosen[name]]
         for name, full in program.params.items()
         if name in chosen
     }
 
 
-def rules_of(nodes: Iterable[OperatorNode]) -> dict[str, ShardingRule]:
+def rules_of(nodes: Iterable[StrategyNode]) -> dict[str, ShardingRule]:
     """Return node -> its rule."""
     return {node.name: node.rule for node in nodes}

@@ -1,8 +1,35 @@
-"""Whether a plan is what the runtime does by itself: then a model runs by that, not by an executor.
+"""Plans that the ordinary runtime executes: recognised, and turned into its configuration.
 
-On the data axis every rank runs the model on its own samples, and gradients are averaged, perhaps
-in parts; on other axes modules are divided as rules of `parallel.plan` can say.  Whatever else a
-plan does, such as to move samples, is not lowered.  Every condition is one of `_Matched`.
+The problem.  The executor (`auto.execute`) runs any plan, one traced operator after the other.  It
+gathers and reduces tensor by tensor, and it replaces the model's own forward.  Many plans that a
+search finds are nothing but data parallel, ZeRO, or `colwise` and `rowwise` modules, which the
+runtime does with buckets, with units of `fully_shard`, and with the model's forward as it is: on
+2 data-parallel ranks 4 collectives a step where the executor has 72, with sharded state 13 for
+141, on 2 x 2 ranks 20 for 88, in as much processor time or less.  Lowering must never guess: a
+plan that is only almost what the runtime does would train another model, in silence.
+
+The idea.  Replay the plan on paper as the runtime would run it, and compare every placement.
+
+- Along the data axis each rank runs the model on its own samples: every activation must stay
+  sharded by sample from input to output, and no operator may redistribute one.
+- Along other axes only modules that a `PlanRule` can divide may change a layout: linear, embedding
+  and norm modules that are one operator of the program, whose parameters are their own.  All
+  operators between them must keep the layout, and be verified on shards by `tensor.guard`.
+- A parameter is replicated or stored in shards along the data axis.  Sharded state or parameters
+  become `optimizer: {zero: ...}`, with a threshold if exactly the larger ones are sharded.
+- An output may be a pending sum over the data axis only if it is a mean loss.  `auto.native` makes
+  it the mean over all samples; `Lowering.means` says which outputs these are.
+- The model is traced once more with the samples of one rank.  Each step must be the same operator
+  with the shapes that the plan has on a rank: this finds code that computes with the batch size.
+
+Invariants.  Every condition is one call of `_require`, so reading those calls is reading what is
+lowered.  A condition that fails means the executor, never an error.  `Lowering` holds all that is
+handed to the runtime; nothing else of the plan is used.
+
+What was tried and lost.  Plans whose modules share an input that no module makes, such as a
+normalised activation read by query, key and value, went to the executor at first, since each module
+placed its input for itself; the runtime now places a shared input once, so they are lowered.
+Dropout is not lowered: mode auto draws the masks of one process, which only the executor does.
 """
 
 from __future__ import annotations
@@ -15,13 +42,20 @@ import numpy as np
 
 from msrun.parallel.config import DATA_AXIS, Dims, Optimizer, PlanRule
 from msrun.parallel.notation.dims import dim_of
-from msrun.parallel.search.graph.codes import PR, RR, RZ, SUM, WHOLE, forward
+from msrun.parallel.search.graph.axis_placement import (
+    PARTIAL,
+    PR,
+    REPLICATED,
+    RR,
+    RZ,
+    value_placement,
+)
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site
-from msrun.parallel.search.graph.views import renaming
+from msrun.parallel.search.graph.views import dim_map
 from msrun.parallel.search.mesh.stages import runs
-from msrun.parallel.search.solve.edges import behind
-from msrun.parallel.search.solve.problem import Setting
+from msrun.parallel.search.solve.edges import base_codes
+from msrun.parallel.search.solve.problem import Setting, layout_node
 from msrun.parallel.search.solve.uses import Uses
 
 EXECUTOR = "executor"
@@ -39,18 +73,19 @@ AVERAGES = (
 )
 # Classes of modules that rules can divide, each with the input that is its first argument.
 _DIVIDED = {"Linear": "input", "Embedding": "indices", "LayerNorm": "input", "RMSNorm": "input"}
-# What runs on parts beside them as the plan has it; `guard` has the functions that are right.
+# Operators that run on shards between them as the plan has it; `guard` verifies their functions.
 _FOLLOWED = """
     add add_ div gelu leaky_relu mul neg pow relu relu_ rsqrt scaled_dot_product_attention sigmoid
     silu sqrt sub tanh to
 """
 _FOLLOWING = frozenset(_FOLLOWED.split())
-# Their numbers are sizes, which the shapes of what they make say too.
+# Their other arguments are sizes, which the shapes of their outputs say too.
 _SIZED = frozenset(
     ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "expand", "broadcast_to")
 )
 
-Placed = tuple[int, ...]
+# Placement of a tensor on each axis.
+LayoutRow = tuple[int, ...]
 
 
 class Lowering(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +93,7 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         rules: Of modules; none for data parallel alone.
-        optimizer: What lies in parts over the data axis.
+        optimizer: What is sharded over the data axis.
         means: Numbers of the outputs that are means over the data axis.
     """
 
@@ -68,12 +103,12 @@ class Lowering(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What a person is told that the model runs on."""
+        """How reports name what the model runs on."""
         return "styles" if self.rules else "data parallel"
 
 
 class Modules(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program does not say of its model.
+    """What lowering must know of a model beside its program.
 
     Args:
         owners: Every name of each parameter -> its value in the program.
@@ -102,12 +137,12 @@ class Planned(msgspec.Struct, frozen=True):
     chosen: Mapping[str, tuple[int, ...]]
 
     def choices(self, node: str) -> list[Choice]:
-        """Return what a node does on each axis."""
+        """Return the choice of a node on each axis."""
         return [self.rules[node].choices[at] for at in self.chosen[node]]
 
 
-def lowered(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
-    """Return how the runtime does by itself what a plan says; None where it does not.
+def lower(planned: Planned, modules: Modules, local: Callable[[], Program]) -> Lowering | None:
+    """Return the configuration with which the runtime executes a plan; None if there is none.
 
     Args:
         planned: The plan.
@@ -115,43 +150,43 @@ def lowered(planned: Planned, modules: Modules, local: Callable[[], Program]) ->
         local: Returns the program for the samples of one rank.
     """
     try:
-        return _Matched(planned, modules).lowering(local)
-    except _UnlikeError:
+        return _Lowerer(planned, modules).lowering(local)
+    except _NotLowerableError:
         return None
 
 
 def runs_on(planned: Planned, modules: Modules, local: Callable[[], Program]) -> str:
-    """Return what a person is told that a plan runs on; see `lowered`."""
-    found = lowered(planned, modules, local)
-    return found.name if found else EXECUTOR
+    """Return how reports name what a plan runs on; see `lower`."""
+    lowering = lower(planned, modules, local)
+    return lowering.name if lowering else EXECUTOR
 
 
-class _UnlikeError(Exception):
-    """The plan does what the runtime does not."""
+class _NotLowerableError(Exception):
+    """The runtime does not do what the plan says."""
 
 
-def _demand(is_alike: object) -> None:
-    if not is_alike:
-        raise _UnlikeError
+def _require(condition: object) -> None:
+    if not condition:
+        raise _NotLowerableError
 
 
 class _Read(NamedTuple):
-    """One use of a value that a parameter has a part in, or of a constant.
+    """One use of a value.
 
     Args:
-        step: Who reads; None is whoever called the model.
+        step: The consumer; None is the caller of the model.
         slot: Name of the step's input; of an output its number.
         name: What is read.
-        wanted: Codes.
+        wanted: IntArray.
     """
 
     step: Step | None
     slot: str
     name: str
-    wanted: Placed
+    wanted: LayoutRow
 
 
-class _Matched:
+class _Lowerer:
     def __init__(self, planned: Planned, modules: Modules) -> None:
         self._planned, self._modules = planned, modules
         self._program, sizes = planned.program, planned.setting.sizes
@@ -161,16 +196,16 @@ class _Matched:
         self._others = [axis for axis in axes if axis not in self._data]
         self._dividing = self._find_dividing()
         self._ends = {step.outputs[0] for step in self._dividing.values()}
-        self._made: dict[str, Placed] = {}
-        self._stored: dict[str, Placed] = {}
-        self._handed: dict[str, Placed] = {}
+        self._made: dict[str, LayoutRow] = {}
+        self._stored: dict[str, LayoutRow] = {}
+        self._handed: dict[str, LayoutRow] = {}
         self._means: set[str] = set()
 
     def lowering(self, local: Callable[[], Program]) -> Lowering:
-        """Return it.
+        """Return the configuration.
 
         Raises:
-            _UnlikeError: There is none.
+            _NotLowerableError: The runtime would do something else.
         """
         self._place()
         outputs = [self._check(read) for read in self._reads()]
@@ -183,14 +218,14 @@ class _Matched:
         )
 
     def _find_dividing(self) -> dict[str, Step]:
-        """Return the steps that are all that a module does which a rule can divide."""
-        alone: dict[str, list[Step]] = {}
+        """Return steps that are the only one of a module that a rule can divide."""
+        steps_of: dict[str, list[Step]] = {}
         for step in self._program.steps:
-            alone.setdefault(step.module, []).append(step)
+            steps_of.setdefault(step.module, []).append(step)
         owners, kinds = self._modules.owners, self._modules.kinds
         return {
             steps[0].name: steps[0]
-            for module, steps in alone.items()
+            for module, steps in steps_of.items()
             if len(steps) == 1
             and kinds.get(module) in _DIVIDED
             and _DIVIDED[kinds[module]] in steps[0].inputs
@@ -201,55 +236,53 @@ class _Matched:
             )
         }
 
-    # Where everything lies.
+    # The layout of every value.
 
     def _place(self) -> None:
-        """Find where values lie as they are made, and what is handed to who reads them."""
+        """Find the layout in which each value is made, and the one that consumers get."""
         for value in self._program.params:
             if value in self._planned.chosen:
                 self._stored[value] = tuple(c.outs[0] for c in self._planned.choices(value))
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
-            packet = _packet(step)
-            _demand(packet != "dropout" and not step.attrs.get("sparse"))
+            packet = step.packet
+            _require(packet != "dropout" and not step.attrs.get("sparse"))
             if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
                 for port, name in enumerate(step.outputs):
                     self._made[name] = _placed([c.outs[port] for c in choices])
-                    self._sum_up(step, choices, name)
+                    self._check_partial(step, choices, name)
         for value in self._made:
-            hub = f"hub:{value}"
-            if hub in self._planned.chosen:
-                self._handed[value] = _placed([c.outs[0] for c in self._planned.choices(hub)])
-                self._check_hub(value)
+            node = layout_node(value)
+            if node in self._planned.chosen:
+                self._handed[value] = _placed([c.outs[0] for c in self._planned.choices(node)])
+                self._check_layout_node(value)
 
-    def _sum_up(self, step: Step, choices: Sequence[Choice], name: str) -> None:
-        """Check an output that is a pending sum: over samples a mean, over others by a module."""
+    def _check_partial(self, step: Step, choices: Sequence[Choice], name: str) -> None:
+        """Require that a pending sum is a mean over samples, or is what a divided module makes."""
         made = self._made[name]
-        _demand(step.name in self._dividing or all(made[axis] != SUM for axis in self._others))
+        _require(step.name in self._dividing or all(made[axis] != PARTIAL for axis in self._others))
         for axis in self._data:
-            if made[axis] != SUM:
+            if made[axis] != PARTIAL:
                 continue
             given = [
-                self._uses.behind(value)[0]
+                self._uses.base_of(value)[0]
                 for value, code in zip(step.inputs.values(), choices[axis].ins, strict=True)
                 if code == PR
             ]
-            is_mean = (
-                _packet(step) in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
-            )
-            _demand(self._means.issuperset(given) if not choices[axis].divides else is_mean)
+            is_mean = step.packet in (*AVERAGES, *BY_CLASS) and step.attrs.get("reduction", 1) == 1
+            _require(self._means.issuperset(given) if not choices[axis].divides else is_mean)
             self._means.add(name)
 
-    def _check_hub(self, value: str) -> None:
-        """Demand that only modules that rules divide hand on what they make in another place."""
+    def _check_layout_node(self, value: str) -> None:
+        """Require that only modules that rules divide hand on another layout than they make."""
         made, handed = self._made[value], self._handed[value]
         for axis in self._data:
-            _demand(handed[axis] == (WHOLE if value in self._program.params else made[axis]))
+            _require(handed[axis] == (REPLICATED if value in self._program.params else made[axis]))
         for axis in self._others:
-            _demand(handed[axis] == made[axis] or value in self._ends)
+            _require(handed[axis] == made[axis] or value in self._ends)
 
-    # Who reads what.
+    # The layout that every consumer reads.
 
     def _reads(self) -> Iterator[_Read]:
         for step in self._program.steps:
@@ -265,102 +298,102 @@ class _Matched:
                 yield _Read(None, str(number), name, tuple(c.ins[0] for c in choices))
 
     def _check_constant(self, step: Step) -> None:
-        """Demand that what is made of each rank's samples is of these alone."""
+        """Require that what is computed from each rank's samples stays sharded by them."""
         layouts = self._uses.layouts
         for axis in self._data:
             is_cut = [layouts[name][0][axis] != RR for name in step.inputs.values()]
-            _demand(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
+            _require(not any(is_cut) or all(layouts[name][0][axis] != RR for name in step.outputs))
 
     def _check(self, read: _Read) -> int | None:
-        """Demand that nothing moves for `read`; return the number of an output that is a mean."""
-        root, view = self._uses.behind(read.name)
-        if root in self._uses.constants:
-            _demand(_placed(self._uses.layouts[read.name][0].tolist()) == _placed(read.wanted))
+        """Require that nothing moves for `read`; return the number of an output that is a mean."""
+        base, view = self._uses.base_of(read.name)
+        if base in self._uses.constants:
+            _require(_placed(self._uses.layouts[read.name][0].tolist()) == _placed(read.wanted))
             return None
-        at_root, seen = behind(self._planned.setting.sizes, np.array([read.wanted]), view)
-        _demand(seen is None)
-        wanted = _placed(at_root[0].tolist())
+        at_base, at_view = base_codes(self._planned.setting.sizes, np.array([read.wanted]), view)
+        _require(at_view is None)
+        wanted = _placed(at_base[0].tolist())
         own = self._dividing.get(read.step.name) if read.step else None
-        if root in self._program.params:
-            self._check_param(root, wanted, is_divided=own is not None)
+        if base in self._program.params:
+            self._check_param(base, wanted, is_divided=own is not None)
             return None
         if own is None:
             self._check_following(read, wanted)
-        handed = self._handed.setdefault(root, wanted if root in self._ends else self._made[root])
+        handed = self._handed.setdefault(base, wanted if base in self._ends else self._made[base])
         is_first = own is not None and read.slot == _DIVIDED[self._modules.kinds[own.module]]
         for axis in self._others:
-            _demand(handed[axis] != SUM and (is_first or wanted[axis] == handed[axis]))
+            _require(handed[axis] != PARTIAL and (is_first or wanted[axis] == handed[axis]))
         is_mean = False
         for axis in self._data:
-            made = self._made[root][axis]
-            is_mean = read.step is None and made == SUM and wanted[axis] == WHOLE
-            _demand(is_mean or wanted[axis] == made)
+            made = self._made[base][axis]
+            is_mean = read.step is None and made == PARTIAL and wanted[axis] == REPLICATED
+            _require(is_mean or wanted[axis] == made)
         return int(read.slot) if is_mean else None
 
-    def _check_param(self, value: str, wanted: Placed, *, is_divided: bool) -> None:
-        """Demand that a parameter is read as it lies, but for what of it is in parts for its state.
+    def _check_param(self, value: str, wanted: LayoutRow, *, is_divided: bool) -> None:
+        """Require that a parameter is read as it is stored, or gathered over the data axis alone.
 
-        What a module adds to a pending sum is added once by the runtime too.
+        A bias that a module adds to a pending sum is added once by the runtime too.
         """
         for axis in self._data:
-            _demand(wanted[axis] == WHOLE)
+            _require(wanted[axis] == REPLICATED)
         for axis in self._others:
             made = self._made[value][axis]
-            _demand(self._stored[value][axis] != RZ and (is_divided or wanted[axis] == WHOLE))
-            _demand(wanted[axis] in (made, SUM if made == WHOLE else made))
+            _require(self._stored[value][axis] != RZ and (is_divided or wanted[axis] == REPLICATED))
+            _require(wanted[axis] in (made, PARTIAL if made == REPLICATED else made))
 
-    def _check_following(self, read: _Read, wanted: Placed) -> None:
-        """Demand that what is no module of a rule keeps parts as the runtime does."""
-        if read.step and any(wanted[axis] != WHOLE for axis in self._others):
-            _demand(_packet(read.step) in _FOLLOWING and not read.slot.startswith("attn_mask"))
+    def _check_following(self, read: _Read, wanted: LayoutRow) -> None:
+        """Require that sharded values are read by operators that run on shards in the runtime."""
+        if read.step and any(wanted[axis] != REPLICATED for axis in self._others):
+            _require(read.step.packet in _FOLLOWING and not read.slot.startswith("attn_mask"))
 
-    # A rank's own program.
+    # The program of one rank's samples.
 
     def _compare(self, local: Program) -> None:
-        """Demand that a model does with one rank's samples what the plan has a rank do."""
-        _demand(len(local.steps) == len(self._program.steps))
+        """Require that a model does with one rank's samples what the plan has a rank do."""
+        _require(len(local.steps) == len(self._program.steps))
         for ours, theirs in zip(self._program.steps, local.steps, strict=True):
-            _demand(
+            _require(
                 (ours.name, ours.target, ours.inputs, ours.outputs)
                 == (theirs.name, theirs.target, theirs.inputs, theirs.outputs)
-                and (ours.attrs == theirs.attrs or _packet(ours) in _SIZED)
+                and (ours.attrs == theirs.attrs or ours.packet in _SIZED)
             )
-        cut = self._cut()
+        data_dims = self._data_dims()
         for name, value in self._program.values.items():
             shape = list(value.shape)
-            if name in cut:
+            if name in data_dims:
                 for axis in self._data:
-                    shape[cut[name]] //= self._planned.setting.sizes[axis]
-            _demand(local.values[name].shape == tuple(shape))
+                    shape[data_dims[name]] //= self._planned.setting.sizes[axis]
+            _require(local.values[name].shape == tuple(shape))
 
-    def _cut(self) -> dict[str, int]:
-        """Return the dim by which the data axis cuts each value that it cuts."""
-        found: dict[str, int] = {}
+    def _data_dims(self) -> dict[str, int]:
+        """Return value -> the dim that the data axis shards, if it shards one."""
+        dims: dict[str, int] = {}
         for axis in self._data:
             for name, layout in self._uses.layouts.items():
                 if layout[0][axis] != RR:
-                    found[name] = int(layout[0][axis])
+                    dims[name] = int(layout[0][axis])
             for name, made in self._made.items():
                 if made[axis] >= 0 and name not in self._program.params:
-                    found[name] = made[axis]
+                    dims[name] = made[axis]
             for step in self._program.steps:
                 if step.outputs[0] in self._uses.views:
-                    view = renaming(Site(step, self._program))
+                    view = dim_map(Site(step, self._program))
                     (source,) = step.inputs.values()
-                    for dim, (of, _) in (view.dims if view else {}).items():
-                        if found.get(source) == of:
-                            found[step.outputs[0]] = dim
-        return found
+                    for dim, (base_dim, _) in (view.dims if view else {}).items():
+                        if dims.get(source) == base_dim:
+                            dims[step.outputs[0]] = dim
+        return dims
 
-    # What is handed to the runtime.
+    # The configuration of the runtime.
 
     def _rules(self) -> list[PlanRule]:
-        """Return how modules are divided, those that are."""
-        found = map(self._rule, self._dividing.values())
-        return [rule for rule in found if _is_divided(rule)]
+        """Return the rules of modules that are divided."""
+        rules = map(self._rule, self._dividing.values())
+        return [rule for rule in rules if _is_divided(rule)]
 
     def _rule(self, step: Step) -> PlanRule:
-        """Return how a module is divided."""
+        """Return the rule of one module."""
         first = _DIVIDED[self._modules.kinds[step.module]]
         choices = self._planned.choices(step.name)
         ins = _placed([c.ins[list(step.inputs).index(first)] for c in choices])
@@ -376,8 +409,8 @@ class _Matched:
             out=self._dims(out, step.outputs[0]),
         )
 
-    def _dims(self, placed: Placed, value: str) -> Dims:
-        """Return the names of the axes that cut each dim."""
+    def _dims(self, placed: LayoutRow, value: str) -> Dims:
+        """Return the names of the axes that shard each dim."""
         names = self._planned.axes
         return [
             dim_of([names[axis] for axis in self._others if placed[axis] == dim])
@@ -385,36 +418,33 @@ class _Matched:
         ]
 
     def _optimizer(self) -> Optimizer:
-        """Return what divides those parameters which the data axis does: the larger ones."""
-        cut: dict[str, int] = {}
-        whole: list[int] = [0]
+        """Return the ZeRO level and threshold that shard what the plan does over the data axis."""
+        sharded: dict[str, int] = {}
+        replicated: list[int] = [0]
         for value, stored in self._stored.items():
             nbytes = self._program.values[value].nbytes
             for axis in self._others:
                 nbytes //= self._planned.setting.sizes[axis] if stored[axis] not in (RR, RZ) else 1
             if any(stored[axis] != RR for axis in self._data):
-                cut[value] = nbytes
+                sharded[value] = nbytes
             else:
-                whole.append(nbytes)
-        if not cut:
+                replicated.append(nbytes)
+        if not sharded:
             return Optimizer()
-        threshold = max(whole) + 1 if len(whole) > 1 else 0
-        _demand(min(cut.values()) >= threshold)
-        _demand(len({self._program.values[value].itemsize for value in cut}) == 1)
-        is_state = all(self._stored[value][axis] == RZ for value in cut for axis in self._data)
+        # The runtime shards what is at least this large, so no replicated one may be.
+        threshold = max(replicated) + 1 if len(replicated) > 1 else 0
+        _require(min(sharded.values()) >= threshold)
+        _require(len({self._program.values[value].itemsize for value in sharded}) == 1)
+        is_state = all(self._stored[value][axis] == RZ for value in sharded for axis in self._data)
         return Optimizer(zero=1 if is_state else 2, threshold=threshold)
 
 
-_PLACED: list[int] = forward(np.arange(RZ + 1)).tolist()
+_PLACED: list[int] = value_placement(np.arange(RZ + 1)).tolist()
 
 
-def _placed(codes: Sequence[int]) -> Placed:
+def _placed(codes: Sequence[int]) -> LayoutRow:
     return tuple(_PLACED[code] for code in codes)
 
 
 def _is_divided(rule: PlanRule) -> bool:
     return any(map(any, (rule.inputs or (), rule.out or (), *rule.params.values())))
-
-
-def _packet(step: Step) -> str:
-    return step.target.split(".")[1]

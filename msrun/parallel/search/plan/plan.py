@@ -42,14 +42,14 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         version: Of this form.
         model: What was searched.
-        program: What tells it from other models.
+        program: Identity of the model; see `plan_io.identity`.
         topology: Name of the machine it is for.
         world: Ranks.
         mesh: Axis -> size, stages of the pipeline excluded.
         stages: Of the pipeline.
         microbatches: Of a step.
         batch: Samples of a step.
-        recompute: Whether repeated blocks keep only what they are given.
+        recompute: Whether repeated blocks save only their input.
         seconds: Predicted, of a step.
         costs: What they are made up of, in the slowest stage.
         memory: Bytes, predicted, of the largest rank.
@@ -58,9 +58,9 @@ class SavedPlan(msgspec.Struct, frozen=True, kw_only=True):
         gap: By how much a better plan for this mesh could be faster at most; None if not known.
         params: Parameter -> its placement on each axis.
         operators: Step of the graph -> how it runs.
-        shared: Tensor that several operators read -> what each axis does with it, once for all.
+        shared: Tensor with several consumers -> its layout for all of them, on each axis.
         runs_on: What runs it: `data parallel` and `styles` of the runtime, or the `executor`.
-        unknown: Operators without a rule, which run whole on every rank.
+        unknown: Operators without a rule, which run replicated.
         rejected: Other layouts and why they were not chosen.
     """
 
@@ -127,7 +127,7 @@ class _Versioned(msgspec.Struct, frozen=True):
 
 
 def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield name, what is divided, style, inputs and outputs of what `pattern` names.
+    """Yield name, split loops, style, inputs and outputs of what `pattern` names.
 
     Args:
         plan: The plan.
@@ -136,39 +136,40 @@ def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str,
     Raises:
         UsageError: Nothing has such a name.
     """
-    found = False
+    is_known = False
     for name, placed in plan.params.items():
         if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern):
-            found = True
+            is_known = True
             yield name, "", "", "", written(placed)
     for name, operator in plan.operators.items():
         if fnmatchcase(name, pattern) or fnmatchcase(operator.module, pattern):
-            found = True
+            is_known = True
             ins, outs = ("; ".join(map(written, side)) for side in (operator.ins, operator.outs))
             known = written(styles(plan, operator))
             yield f"{name} ({operator.op})", " ".join(operator.divided), known, ins, outs
-    if not found:
+    if not is_known:
         modules = sorted({one.module for one in plan.operators.values() if one.module})
         shown = ", ".join(modules[:_SHOWN_MAX])
         raise UsageError(f"--explain {quoted(pattern)}: nothing has this name (choose {shown})")
 
 
-# Operator and what is divided -> the style of the runtime's rules, and the weight as it has it.
+# Operator and the loop that is split -> style of the runtime's rules, and placement of the weight.
 _STYLES = {
     ("linear", "n"): ("colwise", "S(0)"),
     ("linear", "k"): ("rowwise", "S(1)"),
     ("embedding", "h"): ("colwise", "S(1)"),
     ("embedding", "v"): ("embedding", "S(0)"),
 }
-# How the weight lies where samples are divided, or another dim of what comes.
+# Placement of the weight -> style, where samples or another dim of the input are sharded.
 _DIVIDED = {"R": "data", "R, state cut": "zero 1"}
 
 
 def styles(plan: SavedPlan, operator: Operator) -> list[str]:
-    """Return by what name an operator with a weight is known to run so, on each axis.
+    """Return the parallel style of an operator with a weight, on each axis.
 
-    They are the styles of `plan:` rules; `data` and `zero` for what comes divided, `sequence` where
-    that is not by samples; `whole`, and `other` where no name fits.  Empty without a weight.
+    They are the styles of `plan:` rules; `data` and `zero` where samples are sharded, `sequence`
+    where another dim of the input is; `whole` for replicated work, `other` where no name fits.
+    Empty without a weight.
     """
     weight = plan.params.get(f"{operator.module}.weight".lstrip("."))
     if weight is None or operator.op not in ("linear", "embedding", "layer_norm", "rms_norm"):
@@ -194,7 +195,7 @@ def written(placed: list[str]) -> str:
 
 def differences(one: SavedPlan, other: SavedPlan) -> list[tuple[str, str, str]]:
     """Return what differs between two plans: its name, and both values."""
-    found = []
+    rows = []
     for key in (
         "model",
         "topology",
@@ -206,12 +207,12 @@ def differences(one: SavedPlan, other: SavedPlan) -> list[tuple[str, str, str]]:
         "runs_on",
     ):
         a, b = getattr(one, key), getattr(other, key)
-        found.append((key, str(a), str(b)))
-    found.append(("mesh", _mesh(one.mesh), _mesh(other.mesh)))
-    found.append(("step", f"{one.seconds:.6g} s", f"{other.seconds:.6g} s"))
-    found.append(("memory", f"{one.memory:.4g} B", f"{other.memory:.4g} B"))
-    found += _merged(one.params, other.params)
-    return [row for row in found if row[1] != row[2]]
+        rows.append((key, str(a), str(b)))
+    rows.append(("mesh", _mesh(one.mesh), _mesh(other.mesh)))
+    rows.append(("step", f"{one.seconds:.6g} s", f"{other.seconds:.6g} s"))
+    rows.append(("memory", f"{one.memory:.4g} B", f"{other.memory:.4g} B"))
+    rows += _merged(one.params, other.params)
+    return [row for row in rows if row[1] != row[2]]
 
 
 def _merged(

@@ -1,4 +1,4 @@
-"""From a plan to the form in which it is saved, and back to what an execution chooses."""
+"""From a plan to its saved form, and back to the strategies that an execution needs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from collections.abc import Mapping
 import msgspec
 
 from msrun.errors import UsageError
-from msrun.parallel.search.graph.codes import text
+from msrun.parallel.search.graph.axis_placement import placement_text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.plan.plan import SavedPlan
-from msrun.parallel.search.solve.problem import OperatorNode, Problem
+from msrun.parallel.search.solve.problem import Problem, StrategyNode, is_layout_node, named_by
 
 Row = tuple[int, ...]
-_HUB = "hub:"
 _DIGITS = 12
 
 
 def identity(program: Program) -> str:
-    """Return what tells one model from another: its parameters and steps, whatever the batch."""
+    """Return a text that identifies a model, by its parameters and steps, for any batch."""
     params = [(full, program.values[value].shape) for value, full in program.params.items()]
     steps = [(s.name, s.target, tuple(s.inputs.items()), s.outputs) for s in program.steps]
     content = msgspec.json.encode([params, steps])
@@ -30,11 +29,11 @@ def identity(program: Program) -> str:
 
 
 def shared(rules: Mapping[str, ShardingRule], chosen: Mapping[str, Row]) -> dict[str, list[str]]:
-    """Return how tensors lie that several operators read: the names of the hubs' choices."""
+    """Return the layout of each tensor with several consumers: the choices of layout nodes."""
     return {
-        name.removeprefix(_HUB): [rules[name].choices[at].name for at in row]
+        named_by(name): [rules[name].choices[at].name for at in row]
         for name, row in chosen.items()
-        if name.startswith(_HUB)
+        if is_layout_node(name)
     }
 
 
@@ -45,7 +44,7 @@ def check_fit(
 
     Args:
         plan: The plan.
-        where: How a person finds it.
+        where: How messages name it.
         world: Ranks of the job.
         mesh: Its axes, stages of the pipeline included.
         batch: Samples of a step.
@@ -70,9 +69,9 @@ def check_model(plan: SavedPlan, where: str, program: Program) -> None:
     Raises:
         UsageError: Its parameters or steps are others.
     """
-    found = identity(program)
-    if plan.program != found:
-        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {found}")
+    given = identity(program)
+    if plan.program != given:
+        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {given}")
 
 
 def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) -> dict[str, Row]:
@@ -80,8 +79,8 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
 
     Args:
         plan: Of a program with the same steps.
-        where: How a person finds it.
-        problem: Built with a hub for everything that the plan has one for.
+        where: How messages name it.
+        problem: Built with a layout node for every tensor that the plan has one for.
         program: Of the problem.
 
     Raises:
@@ -90,23 +89,23 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
     return {node.name: _row(plan, where, node, program) for node in problem.nodes}
 
 
-def _row(plan: SavedPlan, where: str, node: OperatorNode, program: Program) -> Row:
-    name = program.params.get(node.name, node.name.removeprefix(_HUB))
+def _row(plan: SavedPlan, where: str, node: StrategyNode, program: Program) -> Row:
+    name = program.params.get(node.name, named_by(node.name))
     rows = [tuple(row) for row in node.rows.tolist()]
     if node.kind == "out":
-        return rows[0]  # as whoever calls the model expects it: there is no other
+        return rows[0]  # the layout that the caller of the model expects: there is no other
     words = [choice.name for choice in node.rule.choices]
     if node.kind == "param":
-        words = [text(choice.outs[0]) for choice in node.rule.choices]
+        words = [placement_text(choice.outs[0]) for choice in node.rule.choices]
         said = plan.params.get(name, [])
-    elif node.kind == "hub":
+    elif node.kind == "layout":
         said = plan.shared.get(name, [])
     else:
         said = plan.operators[name].divided if name in plan.operators else []
     row = tuple(words.index(word) if word in words else -1 for word in said)
     if row not in rows:
         shown = " x ".join(said) or "nothing"
-        raise UsageError(f"{where} has {shown} for {name}, which cannot lie so")
+        raise UsageError(f"{where} has {shown} for {name}, which has no such placement")
     return row
 
 

@@ -1,4 +1,41 @@
-"""From a program and a setting to the problem that is solved."""
+"""From a program and a setting to the graph of costs that the search solves.
+
+The problem.  A plan says how every parameter is stored, how every operator is split and how every
+tensor in between is placed, on each mesh axis.  The time and memory of one training step, forward
+and backward, must become costs of single nodes and of pairs of nodes (`problem`), for models of
+thousands of operators with tens to hundreds of strategies each.
+
+The idea.
+
+- The forward graph is enough.  A placement code stands for a value and its gradient, so a strategy
+  of an operator fixes what its backward reads and makes (`axis_placement`, `rules`).
+- A node costs what its strategy alone decides: computation by the roofline, collectives inside the
+  operator, redistribution of constants that it reads, the update of a parameter, bytes it owns
+  (`saved_activations`).
+- An edge costs what two strategies decide: the redistribution of one tensor, of its gradient on
+  the way back, and a copy that the consumer saves (`edges`).
+- A tensor with several consumers gets a layout node.  Once it is there it stands for the producer,
+  so consumers pay for redistribution from its layout.
+- Time is that of one step.  Activations move in every micro-batch.  A stored parameter is gathered
+  in every micro-batch, again where its block is recomputed, and its gradient is reduced once a
+  step; the share of that traffic which `Topology.overlap` hides costs nothing.
+- Equal operators share their tables.  A key names all that a table follows from, so the hundred
+  layers of a transformer need the tables of one.
+
+Invariants.
+
+- Every value that is no view and no constant has exactly one producing node in `_producers` at a
+  time, and an edge leads from a node that is there already to one that is new.
+- Two nodes or edges with equal keys have the very same table objects, not equal ones: elimination
+  and `Problem.in_flight` find shared tables by identity and compute each once.
+- The first choice of every rule is to replicate: `Focus` gives it to nodes without a choice yet.
+
+What was tried and lost.  torch tensors as tables: a pure package would need torch, and so would a
+search of a program that is traced already.  An integer program for a solver (HiGHS): the same
+optimum, in 0.5 s to minutes where elimination takes milliseconds.  Redistribution tables that are
+kept for every mesh: with them kept for one mesh, and layouts that bound each other, the search for
+a mesh on 1,024 devices takes a quarter of the memory.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +46,52 @@ import msgspec
 import numpy as np
 
 from msrun.errors import UsageError
-from msrun.parallel.search.cost.cost import Prices, collective
+from msrun.parallel.search.cost.cost import RedistributionCosts, collective
 from msrun.parallel.search.cost.redistribution import MoveKind
-from msrun.parallel.search.graph.codes import RR, RZ, SHARDS, Array, Codes, forward, is_cut
+from msrun.parallel.search.graph.axis_placement import (
+    FLAT_SHARDED,
+    REPLICATED,
+    RR,
+    RZ,
+    SHARD_CODES,
+    FloatArray,
+    IntArray,
+    is_sharded,
+    value_placement,
+)
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.program import Program, Step, Value
-from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, hub
-from msrun.parallel.search.graph.views import Renaming
+from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, layout_rule
+from msrun.parallel.search.graph.views import DimMap
 from msrun.parallel.search.solve.edges import copied_bytes, exchange_seconds
 from msrun.parallel.search.solve.problem import (
     Edge,
     Exchange,
-    OperatorNode,
     Problem,
     Setting,
+    StrategyNode,
     combinations,
+    layout_node,
     parts,
     stored_parts,
     work,
 )
-from msrun.parallel.search.solve.saved_activations import NOTHING, Retention, SavedActivations
+from msrun.parallel.search.solve.saved_activations import NOT_SAVED, Retention, SavedActivations
 from msrun.parallel.search.solve.uses import Uses
 
 Key = Any
-# Of each strategy: seconds, bytes, and bytes kept of one micro-batch.
-Weights = tuple[Array, Array, Array]
+# Of each strategy: seconds, bytes, and bytes that every micro-batch in flight takes again.
+NodeCosts = tuple[FloatArray, FloatArray, FloatArray]
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish of the user: how one tensor lies.
+    """The placement of one tensor that the user has fixed.
 
     Args:
         node: The node that has it.
         port: Number of the node's input; None is its output.
-        codes: Axis -> code; only where the values lie counts.
-        key: Where the wish stands, for messages.
+        codes: Axis -> code; only the placement of the values counts.
+        key: The configuration key that fixes it, for messages.
     """
 
     node: str
@@ -53,12 +101,12 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Focus(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of all strategies is looked at.
+    """Which part of all strategies is searched.
 
     Args:
-        axes: Axes that choose.
-        others: Node -> what it has chosen on all axes, which holds for the other axes; those
-            that are not there have chosen nothing, the first of all choices.
+        axes: Axes that are free.
+        others: Node -> its choice on all axes, which holds for the axes that are not free; nodes
+            that are missing keep the first choice there.
     """
 
     axes: frozenset[int]
@@ -73,21 +121,21 @@ def build(
     block_of: Mapping[str, int] | None = None,
     pins: Iterable[Pin] = (),
     focus: Focus | None = None,
-    prices: Prices | None = None,
+    redistribution: RedistributionCosts | None = None,
 ) -> Problem:
     """Return the problem of placing every tensor of `program`.
 
     Args:
         program: The forward pass.
         setting: Mesh, machine, and how a step is run.
-        cuts: Values between repeated blocks, which get a hub in any case.
+        cuts: Values between repeated blocks, which get a layout node in any case.
         block_of: Step of a repeated block -> number of the block.
-        pins: The user's wishes.
+        pins: Placements that the user has fixed.
         focus: Part of the strategies; None is all of them.
-        prices: Those of the setting, if they are there already.
+        redistribution: Costs of the setting, if they are known already.
 
     Raises:
-        UsageError: A wish cannot be met.
+        UsageError: No strategy has a placement that the user has fixed.
     """
     builder = _Builder(
         program,
@@ -96,7 +144,7 @@ def build(
         block_of=block_of or {},
         pins=pins,
         focus=focus,
-        prices=prices or setting.prices(),
+        redistribution=redistribution or setting.redistribution_costs(),
     )
     return builder.build()
 
@@ -113,32 +161,32 @@ class _Builder:
         block_of: Mapping[str, int],
         pins: Iterable[Pin],
         focus: Focus | None,
-        prices: Prices,
+        redistribution: RedistributionCosts,
     ) -> None:
         self._program, self._setting, self._focus = program, setting, focus
         self._cuts, self._block_of = cuts, block_of
         self._pins: dict[str, list[Pin]] = {}
         for pin in pins:
             self._pins.setdefault(pin.node, []).append(pin)
-        self._prices = prices
+        self._redistribution = redistribution
         self._shared: dict[Key, ShardingRule] = {}
         self._sites = {step.name: Site(step, program) for step in program.steps}
         self._signatures = {name: site.signature() for name, site in self._sites.items()}
         self._rules = {step.name: self._rule(step.name) for step in program.steps}
         self._uses = Uses(program, setting, self._rules)
         self._trained = program.trained() if setting.training else set()
-        self._again = self._block_of if setting.recompute else {}
-        self._kept = SavedActivations(
+        self._recomputed = self._block_of if setting.recompute else {}
+        self._saved = SavedActivations(
             program,
             self._rules,
             self._uses,
             trained=self._trained,
             cuts=cuts,
-            recomputed=self._again,
+            recomputed=self._recomputed,
         )
-        self._makers: dict[str, tuple[int, int]] = {}
-        self._tables: dict[Key, tuple[Codes, Weights]] = {}
-        self._matrices: dict[Key, tuple[Array, Array | None]] = {}
+        self._producers: dict[str, tuple[int, int]] = {}
+        self._tables: dict[Key, tuple[IntArray, NodeCosts]] = {}
+        self._matrices: dict[Key, tuple[FloatArray, FloatArray | None]] = {}
         self._keys: list[Key] = []
         self._problem = Problem(nodes=[], edges=[])
 
@@ -166,17 +214,23 @@ class _Builder:
 
     # Nodes.
 
-    def _add(self, name: str, kind: str, rule: ShardingRule, key: Key, weigh: _Weigh) -> int:
-        """Add a node whose seconds and bytes `weigh` finds, unless an equal node has had them."""
+    def _add(self, name: str, kind: str, rule: ShardingRule, key: Key, weigh: _CostFunction) -> int:
+        """Add a node with the costs that `weigh` finds, or those of an equal node before it."""
         nothing = (0,) * len(self._setting.sizes)
         picked = self._focus.others.get(name, nothing) if self._focus else None
         full = (key, name if name in self._pins else None, picked)
         if full not in self._tables:
             rows = self._rows(name, rule.choices, picked)
             self._tables[full] = (rows, weigh(rows))
-        rows, (seconds, memory, held) = self._tables[full]
-        node = OperatorNode(
-            name=name, kind=kind, rule=rule, rows=rows, seconds=seconds, memory=memory, held=held
+        rows, (seconds, memory, microbatch_memory) = self._tables[full]
+        node = StrategyNode(
+            name=name,
+            kind=kind,
+            rule=rule,
+            rows=rows,
+            seconds=seconds,
+            memory=memory,
+            microbatch_memory=microbatch_memory,
         )
         self._problem.nodes.append(node)
         self._keys.append(full)
@@ -184,7 +238,7 @@ class _Builder:
 
     def _rows(
         self, name: str, choices: tuple[Choice, ...], picked: tuple[int, ...] | None
-    ) -> Codes:
+    ) -> IntArray:
         """Return the strategies that a node has."""
         sizes = self._setting.sizes
         pins: Sequence[Pin] = self._pins.get(name, ())
@@ -196,7 +250,7 @@ class _Builder:
             per_axis.append(allowed)
         rows = combinations(per_axis, choices, sizes)
         if not len(rows):
-            raise UsageError(f"{pins[0].key}: {name} can not be divided so")
+            raise UsageError(f"{pins[0].key}: {name} cannot be placed like that")
         return rows
 
     def _add_param(self, name: str) -> None:
@@ -207,43 +261,43 @@ class _Builder:
             self._shared[key] = _param_rule(value, is_trained=is_trained)
         rule = self._shared[key]
 
-        def weigh(rows: Codes) -> Weights:
+        def weigh(rows: IntArray) -> NodeCosts:
             return self._weigh_param(value, rule, rows, is_trained=is_trained)
 
-        self._makers[name] = (self._add(name, "param", rule, key, weigh), 0)
-        self._add_hub(name)
+        self._producers[name] = (self._add(name, "param", rule, key, weigh), 0)
+        self._add_layout_node(name)
 
     def _weigh_param(
-        self, value: Value, rule: ShardingRule, rows: Codes, *, is_trained: bool
-    ) -> Weights:
-        """Return seconds and bytes of a parameter: its update, and what it and its state take.
+        self, value: Value, rule: ShardingRule, rows: IntArray, *, is_trained: bool
+    ) -> NodeCosts:
+        """Return the costs of a parameter: its update, and the bytes of it and its state.
 
-        Where the state is cut flat, the ranks gather what each of them updated.
+        Where the state is sharded flat, the ranks gather what each of them updated.
         """
         setting, topology = self._setting, self._setting.topology
         codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
-        kept = parts(is_cut(codes), setting.sizes)
+        shards = parts(is_sharded(codes), setting.sizes)
         if not is_trained:
-            return np.zeros(len(rows)), value.nbytes / kept, np.zeros(len(rows))
-        updated = parts(is_cut(codes) | (codes == RZ), setting.sizes)
-        memory: Array = (
+            return np.zeros(len(rows)), value.nbytes / shards, np.zeros(len(rows))
+        updated = parts(is_sharded(codes) | (codes == RZ), setting.sizes)
+        memory: FloatArray = (
             value.count
             * (2 * value.itemsize + setting.state_bytes)
             / stored_parts(value.shape, codes, setting.sizes)
         )
         touched = 2 * (value.itemsize + setting.state_bytes)
-        seconds: Array = value.count * touched / updated / topology.memory_bandwidth
-        flat = np.where(codes == RZ, SHARDS, -1)
-        whole = np.full_like(flat[:1], -1)
-        start = self._prices.seconds(flat, whole, 0.0)[:, 0]
-        rate = self._prices.seconds(flat, whole, 1.0)[:, 0] - start
-        gathered = start + rate * value.nbytes / kept
+        seconds: FloatArray = value.count * touched / updated / topology.memory_bandwidth
+        flat = np.where(codes == RZ, FLAT_SHARDED, REPLICATED)
+        replicated = np.full_like(flat[:1], REPLICATED)
+        start = self._redistribution.seconds(flat, replicated, 0.0)[:, 0]
+        rate = self._redistribution.seconds(flat, replicated, 1.0)[:, 0] - start
+        gathered = start + rate * value.nbytes / shards
         return seconds + gathered * (1 - topology.overlap), memory, np.zeros(len(rows))
 
     def _add_step(self, step: Step) -> None:
         rule = self._rules[step.name]
-        again = step.name in self._again
-        kept = self._kept.of_step(step)
+        recomputes = step.name in self._recomputed
+        saved = self._saved.of_step(step)
         layouts = self._uses.layouts
         fixed = tuple(
             (port, layouts[name].tobytes())
@@ -251,94 +305,96 @@ class _Builder:
             if name in layouts
         )
 
-        def weigh(rows: Codes) -> Weights:
-            seconds = work(rule, rows, self._setting, again=again)
-            memory, held = np.zeros(len(rows)), np.zeros(len(rows))
-            for end, port, nbytes, is_of_each in kept:
+        def weigh(rows: IntArray) -> NodeCosts:
+            seconds = work(rule, rows, self._setting, recomputes=recomputes)
+            memory, microbatch_memory = np.zeros(len(rows)), np.zeros(len(rows))
+            for end, port, nbytes, is_per_microbatch in saved:
                 codes = np.array([getattr(choice, end)[port] for choice in rule.choices])[rows]
-                share = nbytes / parts(is_cut(codes), self._setting.sizes)
+                share = nbytes / parts(is_sharded(codes), self._setting.sizes)
                 memory += share
-                held += share * is_of_each
-            seconds += self._fetch(step, rule, rows) + self._sum_inside(rule, rows)
-            return seconds, memory, held
+                microbatch_memory += share * is_per_microbatch
+            seconds += self._move_constants(step, rule, rows) + self._reduce_inside(rule, rows)
+            return seconds, memory, microbatch_memory
 
-        key = ("op", self._signatures[step.name], again, kept, fixed)
+        key = ("op", self._signatures[step.name], recomputes, saved, fixed)
         at = self._add(step.name, "op", rule, key, weigh)
         for port, name in enumerate(step.inputs.values()):
-            root, view = self._uses.behind(name)
-            if root not in self._uses.constants:
-                self._connect(root, at, port, view, self._kept.of_copy(root, step, port))
+            base, view = self._uses.base_of(name)
+            if base not in self._uses.constants:
+                self._connect(base, at, port, view, self._saved.of_copy(base, step, port))
         for port, name in enumerate(step.outputs):
-            self._makers[name] = (at, port)
-            self._add_hub(name)
+            self._producers[name] = (at, port)
+            self._add_layout_node(name)
 
-    def _fetch(self, step: Step, rule: ShardingRule, rows: Codes) -> Array:
-        """Return the seconds to bring constants to where each strategy wants them."""
+    def _move_constants(self, step: Step, rule: ShardingRule, rows: IntArray) -> FloatArray:
+        """Return the seconds to redistribute constants to where each strategy reads them."""
         seconds = np.zeros(len(rows))
         for port, name in enumerate(step.inputs.values()):
             layout = self._uses.layouts.get(name)
             if layout is not None:
-                wanted = forward(np.array([choice.ins[port] for choice in rule.choices])[rows])
+                wanted = value_placement(
+                    np.array([choice.ins[port] for choice in rule.choices])[rows]
+                )
                 nbytes = self._program.values[name].nbytes
-                moved = self._prices.seconds(forward(layout), wanted, nbytes)[0]
+                moved = self._redistribution.seconds(value_placement(layout), wanted, nbytes)[0]
                 seconds += moved * self._setting.rounds
         return seconds
 
-    def _sum_inside(self, rule: ShardingRule, rows: Codes) -> Array:
-        """Return the seconds of sums that the operator itself takes over its ranks."""
+    def _reduce_inside(self, rule: ShardingRule, rows: IntArray) -> FloatArray:
+        """Return the seconds of all-reduces inside the operator, such as those of a batch norm."""
         seconds = np.zeros(len(rows))
         nbytes = np.array([choice.summed for choice in rule.choices])
-        for axis, wire in enumerate(self._prices.wires):
+        for axis, wire in enumerate(self._redistribution.wires):
             if nbytes.any() and wire.size > 1:
                 start, rate = collective(MoveKind.REDUCE, wire)
                 here = nbytes[rows[:, axis]]
                 seconds += np.where(here > 0, start + rate * here, 0.0)
         return seconds * self._setting.rounds * (1 + self._setting.training)
 
-    def _add_hub(self, value: str) -> None:
-        if not self._kept.has_hub(value):
+    def _add_layout_node(self, value: str) -> None:
+        if not self._saved.has_layout_node(value):
             return
         tensor = self._program.values[value]
-        is_kept, is_of_each = self._kept.of_hub(value)
-        key = ("hub", tensor.shape, tensor.itemsize, is_kept, is_of_each)
+        is_saved, is_per_microbatch = self._saved.of_layout_node(value)
+        key = ("layout", tensor.shape, tensor.itemsize, is_saved, is_per_microbatch)
         if key not in self._shared:
-            self._shared[key] = hub(tensor)
+            self._shared[key] = layout_rule(tensor)
         rule = self._shared[key]
 
-        def weigh(rows: Codes) -> Weights:
-            if not is_kept:
-                return _nothing(rows)
+        def weigh(rows: IntArray) -> NodeCosts:
+            if not is_saved:
+                return _no_costs(rows)
             codes = np.array([choice.outs[0] for choice in rule.choices])[rows]
-            share = tensor.nbytes / parts(is_cut(codes), self._setting.sizes)
-            return np.zeros(len(rows)), share, share * is_of_each
+            share = tensor.nbytes / parts(is_sharded(codes), self._setting.sizes)
+            return np.zeros(len(rows)), share, share * is_per_microbatch
 
-        at = self._add(f"hub:{value}", "hub", rule, key, weigh)
-        self._connect(value, at, 0, None, self._kept.of_copy(value, None, 0))
-        self._makers[value] = (at, 0)
+        at = self._add(layout_node(value), "layout", rule, key, weigh)
+        self._connect(value, at, 0, None, self._saved.of_copy(value, None, 0))
+        self._producers[value] = (at, 0)
 
     def _add_outputs(self) -> None:
-        """Have the outputs lie as whoever called the model expects them."""
+        """Add nodes for outputs: they are redistributed to the layout that the caller expects."""
         sizes = self._setting.sizes
         for number, value in enumerate(self._program.outputs):
-            root, view = self._uses.behind(value)
-            if root in self._uses.constants:
+            base, view = self._uses.base_of(value)
+            if base in self._uses.constants:
                 continue
             tensor = self._program.values[value]
             rule = _output_rule(tensor)
             rows = combinations(self._output_choices(tensor), rule.choices, sizes)
             zeros = np.zeros(len(rows))
-            node = OperatorNode(
+            node = StrategyNode(
                 name=f"out:{number}",
                 kind="out",
                 rule=rule,
                 rows=rows,
                 seconds=zeros,
                 memory=zeros,
-                held=zeros,
+                microbatch_memory=zeros,
             )
             self._problem.nodes.append(node)
             self._keys.append(("out", tensor.shape))
-            self._connect(root, len(self._keys) - 1, 0, view)
+            self._connect(base, len(self._keys) - 1, 0, view)
 
     def _output_choices(self, tensor: Value) -> list[range]:
         sizes, data = self._setting.sizes, self._setting.data_axes
@@ -353,71 +409,80 @@ class _Builder:
     # Edges.
 
     def _connect(
-        self, value: str, at: int, port: int, view: Renaming | None, copy: Retention = NOTHING
+        self, value: str, at: int, port: int, view: DimMap | None, copy: Retention = NOT_SAVED
     ) -> None:
-        """Add the edge on which node `at` gets `value`, and keeps its own copy of it."""
-        source, made = self._makers[value]
+        """Add the edge on which node `at` gets `value`, and may save a copy of its own."""
+        source, out_port = self._producers[value]
         nodes, nbytes = self._problem.nodes, self._program.values[value].nbytes
-        ahead, back = self._traffic(value, nodes[source], nodes[at])
+        times = self._traffic(value, nodes[source], nodes[at])
         named = tuple(view.dims.items()) if view else None
         key = (
-            *(self._keys[source], self._keys[at], made, port, named),
-            *(ahead, back, nbytes, copy.is_kept),
+            *(self._keys[source], self._keys[at], out_port, port, named),
+            *(*times, nbytes, copy.is_saved),
         )
-        moved = Exchange(
-            value=value, made=made, port=port, view=view, nbytes=nbytes, ahead=ahead, back=back
+        exchange = Exchange(
+            value=value,
+            out_port=out_port,
+            port=port,
+            view=view,
+            nbytes=nbytes,
+            forward_times=times[0],
+            backward_times=times[1],
         )
         if key not in self._matrices:
-            ends = nodes[source].outs(made), nodes[at].ins(port)
+            ends = nodes[source].outs(out_port), nodes[at].ins(port)
             self._matrices[key] = (
-                exchange_seconds(self._prices, *ends, moved),
-                copied_bytes(self._setting.sizes, *ends, moved) if copy.is_kept else None,
+                exchange_seconds(self._redistribution, *ends, exchange),
+                copied_bytes(self._setting.sizes, *ends, exchange) if copy.is_saved else None,
             )
         seconds, memory = self._matrices[key]
-        self._problem.edges.append(Edge(source, at, seconds, moved, memory, copy.is_of_each))
+        self._problem.edges.append(
+            Edge(source, at, seconds, exchange, memory, copy.is_per_microbatch)
+        )
 
     def _traffic(
-        self, value: str, source: OperatorNode, target: OperatorNode
+        self, value: str, source: StrategyNode, target: StrategyNode
     ) -> tuple[float, float]:
-        """Return how often a step moves `value` forward, and its gradient back.
+        """Return how often a step redistributes `value`, and its gradient.
 
-        Stored parameters are gathered for each micro-batch, and kept until its backward pass; their
-        gradients are summed once a step.
+        A stored parameter is gathered for each micro-batch, and saved until its backward pass; its
+        gradient is reduced once a step.
         """
         setting = self._setting
         has_gradient = value in self._trained
-        again = target.name in self._again
+        recomputes = target.name in self._recomputed
         if source.kind == "param":
             visible = 1 - setting.topology.overlap
-            return setting.rounds * (1 + again) * visible, (visible if has_gradient else 0.0)
-        back = 1 if value in self._program.params else setting.rounds
-        return float(setting.rounds * (1 + again)), float(back if has_gradient else 0)
+            return setting.rounds * (1 + recomputes) * visible, (visible if has_gradient else 0.0)
+        # The layout node of a parameter hands on one gradient a step, as the parameter does.
+        backward = 1 if value in self._program.params else setting.rounds
+        return float(setting.rounds * (1 + recomputes)), float(backward if has_gradient else 0)
 
 
-class _Weigh(Protocol):
-    """Finds seconds and bytes of strategies."""
+class _CostFunction(Protocol):
+    """Returns the costs of strategies."""
 
-    def __call__(self, rows: Codes, /) -> Weights: ...
+    def __call__(self, rows: IntArray, /) -> NodeCosts: ...
 
 
 def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
-    """Return whether a choice on one axis is what `pin` wishes."""
+    """Return whether a choice on one axis has the placement that `pin` fixes."""
     if axis not in pin.codes:
         return True
     code = choice.outs[0] if pin.port is None else choice.ins[pin.port]
-    return bool(forward(np.array(code)) == forward(np.array(pin.codes[axis])))
+    return bool(value_placement(np.array(code)) == value_placement(np.array(pin.codes[axis])))
 
 
-def _nothing(rows: Codes) -> Weights:
+def _no_costs(rows: IntArray) -> NodeCosts:
     return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
 
 
 def _param_rule(value: Value, *, is_trained: bool) -> ShardingRule:
-    """Return how a parameter can be stored: whole, cut by a dim, or whole with its state cut."""
+    """Return how a parameter can be stored: replicated, with sharded state, or sharded."""
     choices = [Choice("R", 0, (), (RR,), divides=False)]
     if is_trained and value.shape:
         choices.append(Choice("Z", 0, (), (RZ,), divides=False))
-    for dim, size in enumerate(value.shape[:SHARDS]):
+    for dim, size in enumerate(value.shape[:SHARD_CODES]):
         if size > 1:
             choices.append(Choice(f"d{dim}", size, (), (dim,), divides=False))
     return ShardingRule(choices=tuple(choices))

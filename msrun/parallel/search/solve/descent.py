@@ -1,7 +1,9 @@
-"""Search by mesh axes: exact over the whole graph for two axes at a time, the others as they are.
+"""Coordinate descent over mesh axes: exact over the whole graph for two axes at a time.
 
-This is the recursive search, and what meshes of more than three axes take: the strategies of two
-axes are few, however many axes there are.  It ends where no pair of axes can do better.
+This is mode `recursive`, and what meshes of more than three axes and graphs too wide for all axes
+at once take: two axes have few strategies, however many axes there are.  Each axis is searched
+alone first, then each pair with the others fixed, until no pair improves the plan.  It has no
+bound: a plan may be the best for each pair of axes, and not for all together.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ Picked = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Where a descent ended.
+    """The result of a descent.
 
     Args:
-        seconds: What it costs, with memory at its price.
+        seconds: Of a step, with memory at its price.
         picked: Node -> its choice on every axis.
         problem: The last problem.
         chosen: Its strategies.
@@ -37,12 +39,12 @@ class Descent:
 
 
 def descend(make: Callable[[Focus], Problem], axes: int, weight: float = 0.0) -> Descent:
-    """Return the best end of two descents: axes from the first on, and from the last on.
+    """Return the better of two descents: from the first axis on, and from the last one on.
 
     Args:
-        make: Builds the problem that looks at some axes.
+        make: Builds the problem in which some axes are free.
         axes: Of the mesh.
-        weight: Seconds that a byte of memory counts.
+        weight: Price of memory, in seconds a byte.
     """
     orders = [list(range(axes)), list(range(axes))[::-1]]
     ends = [_descend(make, order, weight) for order in orders[: 2 if axes > 1 else 1]]

@@ -7,126 +7,144 @@ from typing import NamedTuple
 
 import numpy as np
 
-from msrun.parallel.search.cost.cost import Prices, collective
+from msrun.parallel.search.cost.cost import RedistributionCosts, collective
 from msrun.parallel.search.cost.redistribution import MoveKind, moves
-from msrun.parallel.search.graph.codes import (
+from msrun.parallel.search.graph.axis_placement import (
     RR,
     RZ,
-    SHARDS,
-    Array,
-    Codes,
-    forward,
-    gradient,
-    is_cut,
+    SHARD_CODES,
+    FloatArray,
+    IntArray,
+    gradient_placement,
+    is_sharded,
+    value_placement,
 )
-from msrun.parallel.search.graph.views import Renaming
+from msrun.parallel.search.graph.views import DimMap
 from msrun.parallel.search.solve.problem import Exchange, parts
 
 # More than there are codes.
-_BASE = 16
+_CODE_BASE = 16
 
 
-class Item(NamedTuple):
+class CollectiveCost(NamedTuple):
     """One collective that a plan needs.
 
     Args:
         kind: What it is.
         axis: Over which axis.
-        is_back: Whether it moves a gradient.
+        is_gradient: Whether it moves a gradient.
         seconds: It takes in one step of training.
     """
 
     kind: MoveKind
     axis: int
-    is_back: bool
+    is_gradient: bool
     seconds: float
 
 
-def exchange_seconds(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Array:
+def exchange_seconds(
+    redistribution: RedistributionCosts, made: IntArray, wanted: IntArray, exchange: Exchange
+) -> FloatArray:
     """Return the seconds between every strategy that makes a tensor and every one that reads it.
 
     Args:
-        prices: Costs of redistribution.
+        redistribution: Costs of redistribution.
         made: Codes of the tensor, (strategies, axes).
-        wanted: Codes in which it is read, in the dims of the reader's view.
-        moved: The tensor.
+        wanted: Codes in which it is read, in the dims of the consumer's view.
+        exchange: The tensor.
     """
+    # Many strategies of an operator agree on one tensor: each pair of layouts is priced once.
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    root, seen = behind(prices.sizes, targets, moved.view)
-    table = moved.ahead * prices.seconds(forward(sources), forward(root), moved.nbytes)
-    if moved.back:
-        returned = prices.seconds(gradient(root), gradient(sources), moved.nbytes)
-        table = table + moved.back * returned.T
-    if seen is not None and moved.back:
-        # What a view cannot pass on is taken behind it, and its gradient gathered there.
-        extra = prices.seconds(gradient(targets), gradient(seen), moved.nbytes)
-        table = table + moved.back * np.diagonal(extra)
-    found: Array = table[source_of][:, target_of]
-    return found
+    base, at_view = base_codes(redistribution.sizes, targets, exchange.view)
+    nbytes, backward = exchange.nbytes, exchange.backward_times
+    table = exchange.forward_times * redistribution.seconds(
+        value_placement(sources), value_placement(base), nbytes
+    )
+    if backward:
+        returned = redistribution.seconds(
+            gradient_placement(base), gradient_placement(sources), nbytes
+        )
+        table = table + backward * returned.T
+    if at_view is not None and backward:
+        # What the view cannot pass on is sharded behind it, and its gradient gathered there.
+        extra = redistribution.seconds(
+            gradient_placement(targets), gradient_placement(at_view), nbytes
+        )
+        table = table + backward * np.diagonal(extra)
+    seconds: FloatArray = table[source_of][:, target_of]
+    return seconds
 
 
-def copied_bytes(sizes: Sequence[int], made: Codes, wanted: Codes, moved: Exchange) -> Array:
+def copied_bytes(
+    sizes: Sequence[int], made: IntArray, wanted: IntArray, exchange: Exchange
+) -> FloatArray:
     """Return the bytes on one rank of what is read, where it is not what was made.
 
     Args:
         sizes: Of the mesh axes.
         made: As of `exchange_seconds`.
         wanted: As of `exchange_seconds`.
-        moved: The tensor.
+        exchange: The tensor.
     """
     sources, source_of = _distinct(made)
     targets, target_of = _distinct(wanted)
-    root, seen = behind(sizes, targets, moved.view)
-    # What is whole but for its state is stored in parts.
-    lies = np.where(sources == RZ, RZ, forward(sources))
-    is_other = (lies[:, None] != forward(root)[None]).any(axis=2)
-    if seen is not None:
-        is_other = is_other | (seen != targets).any(axis=1)
-    table = np.where(is_other, moved.nbytes / parts(is_cut(targets), sizes), 0.0)
-    found: Array = table[source_of][:, target_of]
-    return found
+    base, at_view = base_codes(sizes, targets, exchange.view)
+    # A parameter whose state is sharded is stored in shards too, so reading it replicated copies.
+    stored = np.where(sources == RZ, RZ, value_placement(sources))
+    is_other = (stored[:, None] != value_placement(base)[None]).any(axis=2)
+    if at_view is not None:
+        is_other = is_other | (at_view != targets).any(axis=1)
+    table = np.where(is_other, exchange.nbytes / parts(is_sharded(targets), sizes), 0.0)
+    nbytes: FloatArray = table[source_of][:, target_of]
+    return nbytes
 
 
-def itemize(prices: Prices, made: Codes, wanted: Codes, moved: Exchange) -> Iterator[Item]:
+def itemize(
+    redistribution: RedistributionCosts, made: IntArray, wanted: IntArray, exchange: Exchange
+) -> Iterator[CollectiveCost]:
     """Yield the collectives of one pair of strategies; they add up to `exchange_seconds`."""
-    root, seen = behind(prices.sizes, wanted, moved.view)
+    base, at_view = base_codes(redistribution.sizes, wanted, exchange.view)
+    backward = exchange.backward_times
     trips = [
-        (False, moved.ahead, forward(made), forward(root)),
-        (True, moved.back, gradient(root), gradient(made)),
+        (False, exchange.forward_times, value_placement(made), value_placement(base)),
+        (True, backward, gradient_placement(base), gradient_placement(made)),
     ]
-    if seen is not None:
-        trips.append((True, moved.back, gradient(wanted), gradient(seen)))
-    for is_back, times, source, target in trips:
-        for move in moves(source, target, prices.sizes):
-            start, rate = collective(move.kind, prices.wires[move.axis])
-            seconds = times * (start + rate * moved.nbytes / float(move.parts[0, 0]))
+    if at_view is not None:
+        trips.append((True, backward, gradient_placement(wanted), gradient_placement(at_view)))
+    for is_gradient, times, source, target in trips:
+        for move in moves(source, target, redistribution.sizes):
+            start, rate = collective(move.kind, redistribution.wires[move.axis])
+            seconds = times * (start + rate * exchange.nbytes / float(move.parts[0, 0]))
             if seconds:
-                yield Item(move.kind, move.axis, is_back, seconds)
+                yield CollectiveCost(move.kind, move.axis, is_gradient, seconds)
 
 
-def behind(sizes: Sequence[int], codes: Codes, view: Renaming | None) -> tuple[Codes, Codes | None]:
+def base_codes(
+    sizes: Sequence[int], codes: IntArray, view: DimMap | None
+) -> tuple[IntArray, IntArray | None]:
     """Return the codes of a tensor where its view has `codes`.
 
     Returns:
-        They, and the view's codes without what it cannot pass on; None if it passes all.
+        They, and the view's codes without those shards that the view cannot pass on; None if it
+        passes all.
     """
     if view is None:
         return codes, None
-    root, seen = codes.copy(), codes.copy()
-    for dim in range(SHARDS):
-        cut = codes == dim
-        if not cut.any():
+    base, passed = codes.copy(), codes.copy()
+    for dim in range(SHARD_CODES):
+        here = codes == dim
+        if not here.any():
             continue
         source, limit = view.dims.get(dim, (RR, 1))
-        passes = (limit % parts(cut, sizes) == 0) & (source != RR)
-        root[cut] = np.broadcast_to(np.where(passes, source, RR)[:, None], cut.shape)[cut]
-        seen[cut] = np.broadcast_to(np.where(passes, dim, RR)[:, None], cut.shape)[cut]
-    return root, None if (seen == codes).all() else seen
+        passes = (limit % parts(here, sizes) == 0) & (source != RR)
+        base[here] = np.broadcast_to(np.where(passes, source, RR)[:, None], here.shape)[here]
+        passed[here] = np.broadcast_to(np.where(passes, dim, RR)[:, None], here.shape)[here]
+    return base, None if (passed == codes).all() else passed
 
 
-def _distinct(codes: Codes) -> tuple[Codes, Codes]:
+def _distinct(codes: IntArray) -> tuple[IntArray, IntArray]:
     """Return the distinct rows, and the number of each row among them."""
-    packed = codes @ (_BASE ** np.arange(codes.shape[1]))
+    packed = codes @ (_CODE_BASE ** np.arange(codes.shape[1]))
     _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
     return codes[index], inverse

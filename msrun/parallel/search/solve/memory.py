@@ -1,9 +1,19 @@
 """The fastest plan that fits into memory, with a bound on how much faster any plan could be.
 
-Memory is given a price (Lagrange), at which the problem is as easy as without a limit.  The price
-at which the cheapest plan just fits bounds every plan that fits (Everett, Operations Research
-11(3), 1963).  Between the two plans on either side of the limit, one block after the other is
-exchanged, and then single tensors, as long as time is saved and memory is left.
+A limit of memory ties all nodes together, so elimination cannot keep to it.  Instead memory gets a
+price in seconds a byte (a Lagrange multiplier): at a fixed price the problem is as easy as without
+a limit.  Whatever plan is cheapest at some price, its seconds plus price times the bytes that it is
+off the limit bound every plan that fits (Everett, Operations Research 11(3), 1963).
+
+`bounded` finds the price at which the cheapest plan changes from one that fits to one that does
+not.  Each price is where the two best plans so far cost the same: where no plan is cheaper there,
+there is none between them.
+
+Plans change in leaps, so the two may be far from the limit.  `refine` fills what is left: it takes
+the blocks of the faster plan one after the other, from the front and from the back, then changes
+single nodes (`polish`) and pairs of neighbours, most seconds saved for a byte first, since a saved
+copy costs memory on the edge between two.  The plan is not optimal, but the bound stays valid and
+says by how much it may miss.
 """
 
 from __future__ import annotations
@@ -15,13 +25,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from msrun.parallel.search.graph.codes import Array
+from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.solve.problem import Edge, Problem
 
 T = TypeVar("T")
 
 # Seconds a byte: more than any plan could save.
-_PROHIBITIVE = 1e-3
+PROHIBITIVE_PRICE = 1e-3
 _ROUNDS_MAX = 40
 _SWEEPS_MAX = 8
 # Cells of a table of two nodes that are changed together: two axes.
@@ -62,8 +72,9 @@ class Bounded(Generic[T]):
     """What prices of memory lead to.
 
     Args:
-        fits: The fastest plan found that fits.
-        exceeds: The fastest that does not quite; None if memory is no limit.
+        fits: The fastest of the plans that fit.
+        exceeds: The cheapest one beyond the limit, at a slightly lower price; None if memory is no
+            limit.
         bound: Seconds that no plan that fits can undercut.
     """
 
@@ -77,9 +88,6 @@ def bounded(
 ) -> Bounded[T]:
     """Return the plans on both sides of a memory limit.
 
-    Each price is where the two best plans so far cost the same; when no plan is cheaper there,
-    there is none in between.
-
     Args:
         solve: Price of a byte in seconds -> the cheapest plan.
         limit: Bytes on a rank.
@@ -91,7 +99,7 @@ def bounded(
     exceeds = solve(0.0)
     if exceeds.memory <= limit:
         return Bounded(exceeds, None, exceeds.seconds)
-    fits = solve(_PROHIBITIVE)
+    fits = solve(PROHIBITIVE_PRICE)
     if fits.memory > limit:
         raise OutOfMemoryError(fits.memory)
     bound = exceeds.seconds
@@ -99,15 +107,16 @@ def bounded(
         price = (fits.seconds - exceeds.seconds) / (exceeds.memory - fits.memory)
         if price <= 0 or fits.seconds - bound <= tolerance * fits.seconds:
             break
-        made = solve(price)
-        bound = max(bound, made.seconds + price * (made.memory - limit))
+        plan = solve(price)
+        bound = max(bound, plan.seconds + price * (plan.memory - limit))
+        # What both ends cost at this price: without a cheaper plan nothing lies between them.
         line = fits.seconds + price * fits.memory
-        if made.seconds + price * made.memory >= line * (1 - _LEAST):
+        if plan.seconds + price * plan.memory >= line * (1 - _LEAST):
             break
-        if made.memory <= limit:
-            fits = made
+        if plan.memory <= limit:
+            fits = plan
         else:
-            exceeds = made
+            exceeds = plan
     return Bounded(fits, exceeds, bound)
 
 
@@ -223,7 +232,7 @@ class _Polisher:
         now = self.chosen[at]
         return self._best(seconds - seconds[now], nbytes - nbytes[now])
 
-    def _costs(self, at: int, *, but: int | None = None) -> tuple[Array, Array]:
+    def _costs(self, at: int, *, but: int | None = None) -> tuple[FloatArray, FloatArray]:
         """Return seconds and bytes of each strategy of a node, next to all others but one."""
         node, chosen = self._problem.nodes[at], self.chosen
         near, copies = (
@@ -232,7 +241,7 @@ class _Polisher:
         )
         return node.seconds + near, node.memory + copies
 
-    def _best(self, saved: Array, taken: Array) -> tuple[float, int, float]:
+    def _best(self, saved: FloatArray, taken: FloatArray) -> tuple[float, int, float]:
         """Return seconds saved for each byte taken, by which change, and these bytes."""
         allowed = (saved < -_LEAST) & (self._memory + taken <= self._limit)
         if not allowed.any():
@@ -242,12 +251,12 @@ class _Polisher:
         return float(rate.flat[best]), best, float(taken.flat[best])
 
 
-def _beside(tables: Iterable[tuple[Edge, Array | None]]) -> dict[int, dict[int, Array]]:
+def _beside(tables: Iterable[tuple[Edge, FloatArray | None]]) -> dict[int, dict[int, FloatArray]]:
     """Return node -> neighbour -> a table whose rows are the node's strategies."""
-    found: dict[int, dict[int, Array]] = defaultdict(dict)
+    near: dict[int, dict[int, FloatArray]] = defaultdict(dict)
     for edge, table in tables:
         if table is not None:
             ends = (edge.source, edge.target, table), (edge.target, edge.source, table.T)
             for at, other, part in ends:
-                found[at][other] = found[at][other] + part if other in found[at] else part
-    return found
+                near[at][other] = near[at][other] + part if other in near[at] else part
+    return near

@@ -1,4 +1,9 @@
-"""The best plan of one program on one mesh, by any of the three modes."""
+"""The best plan of one program on one mesh, by any of the three modes.
+
+Up to three axes are searched at once (`exact`): a program of repeated blocks as a chain, any other
+by elimination alone; with a memory limit by prices of memory, then refined over the whole program.
+More axes, a graph that is too wide, and mode `recursive` are searched two axes at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +20,22 @@ from msrun.parallel.search.solve.chain import Chain, ChainPlan
 from msrun.parallel.search.solve.descent import descend
 from msrun.parallel.search.solve.eliminate import CELLS_MAX, TooWideError, solve
 from msrun.parallel.search.solve.memory import PricedPlan, bounded, refine
-from msrun.parallel.search.solve.problem import Edge, Problem, Setting
+from msrun.parallel.search.solve.problem import Edge, Problem, Setting, layout_node, named_by
 
 Mode = Literal["exact", "recursive", "propagation"]
 EXACT_AXES_MAX = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A plan, and how good it is.
+class SearchResult:
+    """The plan that a search of one mesh found, and how good it is.
 
     Args:
         chosen: Node of the whole program -> its strategy: a choice of its rule on each axis.
         seconds: Of one step of training.
         memory: Bytes on one rank.
         bound: Seconds that no plan within the memory limit can undercut; None if none is known.
-        unknown: Operators without a rule, which run whole on every rank.
+        unknown: Operators without a rule, which run replicated.
     """
 
     chosen: dict[str, tuple[int, ...]]
@@ -54,7 +59,7 @@ def search(
     mode: Mode = "exact",
     pins: Sequence[Pin] = (),
     limit: float | None = None,
-) -> Found:
+) -> SearchResult:
     """Return the fastest plan.
 
     Args:
@@ -62,11 +67,11 @@ def search(
         setting: Mesh, machine, and how a step is run.
         mode: `exact` and `propagation` look at all axes at once, as long as they are three at most;
             `recursive` at two at a time.
-        pins: The user's wishes.
+        pins: Placements that the user has fixed.
         limit: Bytes that a rank has; None is any.
 
     Raises:
-        UsageError: A wish cannot be met.
+        UsageError: No strategy has a placement that the user has fixed.
         OutOfMemoryError: No plan fits.
     """
     blocks = _blocks(program, pins)
@@ -80,7 +85,7 @@ def search(
 
 
 def _blocks(program: Program, pins: Sequence[Pin]) -> Blocks | None:
-    """Return the repeated blocks, if there are some and no wish is for a part of one alone."""
+    """Return the repeated blocks; None if there are none, or a pin concerns one of them alone."""
     blocks = find_blocks(program)
     if blocks is None:
         return None
@@ -89,7 +94,7 @@ def _blocks(program: Program, pins: Sequence[Pin]) -> Blocks | None:
     for step in program.steps:
         if step.name in inside:
             names.update(step.inputs.values())
-            names.update(f"hub:{name}" for name in (*step.inputs.values(), *step.outputs))
+            names.update(layout_node(name) for name in (*step.inputs.values(), *step.outputs))
     return None if any(pin.node in names for pin in pins) else blocks
 
 
@@ -102,7 +107,7 @@ def _exact(
     blocks: Blocks | None,
     pins: Sequence[Pin],
     limit: float | None,
-) -> Found:
+) -> SearchResult:
     if blocks is None:
         problem = build(program, setting, pins=pins)
         return _bounded_plain(problem, _order(problem), limit)
@@ -110,21 +115,21 @@ def _exact(
     problem = build(short, setting, cuts=two.cuts, block_of=two.block_of(short), pins=pins)
     chain = Chain(problem, two.block_of(short), two.cuts, CELLS_MAX)
 
-    def answer(weight: float) -> PricedPlan[ChainPlan]:
+    def solve_at(weight: float) -> PricedPlan[ChainPlan]:
         value, plan = chain.tables(weight).solve(blocks.count)
         memory = plan.memory(chain)
         return PricedPlan(value - weight * memory, memory, plan)
 
     if limit is None:
-        only = answer(0.0)
-        found = bounded(answer, only.memory)
+        unlimited = solve_at(0.0)
+        result = bounded(solve_at, unlimited.memory)
     else:
-        found = bounded(answer, limit)
+        result = bounded(solve_at, limit)
     names = BlockNodes(program, short, blocks)
-    if found.exceeds is None or limit is None:
-        best = found.fits
+    if result.exceeds is None or limit is None:
+        best = result.fits
         chosen = names.expand(problem, best.plan)
-        return Found(
+        return SearchResult(
             chosen=chosen,
             seconds=best.seconds,
             memory=best.memory,
@@ -132,34 +137,34 @@ def _exact(
             unknown=problem.unknown,
         )
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program), pins=pins)
-    fits = indices(whole, names.expand(problem, found.fits.plan))
-    exceeds = indices(whole, names.expand(problem, found.exceeds.plan))
+    fits = indices(whole, names.expand(problem, result.fits.plan))
+    exceeds = indices(whole, names.expand(problem, result.exceeds.plan))
     groups = _groups(program, blocks, whole)
     plan = refine(whole, fits, exceeds, groups, limit)
-    return _found(whole, plan, found.bound)
+    return _result(whole, plan, result.bound)
 
 
-def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None) -> Found:
-    def answer(weight: float) -> PricedPlan[list[int]]:
+def _bounded_plain(problem: Problem, groups: Sequence[int], limit: float | None) -> SearchResult:
+    def solve_at(weight: float) -> PricedPlan[list[int]]:
         _, plan = solve(problem, weight)
         return PricedPlan(problem.seconds(plan), problem.memory(plan), plan)
 
     if limit is None:
         plan = solve(problem)[1]
-        return _found(problem, plan, problem.seconds(plan))
-    found = bounded(answer, limit)
-    if found.exceeds is None:
-        return _found(problem, found.fits.plan, found.bound)
-    plan = refine(problem, found.fits.plan, found.exceeds.plan, groups, limit)
-    return _found(problem, plan, found.bound)
+        return _result(problem, plan, problem.seconds(plan))
+    result = bounded(solve_at, limit)
+    if result.exceeds is None:
+        return _result(problem, result.fits.plan, result.bound)
+    plan = refine(problem, result.fits.plan, result.exceeds.plan, groups, limit)
+    return _result(problem, plan, result.bound)
 
 
-def _found(problem: Problem, plan: Sequence[int], bound: float | None) -> Found:
+def _result(problem: Problem, plan: Sequence[int], bound: float | None) -> SearchResult:
     chosen = {
         node.name: tuple(node.rows[at].tolist())
         for node, at in zip(problem.nodes, plan, strict=True)
     }
-    return Found(
+    return SearchResult(
         chosen=chosen,
         seconds=problem.seconds(plan),
         memory=problem.memory(plan),
@@ -185,41 +190,41 @@ def _by_axes(
     blocks: Blocks | None,
     pins: Sequence[Pin],
     limit: float | None,
-) -> Found:
-    """Search by axes; repeated blocks are all alike here."""
+) -> SearchResult:
+    """Search two axes at a time, with the same strategies in all blocks after the first."""
     axes = len(setting.sizes)
     if blocks is None:
-        whole = None
+        blocks_map = None
 
         def make(focus: Focus) -> Problem:
             return build(program, setting, pins=pins, focus=focus)
     else:
         short, two = shortened(program, blocks)
         inside = two.block_of(short)
-        whole = BlockNodes(program, short, blocks)
+        blocks_map = BlockNodes(program, short, blocks)
 
         def make(focus: Focus) -> Problem:
             problem = build(short, setting, cuts=two.cuts, block_of=inside, pins=pins, focus=focus)
-            return alike(Chain(problem, inside, two.cuts, CELLS_MAX), blocks.count)
+            return equal_blocks(Chain(problem, inside, two.cuts, CELLS_MAX), blocks.count)
 
-    def answer(weight: float) -> PricedPlan[dict[str, tuple[int, ...]]]:
+    def solve_at(weight: float) -> PricedPlan[dict[str, tuple[int, ...]]]:
         end = descend(make, axes, weight)
         return PricedPlan(
             end.problem.seconds(end.chosen), end.problem.memory(end.chosen), end.picked
         )
 
-    found = answer(0.0) if limit is None else bounded(answer, limit, tolerance=1e-3).fits
-    chosen = whole.repeat(found.plan) if whole else found.plan
+    best = solve_at(0.0) if limit is None else bounded(solve_at, limit, tolerance=1e-3).fits
+    chosen = blocks_map.repeat(best.plan) if blocks_map else best.plan
     unknown = make(Focus(axes=frozenset(), others={})).unknown
-    return Found(
-        chosen=chosen, seconds=found.seconds, memory=found.memory, bound=None, unknown=unknown
+    return SearchResult(
+        chosen=chosen, seconds=best.seconds, memory=best.memory, bound=None, unknown=unknown
     )
 
 
-def alike(chain: Chain, count: int) -> Problem:
+def equal_blocks(chain: Chain, count: int) -> Problem:
     """Return the problem in which the second block of `chain` stands for all but the first.
 
-    What both blocks hand on lies in the same way.
+    The values at both cuts have the same layout.
     """
     inside = chain.parts[1]
     problem = chain.problem
@@ -238,7 +243,7 @@ def alike(chain: Chain, count: int) -> Problem:
         else e
         for e in problem.edges
     ]
-    first, second = chain.hubs
+    first, second = chain.cut_nodes
     same = (nodes[first].rows[:, None] == nodes[second].rows[None]).all(axis=2)
     edges.append(Edge(first, second, np.where(same, 0.0, np.inf)))
     return Problem(nodes=nodes, edges=edges, fixed=problem.fixed, unknown=problem.unknown)
@@ -248,7 +253,7 @@ def alike(chain: Chain, count: int) -> Problem:
 
 
 class BlockNodes:
-    """Which node of the second block is which of every other.
+    """Maps nodes of the second block to those of every other block.
 
     Args:
         program: The whole program.
@@ -263,9 +268,9 @@ class BlockNodes:
         self._maps: list[dict[str, str]] = []
         for number in range(1, blocks.count):
             start = first + number * period
-            found = {f"hub:{blocks.cuts[1]}": f"hub:{blocks.cuts[number]}"}
+            names = {layout_node(blocks.cuts[1]): layout_node(blocks.cuts[number])}
             for step, other in zip(template, program.steps[start : start + period], strict=True):
-                found[step.name] = other.name
+                names[step.name] = other.name
                 pairs = zip(
                     (*step.inputs.values(), *step.outputs),
                     (*other.inputs.values(), *other.outputs),
@@ -273,9 +278,9 @@ class BlockNodes:
                 )
                 for name, theirs in pairs:
                     if name != blocks.cuts[0]:
-                        found[name] = theirs
-                        found[f"hub:{name}"] = f"hub:{theirs}"
-            self._maps.append(found)
+                        names[name] = theirs
+                        names[layout_node(name)] = layout_node(theirs)
+            self._maps.append(names)
 
     def expand(self, problem: Problem, plan: ChainPlan) -> dict[str, tuple[int, ...]]:
         """Return the choices of every node of the whole program."""
@@ -286,21 +291,21 @@ class BlockNodes:
                 for node, at in chosen.items()
             }
 
-        found = choices(plan.head) | choices(plan.tail)
+        rows = choices(plan.head) | choices(plan.tail)
         for block, names in zip(plan.blocks, self._maps, strict=True):
-            found |= {names.get(name, name): row for name, row in choices(block).items()}
-        return found
+            rows |= {names.get(name, name): row for name, row in choices(block).items()}
+        return rows
 
     def repeat(self, picked: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the choices of every node when all blocks choose what the second does."""
-        found = dict(picked)
+        rows = dict(picked)
         for names in self._maps:
-            found |= {names[name]: row for name, row in picked.items() if name in names}
-        return found
+            rows |= {names[name]: row for name, row in picked.items() if name in names}
+        return rows
 
 
 def _groups(program: Program, blocks: Blocks, problem: Problem) -> list[int]:
-    """Return the number of the block of each node, what stands before and behind included."""
+    """Return the number of the block of each node; before and behind the blocks are groups too."""
     group: dict[str, int] = {}
     end = blocks.first + blocks.period * blocks.count
     for at, step in enumerate(program.steps):
@@ -311,13 +316,14 @@ def _groups(program: Program, blocks: Blocks, problem: Problem) -> list[int]:
             group[name] = number
         for name in step.inputs.values():
             group.setdefault(name, number)
-    return [group.get(node.name.removeprefix("hub:"), blocks.count + 1) for node in problem.nodes]
+    return [group.get(named_by(node.name), blocks.count + 1) for node in problem.nodes]
 
 
 def _order(problem: Problem) -> list[int]:
     """Return a number for each node that follows the order of execution."""
-    found = {at: at for at in range(len(problem.nodes))}
+    order = {at: at for at in range(len(problem.nodes))}
     for edge in problem.edges:
         if problem.nodes[edge.source].kind == "param":
-            found[edge.source] = min(found[edge.target], len(problem.nodes))
-    return [found[at] for at in range(len(problem.nodes))]
+            # A parameter comes when it is read, not where the program lists it.
+            order[edge.source] = min(order[edge.target], len(problem.nodes))
+    return [order[at] for at in range(len(problem.nodes))]

@@ -1,4 +1,16 @@
-"""Who reads which tensor of a program, with views folded away and constants laid out."""
+"""Consumers of each tensor of a program, with views folded away and constants placed.
+
+A problem of one node for every aten operator would be several times as large as what there is to
+choose.  Two kinds of values take no part in the search:
+
+- A view only names the dims of its base anew.  Who reads a view is a consumer of the base, with
+  dims translated, so the graph has one tensor where the traced forward has a chain of them.
+- A constant depends on no parameter: masks, position tables, the inputs of a batch.  Its layout is
+  fixed here, by rules that need no search: inputs are sharded by sample over the axes that divide
+  the batch, and what is computed from constants takes the placement that needs no communication,
+  or else is replicated.  Consumers pay for redistributing it, but it is no node.  Masks and tables
+  are read in every layer; as nodes they would tie all layers together and make the graph wide.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +19,10 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from msrun.parallel.search.graph.codes import PR, RR, Codes
+from msrun.parallel.search.graph.axis_placement import PR, RR, IntArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import ShardingRule, Site
-from msrun.parallel.search.graph.views import Renaming, renaming
+from msrun.parallel.search.graph.views import DimMap, dim_map
 from msrun.parallel.search.solve.problem import Setting
 
 
@@ -18,7 +30,7 @@ class Use(msgspec.Struct, frozen=True):
     """One use of a tensor.
 
     Args:
-        step: Who reads; None is the model's output.
+        step: The consumer; None is the model's output.
         port: Number of the step's input.
     """
 
@@ -27,7 +39,7 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class Uses:
-    """What a program's steps read.
+    """Consumers of each tensor of a program.
 
     Args:
         program: The forward pass.
@@ -35,10 +47,10 @@ class Uses:
         rules: Rule of each step.
 
     Attributes:
-        constants: Values that no parameter has a part in.
+        constants: Values that depend on no parameter.
         layouts: The one layout of each constant, (1, axes).
-        views: View -> the tensor behind it, and how its dims are named.
-        uses: Tensor -> who reads it or a view of it; constants have none.
+        views: View -> its base, and which dim of the base each of its dims is.
+        uses: Tensor -> uses of it and of its views; constants have none.
     """
 
     def __init__(
@@ -46,39 +58,39 @@ class Uses:
     ) -> None:
         self._program, self._setting, self._rules = program, setting, rules
         self.constants = program.constants()
-        self.layouts: dict[str, Codes] = {
-            name: self._batch(name) for name in program.values if name in self.constants
+        self.layouts: dict[str, IntArray] = {
+            name: self._given_layout(name) for name in program.values if name in self.constants
         }
-        self.views: dict[str, tuple[str, Renaming]] = {}
+        self.views: dict[str, tuple[str, DimMap]] = {}
         self.uses: dict[str, list[Use]] = {}
         for step in program.steps:
             self._add(step)
         for name in program.outputs:
-            self._read(name, None, 0)
+            self._add_use(name, None, 0)
 
-    def behind(self, name: str) -> tuple[str, Renaming | None]:
-        """Return the tensor behind `name`, and how a reader of `name` names its dims."""
+    def base_of(self, name: str) -> tuple[str, DimMap | None]:
+        """Return the tensor that `name` is a view of, and the dims of the view; or itself."""
         return self.views.get(name, (name, None))
 
     def _add(self, step: Step) -> None:
-        view = renaming(Site(step, self._program))
+        view = dim_map(Site(step, self._program))
         if self.constants.issuperset(step.outputs):
-            self._derive(step, view)
+            self._place_constant(step, view)
         elif view is not None:
             (source,) = step.inputs.values()
-            root, earlier = self.behind(source)
-            self.views[step.outputs[0]] = (root, view.after(earlier) if earlier else view)
+            base, earlier = self.base_of(source)
+            self.views[step.outputs[0]] = (base, view.after(earlier) if earlier else view)
         else:
             for port, name in enumerate(step.inputs.values()):
-                self._read(name, step, port)
+                self._add_use(name, step, port)
 
-    def _read(self, name: str, step: Step | None, port: int) -> None:
-        root, _ = self.behind(name)
-        if root not in self.constants:
-            self.uses.setdefault(root, []).append(Use(step, port))
+    def _add_use(self, name: str, step: Step | None, port: int) -> None:
+        base, _ = self.base_of(name)
+        if base not in self.constants:
+            self.uses.setdefault(base, []).append(Use(step, port))
 
-    def _batch(self, name: str) -> Codes:
-        """Return the layout of an input: cut by sample over the axes that divide the batch."""
+    def _given_layout(self, name: str) -> IntArray:
+        """Return the layout of an input: sharded by sample over the axes that divide the batch."""
         sizes = self._setting.sizes
         codes = [RR] * len(sizes)
         shape = self._program.values[name].shape
@@ -90,17 +102,18 @@ class Uses:
                     codes[axis] = 0
         return np.array([codes])
 
-    def _derive(self, step: Step, view: Renaming | None) -> None:
-        """Give what is made of constants the layout that costs nothing, if there is one."""
+    def _place_constant(self, step: Step, view: DimMap | None) -> None:
+        """Give what is made of constants the layout without communication; else replicate it."""
         given = [self.layouts[name][0].tolist() for name in step.inputs.values()]
         axes = range(len(self._setting.sizes))
         if view is not None and given:
-            back = {source: dim for dim, (source, _) in view.dims.items()}
-            self.layouts[step.outputs[0]] = np.array([[back.get(given[0][m], RR) for m in axes]])
+            view_dims = {source: dim for dim, (source, _) in view.dims.items()}
+            codes = [view_dims.get(given[0][m], RR) for m in axes]
+            self.layouts[step.outputs[0]] = np.array([codes])
             return
         by_ins = {choice.ins: choice.outs for choice in self._rules[step.name].choices}
-        found = [by_ins.get(tuple(codes[m] for codes in given)) for m in axes]
-        fits = bool(given) and all(outs is not None and PR not in outs for outs in found)
+        outs_of = [by_ins.get(tuple(codes[m] for codes in given)) for m in axes]
+        fits = bool(given) and all(outs is not None and PR not in outs for outs in outs_of)
         for port, name in enumerate(step.outputs):
-            row = [outs[port] if fits and outs else RR for outs in found]
+            row = [outs[port] if fits and outs else RR for outs in outs_of]
             self.layouts[name] = np.array([row])

@@ -1,4 +1,4 @@
-"""Chunks of equal work, where nobody names stages."""
+"""Chunks of equal work, where no stages are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
 def leaves(model: nn.Module, parts: int) -> Callable[[str], bool]:
-    """Return which modules stay whole: those with no more than a fair share of the parameters."""
+    """Return which modules are one step: those with no more than a fair share of parameters."""
     total = _bytes(model)
 
     def is_leaf(name: str) -> bool:
@@ -32,10 +32,10 @@ def leaves(model: nn.Module, parts: int) -> Callable[[str], bool]:
 def place_evenly(
     model: nn.Module, trace: Trace, chunks: Chunks, sample: Sequence[Any] | None
 ) -> tuple[dict[fx.Node, int], str]:
-    """Return the chunk of each call of a module that begins one, and what was made even.
+    """Return the chunk of each call of a module, and what was balanced.
 
     Work is the floating-point operations of `sample`; without one, or where the model runs only
-    with values, the parameters stand for it, but those of tables that are looked up.
+    with values, the number of parameters stands for it, without those of embedding tables.
 
     Raises:
         UsageError: There are fewer modules than chunks.
@@ -81,12 +81,12 @@ def _sizes(model: nn.Module, units: Sequence[Sequence[fx.Node]]) -> list[int]:
     seen: set[Parameter] = set()
     sizes = []
     for unit in units:
-        found: set[Parameter] = set()
+        params: set[Parameter] = set()
         for node in unit:
             if node.op == "call_module":
-                found |= set(model.get_submodule(str(node.target)).parameters())
-        sizes.append(sum(param.nbytes for param in found - seen))
-        seen |= found
+                params |= set(model.get_submodule(str(node.target)).parameters())
+        sizes.append(sum(param.nbytes for param in params - seen))
+        seen |= params
     return sizes
 
 
