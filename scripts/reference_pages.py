@@ -25,9 +25,10 @@ import msgspec
 
 import msrun
 from msrun import environ, errors
-from msrun.cli.main import VERBS, main
+from msrun.cli.main import main
 from msrun.cli.options.option import Arity, Option, OptionGroup
-from msrun.cli.options.peers import PLAN_TABLE, TABLE
+from msrun.cli.options.table import PLAN_TABLE, TABLE
+from msrun.cli.verb_table import VERBS
 from msrun.errors import ExitCode, MsrunError
 from msrun.parallel import config
 
