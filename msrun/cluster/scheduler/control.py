@@ -18,9 +18,10 @@ from msrun.cluster.liveness import stacks as pictures
 from msrun.cluster.liveness.stacks import RankStack
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import report, wal
-from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.drain import drain
 from msrun.cluster.scheduler.events import AgentMessage, JobPhase, SendToAgent
 from msrun.cluster.scheduler.peers import AgentLinks
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.cluster.wire.control_messages import (
     AnyReply,
@@ -115,7 +116,7 @@ class Control:
         peers: Its agents.
     """
 
-    state: ControlledState
+    state: SchedulerState
     peers: AgentLinks
     _causes: deque[str] = field(default_factory=lambda: deque(maxlen=_CAUSES_MAX))
     _running: dict[str, tuple[Running, float]] = field(default_factory=dict)
@@ -182,21 +183,21 @@ class Control:
                 done = Done(sentence=f"job {state.job_id} is being stopped")
                 return [SendReply(route, done), *state.stop(at_once=at_once)]
             case DrainNode(node=name):
-                problem, actions = state.drain(name, now=now)
+                problem, actions = drain(state, name, now=now)
                 done = Done(sentence=f"node {name} leaves job {state.job_id}")
                 return [SendReply(route, Denied(reason=problem) if problem else done), *actions]
             case SignalJob():
                 return self._signal(request, route)
 
     def _signal(self, request: SignalJob, route: bytes) -> list[Action]:
-        every = [rank for ranks in self.state.living().values() for rank in ranks]
+        every = [rank for ranks in report.living(self.state).values() for rank in ranks]
         chosen = [rank for rank in every if _is_in(rank, request.ranks)]
         if not chosen:
             what = "none of those ranks" if every else "no worker of the job"
             return [SendReply(route, Denied(reason=f"{what} runs"))]
         nodes = [
             node_id
-            for node_id, ranks in self.state.living().items()
+            for node_id, ranks in report.living(self.state).items()
             if any(_is_in(rank, request.ranks) for rank in ranks)
         ]
         order = SignalRanks(ranks=request.ranks, signum=request.signum)
@@ -226,7 +227,7 @@ class Control:
         return [self._send(found, order)]
 
     def _ask_for_stacks(self, route: bytes, now: float) -> list[Action]:
-        if not any(self.state.living().values()):
+        if not any(report.living(self.state).values()):
             return [SendReply(route, Denied(reason="no worker of the job runs"))]
         actions = self._collect(now)
         if self._stacks and len(self._stacks.routes) < _INQUIRIES_MAX:
@@ -292,7 +293,9 @@ class Control:
             return []
         routes = self._stacks.routes if self._stacks else []
         self._number += 1
-        wanted = {node_id: set(ranks) for node_id, ranks in self.state.living().items() if ranks}
+        wanted = {
+            node_id: set(ranks) for node_id, ranks in report.living(self.state).items() if ranks
+        }
         self._stacks = _StackInquiry(
             self._number, self.state.generation, now + ANSWER_SECONDS, wanted, routes
         )
@@ -350,7 +353,7 @@ class Control:
         longest = max(inquiry.stalled.values())
         worker = self._suspect(inquiry, rank, longest)
         groups = pictures.group(pictured)
-        stalled = self.state.describe_ranks(inquiry.stalled.keys())
+        stalled = self.state.current.describe_ranks(inquiry.stalled.keys())
         head = (
             f"generation {inquiry.generation} hangs: no {inquiry.sign} of {stalled} "
             f"for {render_seconds(longest)}\n{pictures.summary(groups)}"
@@ -400,8 +403,10 @@ class Control:
         """Tell all nodes once which ranks still run, and that the others have finished."""
         self._told_of = self.state.generation
         done = RankSet.of(self.state.current.exits)
-        living = self.state.living()
-        still = self.state.describe_ranks({rank for ranks in living.values() for rank in ranks})
+        living = report.living(self.state)
+        still = self.state.current.describe_ranks(
+            {rank for ranks in living.values() for rank in ranks}
+        )
         have = "have" if len(done) > 1 else "has"
         reason = f"rank {done} {have} finished; still running: {still}"
         return [self._send(node_id, Waiting(reason=reason)) for node_id in living]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from msrun.cluster import verdict as verdicts
 from msrun.cluster.bounds import RankSet, few, listed
-from msrun.cluster.scheduler.restart_policy import GiveUp
 from msrun.cluster.scheduler.roster import RegisteredNode
 from msrun.cluster.scheduler.wal import Member
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.messages import Start
-from msrun.errors import ExitCode
+
+_NODES_NAMED_MAX = 8
 
 
 class StopReason(enum.Enum):
@@ -80,8 +80,8 @@ class Generation:
         are_done = all(end.succeeded and not end.stopped for end in ends)
         return len(ends) == self.world_size and are_done
 
-    def lives(self, node_id: str, incarnation: int) -> bool:
-        """Whether workers of it may live in that life of a node."""
+    def may_live_on(self, node_id: str, incarnation: int) -> bool:
+        """Whether workers of this generation may live on this incarnation of a node."""
         is_member = node_id in self.undrained
         return is_member and self.members[node_id].incarnation == incarnation
 
@@ -142,22 +142,16 @@ class Generation:
         lost = listed([loss.sentence for loss in self.losses], "; ")
         return root.sentence() if root else lost or self.change
 
-    def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
-        """Return the code and the reason of a job that ends with the generation."""
-        own_code = root.exit_code if root else ExitCode.NODE_LOST
-        reason = self.sentence(root) + (f"; {step.reason}" if step.reason else "")
-        return own_code if step.code is None else step.code, reason
-
-    def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
-        """Return `verdict` with the ends of all workers beside that of `root`."""
-        ends = [end for end, _ in self.exits.values() if root is None or end.rank != root.rank]
-        return msgspec.structs.replace(
-            verdict,
-            root=root,
-            collateral=verdicts.group_exits(end for end in ends if not end.succeeded),
-            # Whoever misses one that has left may fail before its end is noticed.
-            finished=RankSet.of(e.rank for e in ends if e.succeeded and not e.stopped),
-        )
+    def describe_ranks(self, ranks: Collection[int]) -> str:
+        """Return where `ranks` are, such as `rank 3 on node b`, of many nodes only the first."""
+        parts = []
+        for member in self.members.values():
+            own = range(member.first_rank, member.first_rank + member.count)
+            if here := [rank for rank in own if rank in ranks]:
+                parts.append(f"rank {RankSet.of(here)} on node {member.host}")
+        more = len(parts) - _NODES_NAMED_MAX
+        text = "; ".join(parts[:_NODES_NAMED_MAX])
+        return text + (f" and on {more} more nodes" if more > 0 else "")
 
 
 def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
@@ -167,7 +161,7 @@ def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
     workers: Counter[tuple[str, str]] = Counter()
     for node in nodes.values():
         workers[_machine(node)] += node.registration.slots
-    seated: Counter[tuple[str, str]] = Counter()
+    ranks_on: Counter[tuple[str, str]] = Counter()
     for node_rank, (node_id, node) in enumerate(nodes.items()):
         body, machine = node.registration, _machine(node)
         members.append(
@@ -178,12 +172,12 @@ def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
                 node_rank=node_rank,
                 first_rank=first_rank,
                 count=body.slots,
-                first_local_rank=seated[machine] if body.shares_host else 0,
+                first_local_rank=ranks_on[machine] if body.shares_host else 0,
                 local_world_size=workers[machine] if body.shares_host else 0,
             )
         )
         first_rank += body.slots
-        seated[machine] += body.slots
+        ranks_on[machine] += body.slots
     master = next(iter(nodes.values())).registration
     return Generation.of(members, (master.store_host, master.store_port))
 

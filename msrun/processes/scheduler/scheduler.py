@@ -21,7 +21,6 @@ from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.admission import Admission, Life
 from msrun.cluster.scheduler.control import Action as ControlAction
 from msrun.cluster.scheduler.control import Control, SendReply
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import (
     AgentMessage,
     Event,
@@ -34,6 +33,7 @@ from msrun.cluster.scheduler.events import (
 )
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.wire.link import first_resend
@@ -94,7 +94,7 @@ class Scheduler:
             term=term,
             first_resend=first_resend(nnodes, times),
         )
-        self._state = ControlledState(
+        self._state = SchedulerState(
             job_id=config.job_id,
             formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
