@@ -6,12 +6,14 @@ of the control role, with which a job can be looked into and stopped, but not jo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 
+from msrun.job import JobSpec
 from msrun.processes import run_dir
-from msrun.transport.sockets import ControlKeys
+from msrun.transport.sockets import ControlKeys, control_keys
 
 _NAME = "control.json"
 _BYTES_MAX = 64 * 1024
@@ -41,6 +43,29 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 0
     serves: bool = False
     began: float = 0.0
+
+
+def card_of(job: JobSpec, port: int, secret: bytes | None, *, workers: int, began: float) -> Card:
+    """Return the card of the launcher of `job` that this process is.
+
+    Args:
+        job: The job.
+        port: Port of its scheduler.
+        secret: The secret of the job; None without authentication.
+        workers: Workers that this launcher starts.
+        began: When it began, on this machine's monotonic clock.
+    """
+    return Card(
+        job_id=job.job_id,
+        host=job.listen_host,
+        port=port,
+        keys=control_keys(secret) if secret else None,
+        pid=os.getpid(),
+        log_dir=job.log_dir,
+        workers=workers,
+        serves=job.serves,
+        began=began,
+    )
 
 
 def write(directory: Path, card: Card) -> None:
