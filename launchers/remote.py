@@ -21,7 +21,7 @@ from importlib import metadata
 
 from msgspec.structs import replace
 
-from msrun import __version__, environ
+from msrun import environ
 from msrun.errors import ExitCode, UsageError
 from msrun.fleet import (
     ORDER_BYTES_MAX,
@@ -35,6 +35,7 @@ from msrun.identity import find_master, read_identity
 from msrun.supervise import network
 from msrun.supervise.process import die_with_parent
 from msrun.units import shown
+from msrun.version import __version__
 
 _SECRET_CHARS_MAX = 256
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

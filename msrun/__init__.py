@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
+from msrun.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime
     from msrun.worker.beat import beat as beat
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 
-from msrun import __version__
 from msrun.cluster.wire.messages import Formation
 from msrun.errors import UsageError
 from msrun.job import JobSpec, ProgramKind
 from msrun.supervise.secret import read_secret
 from msrun.transport.keys import new_secret
 from msrun.transport.sockets import listen
+from msrun.version import __version__
 
 
 def formation(job: JobSpec) -> Formation:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -19,9 +19,6 @@ from msgspec.structs import replace
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
 from msrun.topology import CpuTopology, Device, render_number_list
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Numbers = tuple[int, ...]
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 import io
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from msrun.topology import Device, DeviceKind
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _NVIDIA = re.compile(r"nvidia([0-9]+)")
 _DAVINCI = re.compile(r"davinci([0-9]+)")

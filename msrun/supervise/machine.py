@@ -12,16 +12,13 @@ import re
 import resource
 import socket
 import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from msrun.supervise.devices import read_devices, read_names, read_text
 from msrun.topology import CpuTopology, Machine, parse_number_list
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 _SLASH = Path("/")
 _NODE = re.compile(r"node([0-9]+)")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from msrun import __version__, environ
+from msrun import environ
 from msrun.cli.job.draft import merge_env
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
@@ -28,6 +28,7 @@ from msrun.identity import port_of
 from msrun.job import LOOPBACK, ProgramKind, WorkerProgram
 from msrun.rank_table.file import read_table
 from msrun.rank_table.nodes import hosts_of
+from msrun.version import __version__
 
 if TYPE_CHECKING:
     from msrun.cli.job.prepare import JobRequest

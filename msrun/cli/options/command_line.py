@@ -15,10 +15,10 @@ from itertools import zip_longest
 
 import click
 
-from msrun import __version__
 from msrun.cli.options.option import Arity, Option, OptionGroup
 from msrun.cli.options.parsers import guess
 from msrun.errors import UsageError
+from msrun.version import __version__
 
 Table = tuple[Option[object], ...]
 

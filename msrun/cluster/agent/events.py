@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.cluster.wire.messages import FromAgent, FromScheduler, Register, Restarting, Start
 from msrun.errors import ExitCode
@@ -80,10 +81,6 @@ class Signalled(msgspec.Struct, frozen=True):
     """This process got a signal."""
 
     signum: int
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
 
 
 Event = (

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from msrun.cluster.scheduler import wal
+from msrun.cluster.tick import Tick
 from msrun.cluster.wire.messages import FromAgent, FromScheduler
 
 
@@ -51,10 +52,6 @@ class Unreachable(msgspec.Struct, frozen=True):
     node_id: str
     incarnation: int
     problem: str
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
 
 
 class Woke(msgspec.Struct, frozen=True):

@@ -59,7 +59,6 @@ from msrun.cluster.scheduler.events import (
     JobPhase,
     Lost,
     SendToAgent,
-    Tick,
     Unreachable,
     Woke,
     Write,
@@ -69,6 +68,7 @@ from msrun.cluster.scheduler.generation import Generation, Loss, StopReason, sta
 from msrun.cluster.scheduler.restart_policy import Again, GiveUp, RestartPolicy
 from msrun.cluster.scheduler.roster import RegisteredNode, Roster
 from msrun.cluster.scheduler.verdict_builder import VerdictBuilder
+from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import RankExit, Verdict, fit
 from msrun.cluster.wire.messages import (
     Drained,

@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from msrun import __version__
 from msrun.errors import UsageError
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
@@ -37,6 +36,7 @@ from msrun.parallel.checkpoint.targets import Targets, check_taken
 from msrun.parallel.checkpoint.tensors import FilePlan, read_tensor, write_file
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Checkpoint
 from msrun.parallel.layout import MeshLayout
+from msrun.version import __version__
 
 if TYPE_CHECKING:
     from msrun.parallel.runtime import Runtime

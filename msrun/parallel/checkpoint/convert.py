@@ -19,7 +19,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from msrun import __version__
 from msrun.errors import UsageError
 from msrun.parallel.checkpoint import store
 from msrun.parallel.checkpoint.plan import file_name
@@ -33,6 +32,7 @@ from msrun.parallel.checkpoint.tensors import (
     write_file,
 )
 from msrun.parallel.config import DATA_AXIS
+from msrun.version import __version__
 
 PICKLED = (".pt", ".pth", ".bin")
 SAFETENSORS = ".safetensors"

@@ -31,13 +31,13 @@ from msrun.cluster.agent.events import (
     StartWorkers,
     SweepGeneration,
     Tell,
-    Tick,
     TreeLost,
     TreeReady,
     WorkerEnded,
 )
 from msrun.cluster.agent.state import AgentPhase, AgentState
 from msrun.cluster.agent.uplink import Uplink, UplinkEvent
+from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting

@@ -26,7 +26,6 @@ from msrun.cluster.scheduler.events import (
     Event,
     Lost,
     SendToAgent,
-    Tick,
     Unreachable,
     Woke,
     Write,
@@ -34,6 +33,7 @@ from msrun.cluster.scheduler.events import (
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
 from msrun.cluster.scheduler.state import SchedulerState
+from msrun.cluster.tick import Tick
 from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.wire.link import first_resend
