@@ -128,8 +128,8 @@ class IgnoresNodeRanks(SchedulerState):
         return super().handle(event, now=now)
 
 
-class ForgetsSeats(SchedulerState):
-    """Orders the nodes of a generation anew, as if they had had no places before."""
+class ForgetsNodeRanks(SchedulerState):
+    """Orders the nodes of a generation anew, as if they had had no node ranks before."""
 
     def _start_generation(self):
         self.current.members = dict(sorted(self.current.members.items(), reverse=True))
@@ -194,7 +194,7 @@ MUTANTS = {
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
     "waitsforimports": (Build(scheduler_state=WaitsForImports), {}),
     "ignoresranks": (Build(scheduler_state=IgnoresNodeRanks), {}),
-    "forgetsseats": (Build(scheduler_state=ForgetsSeats), {}),
+    "forgetsnoderanks": (Build(scheduler_state=ForgetsNodeRanks), {}),
     "forgetsexclusions": (
         Build(scheduler_state=ForgetsExclusions),
         {"failures": 0.4, "deaths": 0.2},

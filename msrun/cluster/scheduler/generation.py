@@ -1,4 +1,4 @@
-"""What is known about the workers of one generation, and what ended it."""
+"""One generation: its members, how their workers ended, and why it stopped."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Generation:
         exits: Rank -> how it ended and when it failed.
         losses: Nodes that went with their workers, in the order in which that was seen.
         stuck: Node id -> processes that could not be killed.
-        because: What ended it; None while it goes on.
-        change: Which nodes come or go, where that is what ended it.
+        because: Why it was stopped; None while it goes on.
+        change: Nodes that come or go, as a sentence, if that is why it was stopped.
     """
 
     members: dict[str, Member] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class Generation:
         return all(rank in self.exits for rank in self.ranks(node_id))
 
     def all_stuck(self) -> list[str]:
-        """Return what could not be killed, by node, of many the first."""
-        return few(process for _, found in sorted(self.stuck.items()) for process in found)
+        """Return the processes that could not be killed, by node, of many the first."""
+        return few(process for _, stuck in sorted(self.stuck.items()) for process in stuck)
 
     def root(self) -> RankExit | None:
         """Return the worker whose failure came first; None when a loss did, or none failed."""
@@ -104,14 +104,14 @@ class Generation:
             return None
         root = verdicts.root_cause(self.exits.values())
         first_loss = min((loss.at for loss in self.losses), default=None)
-        # A node that dies takes its peers' workers down with it, and is noticed after them.
+        # When a node dies, the workers of its peers fail first, and its own loss is noticed later.
         return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
 
     def said_at(self, node_id: str, at: float, now: float) -> float:
-        """Return our time for a node's own `at`, of which it has told us `now`.
+        """Return the time on our clock of a node's own time `at`, in a message that came `now`.
 
-        What it says may be under way for long, and each time for another while.  With one
-        shift for all of it, what failed first on a node stays first.
+        Messages are delayed, each by another time.  With one shift between the clocks for all of
+        a node's messages, the worker that failed first on the node stays first.
         """
         return at + self._shifts.setdefault(node_id, now - at)
 
@@ -120,7 +120,7 @@ class Generation:
         return next(node_id for node_id in self.members if rank in self.ranks(node_id))
 
     def start(self, node_id: str) -> Start:
-        """Return what starts the workers of a node."""
+        """Return the message that starts the workers of a node."""
         member = self.members[node_id]
         return Start(
             node_rank=member.node_rank,
@@ -136,7 +136,7 @@ class Generation:
         )
 
     def sentence(self, root: RankExit | None) -> str:
-        """Return what ended the generation, of whose failures `root` came first."""
+        """Return why the generation ended; `root` is the failure that came first, if any."""
         if self.because is StopReason.CHANGE:
             return self.change
         lost = listed([loss.sentence for loss in self.losses], "; ")
@@ -183,5 +183,5 @@ def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
 
 
 def _machine(node: RegisteredNode) -> tuple[str, str]:
-    """Return what two nodes on one machine have in common, and others do not."""
+    """Return a key that is equal for nodes on the same machine only."""
     return (node.registration.host, node.registration.store_host)

@@ -28,7 +28,7 @@ from msrun.transport.loop import Loop
 def scheduler_config(
     job: JobSpec, formation: Formation, secret: bytes | None, directory: Path, *, alone: bool
 ) -> SchedulerConfig:
-    """Return what the scheduler of `job` is told; the arguments are as of `SchedulerConfig`."""
+    """Return the configuration of the scheduler of `job`; arguments as of `SchedulerConfig`."""
     return SchedulerConfig(
         job_id=job.job_id,
         formation=formation,
@@ -48,7 +48,7 @@ class SchedulerSupervisor:
     """The scheduler of a job, whichever process it is at the moment.
 
     Args:
-        config: What each scheduler is told; `lives` and `term` are counted here.
+        config: Configuration of each scheduler; `started_before` and `term` are counted here.
         listening: The socket on which all of them listen one after the other.
         env: Their environment.
     """
@@ -71,7 +71,8 @@ class SchedulerSupervisor:
     def start(self) -> None:
         """Start a scheduler, which takes up where the last one, if any, has ended."""
         self._process = SchedulerProcess(self._config, self._listening, self._env)
-        self._config = msgspec.structs.replace(self._config, lives=self._config.lives + 1)
+        count = self._config.started_before + 1
+        self._config = msgspec.structs.replace(self._config, started_before=count)
         self._crash_loop.began(Loop.now())
 
     def watch(
