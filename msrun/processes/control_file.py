@@ -1,7 +1,7 @@
-"""What it takes to control a job from a machine on which one of its launchers runs.
+"""The file with which tools control a job from a machine that runs one of its launchers.
 
-It lies in the job's private directory, so that only its user can read it, and holds the keys
-of the control role, with which a job can be looked into and stopped, but not joined.
+It is in the job's private directory, which only its user can read.  Its keys are those of the
+control role, which can inspect and stop the job, but not join it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a job.
 
     Args:
-        job_id: The job; empty for whichever the scheduler runs.
+        job_id: The job; empty for the one that the scheduler runs.
         host: Numeric address of the scheduler.
         port: Its port.
-        keys: What it takes to be let in; None without authentication.
+        keys: The keys of the control role; None without authentication.
         pid: The launcher on this machine; 0 when there is none.
         log_dir: Where it keeps its logs.
         workers: Workers that it starts.
@@ -85,7 +85,7 @@ def jobs() -> list[Card]:
 
 
 def _read(path: Path) -> Card | None:
-    """Return what the file at `path` says; None when the job has just begun, or ended."""
+    """Return the card at `path`; None if the job has just begun, or has ended."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_BYTES_MAX), type=Card)

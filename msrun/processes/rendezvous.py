@@ -1,4 +1,4 @@
-"""What the nodes of a job must have in common before they meet: formation, secret and ports."""
+"""The things that nodes need before they meet: formation, secret, listening sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msrun.version import __version__
 
 
 def formation(job: JobSpec) -> Formation:
-    """Return what all nodes of `job` have to agree on."""
+    """Return the settings and versions that all nodes of `job` must share."""
     has_python = not job.is_alone and job.program.kind is not ProgramKind.COMMAND
     return Formation(
         nnodes_min=job.nnodes_min,
@@ -29,7 +29,7 @@ def formation(job: JobSpec) -> Formation:
 
 
 def _version_of(package: str) -> str:
-    """Return the version of what a program would import, empty where it could not."""
+    """Return the version of an installed package, empty if it is not installed."""
     from importlib import metadata  # takes long, and a job on one node needs none
 
     try:
@@ -53,7 +53,7 @@ def listen_or_refuse(host: str, port: int, what: str) -> socket.socket:
     """Return a listening socket.
 
     Raises:
-        UsageError: There can be none; `what` named the place.
+        UsageError: The address cannot be used; `what` names the option that gave it.
     """
     try:
         return listen(host, port)

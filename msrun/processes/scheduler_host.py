@@ -15,8 +15,8 @@ from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
 from msrun.processes import control_file, ending, first_process, run_dir
-from msrun.processes.agent.agent import STOPS, open_journal
 from msrun.processes.console import Console
+from msrun.processes.launcher import STOPS, open_journal
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
 from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
 from msrun.supervise import logs, process
@@ -45,7 +45,7 @@ class SchedulerHost:
     """Hosts the scheduler of a job.
 
     Args:
-        job: The job, whose scheduler belongs here.
+        job: The job; its scheduler belongs on this machine.
         machine: This machine.
         loop: This process's loop.
     """

@@ -1,4 +1,4 @@
-"""What this node offers, read from /proc, /sys and the process's own limits.
+"""The resources of this node, read from /proc, /sys and the process's own limits.
 
 Every start of `msrun` reads it, so files are read directly and nothing heavy is
 imported.  A file that is missing or odd is a limit that does not exist.
@@ -30,7 +30,7 @@ _RECLAIMABLE_V1 = ("total_active_file", "total_inactive_file")
 
 
 def read_machine(environment: Mapping[str, str], root: Path = _SLASH) -> Machine:
-    """Return what this process may use of its machine.
+    """Return the part of the machine that this process may use.
 
     Args:
         environment: Holds the variables that hide devices.
@@ -188,7 +188,7 @@ def _running(root: Path) -> int:
 
 
 def _user_processes_available(root: Path, running: int) -> int:
-    """Return what RLIMIT_NPROC, which does not bind root, leaves to this user."""
+    """Return the processes that RLIMIT_NPROC, which does not bind root, leaves to this user."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0 or most == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -291,7 +291,7 @@ class _Cgroups:
             if own.is_relative_to(top) and ".." not in own.parts:
                 inside = own.relative_to(top)
                 return [self._root / point / part for part in (inside, *inside.parents)]
-        # The process is outside what is mounted here, as in some containers.
+        # The process is in no hierarchy that is mounted here, as in some containers.
         return [self._root / point for _, point in mounts[:1]]
 
 

@@ -1,4 +1,4 @@
-"""Memory of the calling process on chosen NUMA nodes: what `numactl --membind` does.
+"""Binds the memory of the calling process to NUMA nodes, as `numactl --membind` does.
 
 The C library has no wrapper for the system call and libnuma is often missing, so the
 call is made by number.

@@ -64,8 +64,8 @@ _BACKLOG = 4096
 _SRCFD = int(zmq.SRCFD)
 # Frames that are taken at once, so that no sender keeps the loop from its other work.
 _FRAMES_MAX = 1024
-# Before, a stranger could crash or block a CURVE server (CVE-2019-13132, CVE-2020-15166),
-# and one unfinished message of a peer could be told to grow without end.
+# Earlier versions let a stranger crash or block a CURVE server (CVE-2019-13132, CVE-2020-15166),
+# and let a peer grow one unfinished message without end.
 _LIBZMQ_MIN = (4, 3, 5)
 
 # Kinds of frames and connections that a scheduler drops, in words for its log.
@@ -80,14 +80,14 @@ def check_library(version: tuple[int, ...], *, has_curve: bool) -> None:
     Raises:
         UsageError: It is too old, or was built without CURVE.
     """
-    found = ".".join(map(str, version))
+    own = ".".join(map(str, version))
     hint = "pip install --upgrade pyzmq brings a libzmq that can"
     if version < _LIBZMQ_MIN:
         least = ".".join(map(str, _LIBZMQ_MIN))
-        msg = f"libzmq is version {found}, and the control connection needs {least} or newer"
+        msg = f"libzmq is version {own}, and the control connection needs {least} or newer"
         raise UsageError(msg, hint=hint)
     if not has_curve:
-        msg = f"libzmq {found} was built without CURVE, which authenticates the control connection"
+        msg = f"libzmq {own} was built without CURVE, which authenticates the control connection"
         raise UsageError(msg, hint=hint)
 
 
@@ -144,7 +144,7 @@ def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 def _bound(sock: zmq.Socket[bytes]) -> None:
     """Set every limit that does not depend on the end."""
     sock.setsockopt(zmq.LINGER, 0)
-    # The limit counts what CURVE puts around a frame; the codec has the exact one.
+    # This limit includes CURVE's own bytes around a frame; the codec has the exact one.
     sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
     sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
     sock.setsockopt(zmq.TCP_MAXRT, _UNANSWERED_MS)
@@ -465,8 +465,8 @@ class ControlSocket:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         deadline = Loop.now() + timeout
-        while found := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
-            if self.socket in found:
+        while ready := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
+            if self.socket in ready:
                 self._has_been_answered = True
                 return self.socket.recv()
             line = _LINES[_next_event(self.monitor)[0]]

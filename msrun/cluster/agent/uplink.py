@@ -50,14 +50,14 @@ _OF_SCHEDULER = (
 
 @dataclass(slots=True, kw_only=True)
 class Uplink:
-    """The line of one life of one node.
+    """The line of one incarnation of one node.
 
     Args:
         job_id: The job.
         node_id: The node.
-        incarnation: Which life of it.
+        incarnation: Random number of this start of its launcher.
         lease: How long it may go on alone.
-        first_resend: Seconds after which it registers again, while nobody answers.
+        first_resend: Seconds after which it registers again if there is no answer.
     """
 
     job_id: str
@@ -74,7 +74,7 @@ class Uplink:
     _is_cut: bool = False
 
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
-        """Begin a new session, of which `register` is the first body."""
+        """Begin a new session with `register` as its first body."""
         self._session += 1
         self._link = OrderedLink(self.first_resend)
         body = msgspec.structs.replace(register, follows=self._follows)
@@ -86,7 +86,7 @@ class Uplink:
         return [self._frame(now, parcel.seq, generation, body)]
 
     def ask(self, *, now: float) -> list[Envelope]:
-        """Return the frame that asks whoever is at the other end for a sign of life."""
+        """Return a frame that asks the scheduler for a sign of life."""
         return [self._frame(now)]
 
     @property
@@ -118,7 +118,7 @@ class Uplink:
     def receive(
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[UplinkEvent], list[Envelope]]:
-        """Return what a frame of the scheduler means, and the frames that answer it."""
+        """Return the events in a frame of the scheduler, and the frames that answer it."""
         mine = (self.job_id, self.incarnation, self._session)
         if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
             return [], []
@@ -139,7 +139,7 @@ class Uplink:
         return events, [self._frame(0.0)]
 
     def _echoed(self, stamp: float, now: float) -> list[UplinkEvent]:
-        """Count the lease from `stamp`, when the latest frame that was answered left here."""
+        """Count the lease from `stamp`, the time at which the latest answered frame was sent."""
         if not stamp or (self._echo is not None and stamp <= self._echo):
             return []
         is_late = now >= stamp + self.lease.fence

@@ -1,4 +1,4 @@
-"""Where a job stands, as answers to those who ask: the job, its nodes, its ranks."""
+"""Describes a job to the tools that control it: its state, its nodes, its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msrun.cluster.scheduler.wal import Member
 from msrun.cluster.wire.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
 from msrun.cluster.wire.messages import Running
 
-# Of what is looked at for one page, which may have room for fewer.
+# Rows that are considered for one page, which may have room for fewer.
 _ROWS_MAX = 512
 _HOST_CHARS_MAX = 255
 _CAUSE_CHARS_MAX = 500
@@ -20,7 +20,7 @@ _LIVE = (JobPhase.RUNNING, JobPhase.STOPPING)
 
 
 def status(state: SchedulerState, causes: Sequence[str], *, term: int, now: float) -> Status:
-    """Return where the job stands."""
+    """Return the state of the job."""
     is_forming = state.phase is JobPhase.FORMING
     verdict = state.verdict
     return Status(
@@ -98,7 +98,7 @@ def ranks(
 
     Args:
         state: The job.
-        running: Node id -> what it said about its running workers, and when they began.
+        running: Node id -> the message about its running workers, and when they began.
         first: First rank of the page.
         now: The time.
     """

@@ -1,4 +1,4 @@
-"""What one node opens for a job, and closes at its end: directory, sockets, processes."""
+"""The resources of one node for a job: its directory, sockets and processes."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ TREE_SECONDS = 8.0
 
 
 class NodeResources:
-    """Everything that this node holds for the job.
+    """Everything that this node opens for a job, and closes at its end.
 
-    The listening sockets and the private directory are there from the start, so that
-    what is in the way is found before any process is.
+    The listening sockets and the private directory are opened first, so that a conflict with
+    another program shows before any process is started.
 
     Args:
-        plan: What will run.
+        plan: The plan of the job.
         stderr: As of `ProcessTree`.
 
     Raises:
@@ -115,8 +115,8 @@ class NodeResources:
         return lease(self.formation.lease)
 
     def devices(self) -> list[tuple[int, str]]:
-        """Return what a rank table says of the devices of this node's workers."""
-        # The tool takes its time, which only a job spends that needs the answer.
+        """Return the devices of this node's workers, as a rank table has them."""
+        # hccn_tool is slow, so only a job that writes a rank table asks it.
         ask = ask_hccn_tool if self._job.emit_rank_table else lambda _: ""
         return node_plan.slot_devices(
             self._job,
@@ -139,7 +139,7 @@ class NodeResources:
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
     def _forget_earlier_job(self) -> None:
-        """Remove what must not be shown as this job's."""
+        """Remove an earlier job's verdict and logs, which would be taken for this job's."""
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
         # Of several nodes, which may share the directory, none knows its ranks yet.
         workers = self._plan.workers if self._job.is_alone else ()
@@ -151,7 +151,7 @@ class NodeResources:
                 raise UsageError(msg, hint="choose another --log-dir") from None
 
     def _hand_over_config(self) -> None:
-        """Write the parallel configuration to where every worker is told that it is."""
+        """Write the parallel configuration to the file that every worker reads."""
         if not self._job.parallel:
             return
         path = node_plan.config_file(str(self._dir))
@@ -182,7 +182,7 @@ class NodeResources:
         self._hand_over_control()
 
     def _hand_over_control(self) -> None:
-        """Write down what it takes to control the job from this machine."""
+        """Write the file with which tools on this machine control the job."""
         card = control_file.card_of(
             self._job,
             int(self.scheduler_address[1]),
@@ -275,11 +275,11 @@ class NodeResources:
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
 
     def kill_by_force(self) -> None:
-        """Kill what is left of the tree, whose reaper is gone."""
+        """Kill the rest of the tree after its reaper has ended."""
         self.tree.kill_by_force(run_dir.cookie(self._dir))
 
     def close(self) -> list[str]:
-        """End every process and remove what they left; return what could not be killed."""
+        """End all processes and remove their files; return those that could not be killed."""
         stuck: list[str] = []
         if self.scheduler:
             is_alone = self._job.is_alone
@@ -298,7 +298,7 @@ class NodeResources:
 
 
 def node_name(job: JobSpec) -> str:
-    """Return what tells this node from others on its machine; empty where there are none."""
+    """Return the name of this node among others on its machine; empty if it is alone."""
     if job.node_name or job.is_alone or job.node_rank is None:
         return job.node_name
     return f"node{job.node_rank}"
@@ -322,7 +322,7 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -
 
 
 def _preloads(job: JobSpec) -> tuple[str, ...]:
-    """Return what the parallel runtime of the workers imports."""
+    """Return the modules that the parallel runtime of the workers imports."""
     if not job.parallel:
         return ()
     from msrun.parallel.config import preloads  # 5 ms that other jobs need not.

@@ -14,7 +14,7 @@ from msrun.transport.probe import Prober
 from msrun.transport.sockets import ConnectionState
 
 # A connection may end for another reason than its key: a scheduler that is started again,
-# a tunnel whose other end is not there yet.
+# a tunnel without its other end yet.
 _REJECTED_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.5
 # A node that starts before the scheduler's node says what it waits for.
@@ -27,7 +27,7 @@ class SchedulerWatch:
     Args:
         node: This node's resources.
         loop: This process's loop.
-        console: Where to say what happens.
+        console: Takes messages to the user.
         tell: Takes the event that there is no scheduler any more.
         greet: Called when a new connection has taken the place of a broken one.
     """
@@ -66,7 +66,7 @@ class SchedulerWatch:
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self) -> None:
-        """Give up what takes too long, and say what is waited for."""
+        """Act on the deadlines that are due."""
         self._prober.tick()
         if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
             self._waiting_at = None
@@ -97,7 +97,7 @@ class SchedulerWatch:
                 self._reject()
 
     def _warn_of_silence(self) -> None:
-        """Say once that the port may be another program's, unless our own scheduler is slow."""
+        """Warn once that another program may have the port, unless the scheduler is our own."""
         self._rejected_at = None
         if not self._has_warned and self._node.scheduler is None:
             self._has_warned = True

@@ -118,7 +118,7 @@ class Scheduler:
         self._perform([])  # if the verdict is in the log, it leaves when all nodes know it
 
     def run(self) -> None:
-        """Serve until the agent, whose end of standard input closes, is gone."""
+        """Serve until the parent is gone, which closes standard input."""
         self._loop.watch(0, self._on_parent)
         self._loop.watch(self._socket.socket, self._receive)
         self._loop.watch(self._socket.monitor, self._on_broken)
@@ -170,7 +170,7 @@ class Scheduler:
         is_heard = self._peers.all_delivered and not self._admission.is_busy
         return is_heard and self._state.may_leave(now=self._loop.now())
 
-    # What agents say.
+    # Messages of agents.
 
     def _receive(self) -> None:
         for envelope in self._socket.receive():
@@ -242,7 +242,7 @@ class Scheduler:
         for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
             self._lose(loss)
 
-    # What is done about it.
+    # Actions.
 
     def _lose(self, loss: Lost) -> None:
         log.warning("node=%s lost: %s", loss.node_id, loss.reason)
@@ -327,7 +327,7 @@ def _frame(reply: AnyReply) -> bytes:
 
 
 def _open_wal(path: str) -> tuple[int, list[wal.Record]]:
-    """Open the log, cut off what a torn write left at its end, and return its records."""
+    """Open the log, cut off a torn record at its end, and return the records."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     data = Path(path).read_bytes()
