@@ -1,7 +1,7 @@
 """The console of a launcher: our own messages on stderr, lines of chosen workers on stdout.
 
 Nothing here waits for a reader: a console that does not take more is left alone until
-it does, and the workers, who write to their own files, never notice.
+it does, and the workers, which write to their own files, never notice.
 """
 
 from __future__ import annotations

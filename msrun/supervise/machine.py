@@ -53,7 +53,7 @@ def _address() -> str:
     """Return the address of the interface that leads out of this machine.
 
     Connecting a datagram socket sends nothing; the peer is one of RFC 5737's addresses
-    that belong to nobody.
+    that belong to no process.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -2,8 +2,7 @@
 
 The scheduler has a ROUTER socket, each agent a DEALER socket with one identity for its life, each
 tool that controls the job a DEALER socket with a key of its own.  ZeroMQ gives reconnection,
-framing and CURVE; the protocol above (`cluster.wire`) gives order and delivery.  What this module
-adds:
+framing and CURVE; the protocol above (`cluster.wire`) gives order and delivery.  This module adds:
 
 - *Bounds on strangers and on key holders.*  Frame size, queue length, time of a handshake and
   frames taken at once are all limited, so that no peer can take the memory or all of the time of

@@ -224,6 +224,8 @@ class AgentState:
     def _reached(self, now: float) -> list[Action]:
         if not self._was_reached:
             self._was_reached = True
+            # The scheduler's own time to form ends before this one, so that its verdict, which
+            # names the missing nodes, comes first.
             self.form_by = max(self.form_by, now + self.join_timeout + SCHEDULER_PATIENCE)
             return []
         self._reach_by = None
@@ -236,6 +238,7 @@ class AgentState:
         if self.phase is AgentPhase.JOINING:
             if not self._pending:
                 return [Tell(silence, warn=True)]
+            # The `Start` that waits for our imports will be too old; a new session drops it.
             return [Tell(silence, warn=True), *self._join(now)]
         self._is_cut = True
         told = Tell(f"{silence}: this node's workers are stopped", warn=True)
@@ -322,6 +325,7 @@ class AgentState:
 
     def _stop(self, generation: int, signum: int, now: float) -> list[Action]:
         if self._pending and self._pending[0] == generation:
+            # Never started, so it is drained already; its number forbids a late `Start` of it.
             self._pending = None
             self.generation = generation
             return self._drained([], now)
@@ -336,6 +340,7 @@ class AgentState:
     ) -> list[Action]:
         self.phase = AgentPhase.STOPPING
         if self._tree_lost:
+            # No process is left that could report the ends of the workers, so none is awaited.
             self.live.clear()
             self._swept = GenerationSwept(self.generation)
             return self._drained_if_done(now)
@@ -403,10 +408,11 @@ class AgentState:
     def _signalled(self, signum: int, now: float) -> list[Action]:
         if signum in FORWARDED:
             return [ForwardSignal(tuple(sorted(self.live)), signum)] if self.live else []
-        if self._interrupts:
+        if self._interrupts:  # the user's second signal
             return self._hurry(now)
         self._interrupts.append(signum)
         if not self._was_reached and not self.register.serves:
+            # No scheduler knows this node, so no other node waits for it.
             return self._conclude(
                 verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
             )

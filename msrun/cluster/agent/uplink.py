@@ -1,7 +1,10 @@
-"""An agent's end of the line to the scheduler: registration, signs of life, the lease.
+"""An agent's end of the line to the scheduler: sessions, signs of life, the lease.
 
-It turns frames into the events of `AgentState` and its bodies into frames.  All times
-are of the agent's own monotonic clock, which the scheduler only echoes.
+It turns frames into the events of `AgentState` and its bodies into frames.  A *session* begins with
+a registration; frames of another session are dropped, so that nothing said before it can do harm.
+The lease is counted from the time at which the latest answered frame *left* here, not from its
+answer: the scheduler may have heard nothing since.  All times are of the agent's own monotonic
+clock, which the scheduler only echoes.
 """
 
 from __future__ import annotations
@@ -107,6 +110,8 @@ class Uplink:
             self._frame(now, parcel.seq, parcel.generation, parcel.body)
             for parcel in self._link.overdue(now=now)
         ]
+        # Every frame with a stamp asks for an answer, so one that is sent again is a sign of life
+        # too.
         if not frames and self._beat_at is not None and now >= self._beat_at:
             frames.append(self._frame(now))
         cut_at = self._cut_at()
@@ -119,6 +124,7 @@ class Uplink:
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[UplinkEvent], list[Envelope]]:
         """Return the events in a frame of the scheduler, and the frames that answer it."""
+        # Late frames of an earlier session or incarnation are about a past that is over.
         mine = (self.job_id, self.incarnation, self._session)
         if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
             return [], []
@@ -127,6 +133,7 @@ class Uplink:
         self._term = max(self._term, envelope.term)
         if isinstance(body, Unknown):
             self._follows = body.known
+        # A scheduler with a higher term is a new one, which knows nothing of this session.
         if is_another or isinstance(body, Unknown):
             return [Forgotten()], []
         events: list[UplinkEvent] = self._echoed(envelope.stamp, now)
@@ -142,6 +149,7 @@ class Uplink:
         """Count the lease from `stamp`, the time at which the latest answered frame was sent."""
         if not stamp or (self._echo is not None and stamp <= self._echo):
             return []
+        # An answer to a frame that is older than the fence comes too late to end the cut.
         is_late = now >= stamp + self.lease.fence
         is_news = self._echo is None or (self._is_cut and not is_late)
         if self._echo is None:

@@ -8,7 +8,7 @@ from msrun.cluster.scheduler.events import AgentMessage, Lost
 from msrun.cluster.wire.messages import Register
 
 Life = tuple[str, int]
-"""A node and its incarnation."""
+"""One incarnation of a node: its id and the number of the incarnation."""
 
 
 @dataclass(slots=True)

@@ -218,6 +218,7 @@ class Control:
         host = members[node_id].host
         if node_id not in self.state.roster.nodes:
             return [SendReply(route, Denied(reason=f"node {host}, which has the log, is lost"))]
+        # Bounded, because each one is kept until its node answers.
         if len(self._logs) >= _INQUIRIES_MAX:
             return [SendReply(route, Denied(reason="too many ask for logs; try again"))]
         self._number += 1
@@ -292,6 +293,7 @@ class Control:
         """Begin to collect stacks, if that is not under way."""
         if self._stacks and self._stacks.generation == self.state.generation:
             return []
+        # An inquiry about a generation that has ended goes on with the present one.
         routes = self._stacks.routes if self._stacks else []
         self._number += 1
         wanted = {
@@ -323,6 +325,7 @@ class Control:
         left_out = len(groups) - len(shown)
         reply = Stacks(generation=inquiry.generation, groups=shown, left_out=left_out)
         replies: list[Action] = [SendReply(route, reply) for route in inquiry.routes]
+        # A failure may have ended the generation while the stacks came: that is the better cause.
         is_hang = inquiry.stalled and inquiry.generation == self.state.generation
         if not is_hang or self.state.phase is not JobPhase.RUNNING:
             return replies

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # A scheduler that ends this often in a minute, soon after its start each time, has a reason that
-# the next one will meet too.  A long life does not count: something outside killed that one.
+# the next one will meet too.  One that ran for longer does not count: something outside ended it.
 _SHORT_RUNS_MAX = 5
 _MINUTE = 60.0
 _SOON_SECONDS = 3.0

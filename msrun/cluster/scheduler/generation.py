@@ -76,6 +76,7 @@ class Generation:
         """Whether every rank exited with code 0, and not because it was asked to end."""
         if self.because is StopReason.CHANGE:
             return False
+        # With `stopped` a rank may exit with 0 without having finished its work.
         ends = [end for end, _ in self.exits.values()]
         are_done = all(end.succeeded and not end.stopped for end in ends)
         return len(ends) == self.world_size and are_done
@@ -158,6 +159,7 @@ def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
     """Return the generation of `nodes`, which come by node rank."""
     members = []
     first_rank = 0
+    # Nodes that were started by hand may share a machine; their local ranks count on.
     workers: Counter[tuple[str, str]] = Counter()
     for node in nodes.values():
         workers[_machine(node)] += node.registration.slots

@@ -118,6 +118,7 @@ class AgentLinks:
         incarnation, session = self._last(node_id)
         is_another = incarnation != envelope.incarnation
         is_late = not is_another and envelope.session < session
+        # A late frame of an earlier session, or of an incarnation that another has followed.
         if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
         events: list[Lost | AgentMessage] = []

@@ -201,6 +201,7 @@ class Roster:
     def settled_at(self, members: Collection[str], *, now: float) -> float:
         """Return until when newcomers to a generation of `members` wait for each other."""
         newcomers = self.newcomers(members)
+        # A cold newcomer counts as one that has just come, so the window stays open for it.
         since = max(now if not node.is_warm else node.since for node in newcomers)
         return max(now, since + JOIN_WINDOW)
 
@@ -228,6 +229,7 @@ class Roster:
 
     def can_do_without(self, node_id: str) -> bool:
         """Whether the job could go on without a node."""
+        # The node of the scheduler takes the scheduler with it.
         if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
             return False
         slots = self._ready.get(node_id)

@@ -8,14 +8,14 @@ actions it gets back, in order::
 
 **The problem.**  Nodes fail, are cut off, come back and come late; messages are lost, doubled and
 delayed; the scheduler itself may die between any two actions.  Nevertheless a rank must never run
-twice at once, and every node must hear the same verdict.
+twice at once, and every node must get the same verdict.
 
 **The idea.**  A job is a row of *generations*: FORMING -> RUNNING -> STOPPING -> FORMING ... ->
-DONE | FAILED.  Nothing is repaired inside a generation.  Whatever goes wrong, or changes, stops all
+DONE | FAILED.  Nothing is repaired inside a generation.  Every failure and every change stops all
 of it and starts the next one, so there is one path to get right.  A generation stops because of a
 failure (of a worker or a node), a change (nodes come or go), or an obstacle (a verdict that waits
-until nothing runs, such as that of Ctrl-C).  A member is *drained* when no worker of the
-generation can live on it: it said so, its lease is over, it never started, or its launcher was
+until nothing runs, for example that of Ctrl-C).  A member is *drained* when no worker of the
+generation can live on it: it reported so, its lease is over, it never started, or its launcher was
 started anew.  The last drained member, and nothing before it, decides what follows, because a
 report that arrives late may be of the failure that came first.
 
@@ -23,18 +23,18 @@ report that arrives late may be of the failure that came first.
 
 - No generation starts while `current.undrained` or `roster.stale` name a node.
 - Generations are numbered upwards, above all that any node has seen.
-- A `Write` precedes what it is about: a generation is on disk before its first `Start`, the verdict
-  before its first `Finish`, an exclusion before the job goes on without the node.
+- A `Write` precedes the messages about it: a generation is on disk before its first `Start`, the
+  verdict before its first `Finish`, an exclusion before the job goes on without the node.
 - The first report of a rank's end counts, and no message of another generation or of another
   incarnation of a node changes anything.
-- The verdict never changes.  Nodes that come later are told the same one.
+- The verdict never changes.  Nodes that come later get the same one.
 
-**A scheduler that follows another** knows what the log says and what nodes say when they register.
+**A scheduler that follows another** knows the log and the registrations of the nodes, and no more.
 It takes all members of the last generation for running until each has registered again or its
 lease is over.  If the log was lost, the last generation is unknown: it waits until every node that
 may run one has registered or is dead, stops all, and numbers the next generation above theirs.
 
-**Tried and lost.**  The first report as the root cause: it names a victim when the culprit ends
+**Tried or rejected.**  The first report as the root cause: it names a victim when the culprit ends
 slowly.  Stopping a generation for a newcomer at once: everybody waited while that one imported
 torch, so it joins when it is warm.  Restarting a single rank: its peers hold a broken process
 group.  `tests/sim/mutants.py` has the machine with one rule left out each.
@@ -94,7 +94,7 @@ _UNKNOWN_CHANGE = "it was being stopped when its scheduler ended"
 class SchedulerState:
     """One job, from its first node to its verdict.
 
-    The arguments are what its users asked for; all other attributes change by the methods only.
+    The arguments are the wishes of its users; all other attributes change by the methods only.
 
     Args:
         job_id: The job.
@@ -124,7 +124,7 @@ class SchedulerState:
     """Nodes that do not know from this scheduler how the job ended, or that it goes on."""
 
     _forming: Forming = field(init=False)
-    # What the members of a stopping generation were told, for those that register meanwhile.
+    # Reason and signal of the last `Stop`, for members that register while they are being stopped.
     _stopped_with: tuple[str, int] = field(init=False, default=("", signal.SIGTERM))
     # The verdict that waits until nothing runs any more.
     _obstacle: Verdict | None = field(init=False, default=None)
@@ -152,8 +152,8 @@ class SchedulerState:
     ) -> list[wal.Member]:
         """Go on where the scheduler that wrote `records` left off.
 
-        Returns the members of its last generation.  Each must be seen to register again,
-        and to say what runs there, or to be lost.  A log that is not whole (`is_whole`) does not
+        Returns the members of its last generation.  Each of them must register again and report its
+        workers, or be lost.  A log that is not whole (`is_whole`) does not
         name the last members: everything that runs is stopped, and the job begins again.
         """
         self.verdict = wal.verdict_of(records)
@@ -183,7 +183,7 @@ class SchedulerState:
         return last.members
 
     def handle(self, event: Event, *, now: float) -> list[Action]:
-        """Apply `event` at time `now` and return what the caller must do, in order."""
+        """Apply `event` at time `now` and return the actions for the caller, in order."""
         if isinstance(event, AgentMessage):
             self.untold.discard(event.node_id)
         if self.is_over:
@@ -209,7 +209,7 @@ class SchedulerState:
             return []
         return self._handle_message(event, node, now)
 
-    # What the caller may ask.
+    # Questions of the caller.
 
     @property
     def is_over(self) -> bool:
@@ -227,7 +227,7 @@ class SchedulerState:
         return self._forming.deadline(is_full=self.roster.is_full())
 
     def may_leave(self, *, now: float) -> bool:
-        """Whether every node that may live has heard how the job ended.
+        """Whether every node that may live knows how the job ended.
 
         The log names only the members of the generation.  Other nodes that had registered with
         an earlier scheduler become known when they register again.
@@ -278,6 +278,7 @@ class SchedulerState:
         known = self.roster.nodes.get(node_id)
         is_member = node_id in self.current.undrained
         is_known = self.current.may_live_on(node_id, event.incarnation)
+        # A member that is back is never refused: its workers run, so it has to be dealt with.
         if not is_known and (problem := self.roster.misfit(node_id, body)):
             code = ExitCode.NODE_LOST if node_id in self.roster.excluded else ExitCode.USAGE
             return [self._send(node_id, Refused(reason=problem, code=code))]
@@ -322,7 +323,7 @@ class SchedulerState:
                 actions = [self._send(node_id, self._stop_message())]
             return actions
         self.current.stuck[node_id] = body.stuck
-        if body.running >= 0:  # of a later generation, of which the log knows nothing
+        if body.running >= 0:  # of a later generation, whose record the log has lost
             actions += self._admit_newcomer(node_id, body.running, now)
             return actions + self._member_gone(node_id, f"node {body.host} went on", now, now)
         reason = f"node {body.host} was cut off and had to stop its workers"
@@ -353,6 +354,7 @@ class SchedulerState:
     def _handle_message(
         self, event: AgentMessage, node: RegisteredNode, now: float
     ) -> list[Action]:
+        # Reports of an earlier generation may arrive late, and those ranks are other workers now.
         is_of_now = event.generation == self.generation and event.node_id in self.current.members
         match event.body:
             case Warmed():
@@ -383,6 +385,7 @@ class SchedulerState:
     def _count_exit(self, node_id: str, end: RankExit, now: float) -> list[Action]:
         if self.phase is JobPhase.FORMING or end.rank not in self.current.ranks(node_id):
             return []
+        # The first report counts: a node that registers again repeats the ends of its workers.
         self.current.exits.setdefault(end.rank, (fit(end), now - end.age))
         if self.phase is JobPhase.STOPPING:
             if not end.succeeded and not end.stopped:
@@ -429,6 +432,8 @@ class SchedulerState:
     def _node_failed(
         self, node_id: str, node: RegisteredNode, failure: NodeFailed, now: float
     ) -> list[Action]:
+        # Any other code is a mistake of the user, such as a failing import, which other nodes
+        # share.
         if failure.code != ExitCode.NODE_LOST or not self.roster.can_do_without(node_id):
             code = failure.code or ExitCode.INTERNAL
             return self._end(self._verdicts().build(code, failure.reason))
@@ -471,8 +476,9 @@ class SchedulerState:
         return self._member_gone(node_id, sentence, loss.heard_at, now)
 
     def _member_gone(self, node_id: str, sentence: str, at: float, now: float) -> list[Action]:
-        """Go on without the workers of a member, none of which lives any more."""
+        """Go on without the workers of a member, which have all ended."""
         actions: list[Action] = []
+        # A node whose workers have all reported their ends took nothing with it.
         if not self.current.has_ended(node_id):
             self.current.losses.append(Loss(sentence, at))
             self._blame_failure()
@@ -491,6 +497,7 @@ class SchedulerState:
         if self.phase is not JobPhase.FORMING:
             return []
         if self._obstacle:
+            # Workers of an earlier generation may still run where the log was lost.
             return self._decide(self._obstacle) if self._has_all_stopped(now) else []
         is_enough, is_full = self.roster.is_enough(), self.roster.is_full()
         is_due = self._forming.is_due(is_enough=is_enough, is_full=is_full, now=now)
@@ -502,6 +509,7 @@ class SchedulerState:
         cold = self.roster.cold(before) if before else ()
         order = rank_assignment.assign_node_ranks(ready, self.formation, list(before), cold)
         workers = sum(ready[node_id].slots for node_id in order)
+        # With --worker-num, nodes of other sizes may leave a rest that no node fits into.
         if self.formation.world_size not in (None, workers):
             there = listed([f"{body.host} {body.slots}" for body in ready.values()])
             reason = f"the workers of the nodes do not sum to {self.formation.world_size}, "
@@ -552,13 +560,14 @@ class SchedulerState:
         return self._after_generation(now)
 
     def _after_generation(self, now: float) -> list[Action]:
-        """Decide what follows a generation of which nothing is left."""
+        """Decide about the time after a generation whose last worker is gone."""
         current = self.current
         if self._obstacle and current.because is StopReason.OBSTACLE:
             return self._decide(msgspec.structs.replace(self._obstacle, stuck=current.all_stuck()))
         if current.all_succeeded:
             return self._decide(self._verdicts().success())
         root = current.root()
+        # A stuck process may still hold a device or a port, so the next generation would fail too.
         if current.all_stuck():
             return self._decide(
                 self._verdicts().failure(root, GiveUp("processes could not be killed"))
@@ -566,12 +575,14 @@ class SchedulerState:
         step = self._next_step(root, now)
         if isinstance(step, GiveUp):
             return self._decide(self._verdicts().failure(root, step))
+        # The failure came before the obstacle and would have been restarted; the obstacle ends the
+        # job.
         if self._obstacle:
             return self._decide(self._obstacle)
         return self._form_again(root, step, now)
 
     def _next_step(self, root: RankExit | None, now: float) -> Again | GiveUp:
-        if self.current.because is StopReason.CHANGE:
+        if self.current.because is StopReason.CHANGE:  # nothing failed, so it costs no restart
             return Again(0.0)
         return self.policy.after(root, now=now) if root else self.policy.after_loss(now=now)
 
@@ -586,6 +597,7 @@ class SchedulerState:
         self.phase = JobPhase.FORMING
         is_behind = self._latest_seen > self.generation
         self.generation = max(self.generation, self._latest_seen) + 1
+        # If the log lost a generation, nodes that this scheduler has not heard of may run it.
         at = max(now + step.delay, self._all_known_at if is_behind else 0.0)
         self._forming.again(at, now=now)
         count = self.policy.failures if root else self.policy.losses
@@ -600,7 +612,7 @@ class SchedulerState:
         return [*written, *goodbye, *self._send_all(restarting), *self._form_if_possible(now)]
 
     def _blame(self, root: RankExit, now: float) -> str:
-        """Return why a node is kept out whose workers fail again and again; empty where not."""
+        """Return why a node is excluded, if its workers failed too often; else an empty text."""
         node_id = self.current.node_of(root.rank)
         failures = self.policy.blame(node_id, now=now)
         node = self.roster.nodes.get(node_id)

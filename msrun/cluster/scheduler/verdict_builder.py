@@ -53,7 +53,7 @@ class VerdictBuilder:
         """Return the verdict of a job that ends with its generation.
 
         Args:
-            root: The worker whose failure came first; None where the loss of a node did.
+            root: The first worker that failed; None if the loss of a node came first.
             step: Why there is no restart, and the code that replaces the failure's own.
         """
         own_code = root.exit_code if root else ExitCode.NODE_LOST
@@ -77,7 +77,7 @@ class VerdictBuilder:
     def join_timeout(self, attendance: str, seconds: float) -> Verdict:
         """Return the verdict of a job whose nodes did not register within `seconds`.
 
-        Where a generation ran before, the verdict also says what ended it, and a job that only
+        After a generation the verdict also says why that ended, and a job that only
         lost nodes ends with 120 (node lost) and not with 121 (nodes missing).
         """
         reason = f"{attendance}, after {seconds:g}s"

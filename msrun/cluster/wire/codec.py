@@ -29,7 +29,7 @@ def encode(envelope: Envelope) -> bytes:
     """Return the one frame that carries `envelope`.
 
     Raises:
-        ProtocolError: It would be larger than `FRAME_BYTES_MAX`, or holds what no peer
+        ProtocolError: It would be larger than `FRAME_BYTES_MAX`, or holds values that no peer
             could read: text that is not Unicode, a number of more than 64 bits.
     """
     try:

@@ -164,7 +164,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         slots: Workers that it can run.
         silent: Seconds since its last sign of life; None for a lost one, and on one node,
             which gives none.
-        scheduler: The scheduler lives on it.
+        scheduler: The scheduler runs on it.
         devices: As of `Register`.
     """
 
@@ -291,7 +291,7 @@ def encode(message: Question | Answer) -> bytes:
     """Return the one frame that carries `message`.
 
     Raises:
-        ProtocolError: It would be too large, or holds what nobody could read.
+        ProtocolError: It would be too large, or holds values that no peer could read.
     """
     try:
         frame = _encoder.encode(message)

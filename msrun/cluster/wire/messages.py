@@ -1,7 +1,7 @@
 """Every message between agents and the scheduler.
 
-`Envelope` is what travels: who sends it, in which life of which node, for which
-generation of which job; a receiver checks those before it looks at the body.
+Each message travels in an `Envelope`, which names its job, node, incarnation, session and
+generation; a receiver checks these before it looks at the body.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         lease: Seconds after which a silent node is lost; 0 on one node, which has no other.
         release: Version of msrun.
         python: Version of Python that workers run, as far as programs must know it: `3.11`.
-        torch: Version of torch that they import; empty where there is none, or no Python to.
+        torch: Version of torch that they import; empty without torch, or without Python.
     """
 
     nnodes_min: int = 1
@@ -74,8 +74,8 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         slots: Workers it can run.
         store_host: Numeric address of the listening socket for stores, should it get rank 0.
         store_port: Port of that socket.
-        node_rank: The rank it was given by hand.
-        serves: The scheduler lives on it, so the job cannot go on without it.
+        node_rank: The node rank that its user gave it.
+        serves: The scheduler runs on it, so the job cannot go on without it.
         shares_host: Other nodes may be on its machine; their workers count local ranks together.
         formation: The formation that its user asked for.
         devices: Physical number of the device of each slot, and the address that the device has
@@ -85,7 +85,7 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
         warm: As of `Warmed`.
-        follows: The life of this node that an `Unknown` named; None when none has.
+        follows: The incarnation of this node that an `Unknown` named; None without one.
     """
 
     host: Name
@@ -118,7 +118,7 @@ class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
     """One of the node's workers ended.
 
     Args:
-        exit: How.
+        exit: Its end.
         at: The node's own time, which orders the ends of its workers.
     """
 
@@ -127,7 +127,7 @@ class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
 
 
 class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """All workers of the generation are gone from the node, with all they started.
+    """All workers of the generation have ended on the node, and all processes they started.
 
     Args:
         stuck: Processes that SIGKILL did not end.
@@ -167,7 +167,7 @@ class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
         first_rank: Global rank of the node's local_rank 0.
         count: Workers to start here.
         world_size: Workers in the generation.
-        store_host: Where its TCPStore listens.
+        store_host: Address of its TCPStore.
         store_port: Port of the store.
         serve_store: This node serves the store.
         first_local_rank: Local rank of its first worker, above 0 behind nodes on its machine.
@@ -250,7 +250,7 @@ class Unknown(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     """The scheduler does not know the sender, which has to register (again).
 
     Args:
-        known: The last life of the sender's node that it knows; None when it knows none.
+        known: The last incarnation of the sender's node that it knows; None without one.
     """
 
     known: int | None = None
@@ -293,7 +293,7 @@ class DumpStacks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
 
 
 class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one worker is in its program.
+    """The stack of one worker.
 
     Args:
         inquiry: As asked.
@@ -358,7 +358,7 @@ class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
     """The generation makes no progress and will be stopped.
 
     Args:
-        report: Where all ranks are, as text.
+        report: The stacks of all ranks, as text.
     """
 
     report: str
@@ -397,13 +397,13 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Args:
         job_id: The job.
         node_id: The agent's node, in both directions.
-        incarnation: Which life of that node: each agent on it draws another one, of no order.
+        incarnation: Random number that each agent on the node draws anew; it has no order.
         session: Which registration of that life, from 1; numbers start anew with each.
         seq: Number of the body, from 1; 0 for a frame that may be lost.
         ack: Largest number up to which the sender has got everything.
         stamp: From an agent, its own monotonic clock when it asks for a sign of life, else
             0; from the scheduler, the latest that it got from that agent.
-        term: Which life of the scheduler speaks, or is spoken to, from 1; 0 from an agent
+        term: Number of the scheduler that speaks, or is spoken to, from 1; 0 from an agent
             that has not heard of any.
         generation: The generation that the body speaks of; -1 before the first.
         body: The message; None for a sign of life alone.

@@ -2,8 +2,8 @@
 
 An agent does so on the node that owns `--master-addr`, and `scheduler_host` where the cluster is
 started by hand.  A scheduler that dies costs nothing: the next one inherits the listening socket
-and goes on with the log, while the workers run on.  What may not happen is an endless row of them,
-so `CrashLoopGuard` ends it, nor two at once, so the next starts only when the last has ended.
+and goes on with the log, while the workers run on.  `CrashLoopGuard` ends an endless row of them.
+There are never two at once: the next starts only when the last has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def scheduler_config(
 
 
 class SchedulerSupervisor:
-    """The scheduler of a job, whichever process it is at the moment.
+    """The scheduler of a job, in one process after the other.
 
     Args:
         config: Configuration of each scheduler; `started_before` and `term` are counted here.
@@ -101,8 +101,8 @@ class SchedulerSupervisor:
         child = self._child()
         loop.forget(child.pidfd)
         how, verdict = child.how_it_ended(), child.verdict()
-        # With a verdict on disk an agent tells it to all nodes by itself at its end (`end`).  A
-        # scheduler that is alone has nobody else to tell the nodes that have yet to hear it.
+        # If it died with a verdict on disk, some nodes may not know that yet.  An agent starts
+        # another scheduler for them at its own end (`end`); one that is alone is started now.
         must_tell = self._config.alone and child.has_died
         may_begin_again = self._crash_loop.may_begin_again(Loop.now())
         if (verdict and not must_tell) or not may_begin_again:
