@@ -1,5 +1,5 @@
 """The cluster protocol, without IO.
 
-Read `messages.py`, then `scheduler_state.py` and `agent_state.py`, then one
+Read `wire/messages.py`, then `scheduler/state.py` and `agent/state.py`, then one
 transcript in `tests/sim/scenarios`.
 """

@@ -1,6 +1,6 @@
-"""What keeps a message inside its frame: ranks as runs, long texts and lists cut short.
+"""Keeps messages inside a frame: ranks as runs, long texts and lists cut short.
 
-Whatever is left out is counted, so that what is said stays true.
+A shortened list says how many items it leaves out, so that it stays true.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankSet(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> RankSet:
-        """Return the set of `ranks`, each of which comes once."""
+        """Return the set of `ranks`, in which each rank occurs once."""
         ordered = sorted(ranks)
         runs: list[tuple[int, int]] = []
         for rank in ordered:
@@ -79,8 +79,8 @@ def few(processes: Iterable[str]) -> list[str]:
     named: list[str] = []
     more = 0
     for process in processes:
-        if found := _MORE.fullmatch(process):
-            more += int(found[1])
+        if rest := _MORE.fullmatch(process):
+            more += int(rest[1])
         elif len(named) < PROCESSES_MAX:
             named.append(clip(process, PROCESS_BYTES_MAX))
         else:

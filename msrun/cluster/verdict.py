@@ -1,4 +1,4 @@
-"""How a worker ended, which end was the cause, and the one verdict of a job, as text."""
+"""Ends of workers, the root cause among them, and the verdict of a job, with their texts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TAIL_BYTES_MAX = 24_000
 _TEXT_BYTES_MAX = 2_000
 _PATH_BYTES_MAX = 4_096
 _GROUPS_MAX = 16
-# Neither infinite nor no number at all: the scheduler's log could not hold that.
+# Finite, because the scheduler's log is JSON, which has no infinity and no NaN.
 Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
-# Of exit codes and signals; what is beyond is no number that a process can end with.
+# Range of exit codes and signals: no process can end with a number beyond it.
 Status = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-# Of a host, a job, a version.
+# The name of a host, a job, a version.
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 # A process that one of these ends was not ended by the loss of a peer.
 _NEVER_COLLATERAL = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 )
-# A peer may see the broken connection before the kernel tells us who broke it.
+# Seconds: a peer may see the broken connection before the kernel tells us which process broke it.
 _HEAD_START = 0.1
 
 
@@ -99,7 +99,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
         return words
 
     def sentence(self) -> str:
-        """Return who it was, how it ended and after how long."""
+        """Return a sentence: which worker it was, how it ended and after how long."""
         who = f"rank {self.rank} (node {self.host}, local_rank {self.local_rank}, pid {self.pid})"
         return f"{who} {self.how()} after {render_seconds(self.ran_for)}"
 
@@ -115,12 +115,12 @@ def fit(end: RankExit) -> RankExit:
 
 
 def bare(end: RankExit) -> RankExit:
-    """Return `end` without the texts that are told of a cause alone."""
+    """Return `end` without the texts, which only a root cause needs."""
     return msgspec.structs.replace(end, host="", error="", tail=[], log_file="")
 
 
 class ExitGroup(msgspec.Struct, frozen=True):
-    """Ranks that ended alike."""
+    """Ranks that ended in the same way."""
 
     how: str
     ranks: RankSet
@@ -135,7 +135,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         reason: One sentence; empty after a success.
         generation: The last generation.
         restarts: Restarts that were used.
-        hint: What to do next; empty when there is nothing to say.
+        hint: Advice to the user; empty without any.
         root: The first failure of the last generation; None without one.
         collateral: Ends that followed from it, grouped; small groups beyond many are one.
         finished: Ranks that had exited with code 0 before they were asked to stop.
@@ -177,10 +177,10 @@ def group_exits(exits: Iterable[RankExit]) -> list[ExitGroup]:
     for end in exits:
         groups.setdefault(end.how(), []).append(end.rank)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    found = [ExitGroup(how, RankSet.of(ranks)) for how, ranks in ordered[:_GROUPS_MAX]]
+    grouped = [ExitGroup(how, RankSet.of(ranks)) for how, ranks in ordered[:_GROUPS_MAX]]
     if others := [rank for _, ranks in ordered[_GROUPS_MAX:] for rank in ranks]:
-        found.append(ExitGroup("ended in other ways", RankSet.of(others)))
-    return found
+        grouped.append(ExitGroup("ended in other ways", RankSet.of(others)))
+    return grouped
 
 
 def interrupted(job_id: str, signum: int, *, generation: int, restarts: int) -> Verdict:

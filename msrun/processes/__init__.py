@@ -1,1 +1,1 @@
-"""What runs in each process of msrun: agent, scheduler, and the node's reaper and forkserver."""
+"""The processes of msrun: agent, scheduler, and the node's reaper and forkserver."""

@@ -24,7 +24,7 @@ def follow(ended: Callable[[], int | None], cancel: Callable[[], None]) -> int:
     followed = _FollowedJob(loop, ended, cancel)
     try:
         loop.on_signals(_SIGNALS, followed.on_signal)
-        # What the batch system is asked with has ended whenever the loop goes on.
+        # Commands that ask the batch system have ended whenever the loop goes on.
         first_process.reap_orphans(loop, tuple)
         loop.run(lambda: followed.due, followed.poll)
     finally:

@@ -1,7 +1,7 @@
-"""What the launcher's user sees: our own words on stderr, chosen workers' lines on stdout.
+"""The console of a launcher: our own messages on stderr, lines of chosen workers on stdout.
 
 Nothing here waits for a reader: a console that does not take more is left alone until
-it does, and the workers, who write to their own files, never notice.
+it does, and the workers, which write to their own files, never notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msrun.supervise.logs import Tail, printable
 if TYPE_CHECKING:
     from rich.live import Live
 
-# What a pipe that polls as writable takes without blocking: PIPE_BUF.
+# Bytes that a pipe which polls as writable takes without blocking: PIPE_BUF.
 _CHUNK_BYTES = 4096
 _CHUNKS_EACH_TIME = 64
 _PATIENCE_MS = 1000
@@ -100,7 +100,7 @@ class Console:
         """Show where the job stands, where there is a place for it."""
 
     def pump(self) -> bool:
-        """Show what the workers have written meanwhile; return whether there may be more."""
+        """Show new lines of the workers; return whether there may be more."""
         for _ in range(_CHUNKS_EACH_TIME):
             if not self._pending:
                 self._pending = self._next_lines()
@@ -134,7 +134,8 @@ class Console:
                 return
 
     def _show(self, text: str) -> None:
-        # Who let us wait in vain once is not waited for again: a stop may be next.
+        # A reader that did not take a message in time is not waited for again: the next message
+        # may be about a stop.
         wait_ms = _PATIENCE_MS if self._is_heard else 0
         self._is_heard = write_bounded(2, f"{text}\n".encode(errors="backslashreplace"), wait_ms)
 
@@ -148,7 +149,7 @@ class Console:
         try:
             written = os.write(1, self._pending[:_CHUNK_BYTES])
         except OSError:
-            # Whoever read has left; the job goes on.
+            # The reader has closed the pipe; the job goes on.
             self._has_reader = False
             return
         self._pending = self._pending[written:]
@@ -160,7 +161,7 @@ class LiveConsole(Console):
     Args:
         journal: As of `Console`.
         tails: As of `Console`.
-        name: What the line begins with.
+        name: Beginning of the line.
     """
 
     is_live = True
@@ -200,7 +201,7 @@ class LiveConsole(Console):
             self._live = None
 
     def show(self, status: NodeStatus) -> None:
-        """Show where the job stands, in place of what the line said before."""
+        """Replace the line by the present state of the job."""
         from rich.text import Text
 
         line = status.render()

@@ -1,4 +1,4 @@
-"""The end of somebody who asks a job's scheduler: one question, one answer, one sentence if not."""
+"""A client of a job's scheduler: one question, one answer, or an error of one sentence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ControlClient:
         self._socket = ControlSocket(self._context, address, card.keys)
 
     def ask(self, request: AnyRequest, kind: type[R]) -> R:
-        """Return what the job answers, which is of `kind`.
+        """Return the answer of the job, which is of `kind`.
 
         Raises:
             UsageError: It will not or cannot do that.

@@ -1,17 +1,19 @@
-"""What it takes to control a job from a machine on which one of its launchers runs.
+"""The file with which tools control a job from a machine that runs one of its launchers.
 
-It lies in the job's private directory, so that only its user can read it, and holds the keys
-of the control role, with which a job can be looked into and stopped, but not joined.
+It is in the job's private directory, which only its user can read.  Its keys are those of the
+control role, which can inspect and stop the job, but not join it.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 
+from msrun.job import JobSpec
 from msrun.processes import run_dir
-from msrun.transport.sockets import ControlKeys
+from msrun.transport.sockets import ControlKeys, control_keys
 
 _NAME = "control.json"
 _BYTES_MAX = 64 * 1024
@@ -21,10 +23,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a job.
 
     Args:
-        job_id: The job; empty for whichever the scheduler runs.
+        job_id: The job; empty for the one that the scheduler runs.
         host: Numeric address of the scheduler.
         port: Its port.
-        keys: What it takes to be let in; None without authentication.
+        keys: The keys of the control role; None without authentication.
         pid: The launcher on this machine; 0 when there is none.
         log_dir: Where it keeps its logs.
         workers: Workers that it starts.
@@ -41,6 +43,29 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 0
     serves: bool = False
     began: float = 0.0
+
+
+def card_of(job: JobSpec, port: int, secret: bytes | None, *, workers: int, began: float) -> Card:
+    """Return the card of the launcher of `job` that this process is.
+
+    Args:
+        job: The job.
+        port: Port of its scheduler.
+        secret: The secret of the job; None without authentication.
+        workers: Workers that this launcher starts.
+        began: When it began, on this machine's monotonic clock.
+    """
+    return Card(
+        job_id=job.job_id,
+        host=job.listen_host,
+        port=port,
+        keys=control_keys(secret) if secret else None,
+        pid=os.getpid(),
+        log_dir=job.log_dir,
+        workers=workers,
+        serves=job.serves,
+        began=began,
+    )
 
 
 def write(directory: Path, card: Card) -> None:
@@ -60,7 +85,7 @@ def jobs() -> list[Card]:
 
 
 def _read(path: Path) -> Card | None:
-    """Return what the file at `path` says; None when the job has just begun, or ended."""
+    """Return the card at `path`; None if the job has just begun, or has ended."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_BYTES_MAX), type=Card)

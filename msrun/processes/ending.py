@@ -40,10 +40,10 @@ def read(log_dir: str, job_id: str) -> Verdict | None:
     """Return the result that a launcher of that job has written; None when it has not, yet."""
     try:
         with Path(log_dir, VERDICT_FILE).open("rb") as file:
-            found = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
+            verdict = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
     except (OSError, msgspec.MsgspecError):
         return None
-    return found if found.job_id == job_id else None
+    return verdict if verdict.job_id == job_id else None
 
 
 def _write(verdict: Verdict, path: Path) -> None:

@@ -1,7 +1,8 @@
-"""What the first process of a container owes to the others there: to reap their orphans.
+"""The duty of the first process of a container: to reap orphans.
 
-The kernel gives it every process whose parent has ended, of strangers too, such as probes and
-shells.  Nobody else can reap them, and whoever it is of ours that comes first has a loop.
+The kernel makes it the parent of every process whose own parent has ended, also of foreign ones
+such as probes and shells.  No other process can reap them.  Whichever of our processes is the first
+one has a loop, which does it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msrun.transport.loop import Loop
 
 
 def reap_orphans(loop: Loop, own: Callable[[], Container[int]]) -> None:
-    """Have `loop` reap them if this process is such a one, which has no child of its own yet.
+    """Have `loop` reap orphans if this is the first process; it has no child of its own yet.
 
     Args:
         loop: This process's loop.
@@ -24,4 +25,4 @@ def reap_orphans(loop: Loop, own: Callable[[], Container[int]]) -> None:
     if os.getpid() != 1:
         return
     loop.on_signals((signal.SIGCHLD,), lambda _: process.reap_adopted(own()))
-    process.reap_adopted(())  # of which no signal told
+    process.reap_adopted(())  # those that ended before the handler was there

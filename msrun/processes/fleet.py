@@ -1,7 +1,7 @@
 """The commands that start a fleet's agents: run, followed and ended together.
 
-Which code the job ended with is what the agents report.  What started them is asked only
-where no agent ever did, since mpirun returns 0 for a lost node and ssh 255 for anything.
+The agents report the exit code of the job.  The exit code of a command counts only if none of its
+agents ever reported, because mpirun returns 0 for a lost node and ssh 255 for anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USAGE_CODES = (ExitCode.USAGE, 1, 126, 127)
 
 
 class FleetError(MsrunError):
-    """Nodes on which no agent could be started, or of which no agent said how it ended."""
+    """Some nodes started no agent, or their agents did not report how the job ended."""
 
     def __init__(self, message: str, exit_code: ExitCode, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -43,15 +43,15 @@ class FleetError(MsrunError):
 def run_fleet(commands: Sequence[StartCommand], secret: bytes) -> int:
     """Run all commands to their end and return the job's exit code.
 
-    The output of the first command is ours; that of another is told when it starts no agent.
+    The output of the first command is shown; that of another is shown if it starts no agent.
 
     Args:
-        commands: What to run, all at once.
+        commands: The commands, which run at once.
         secret: The job's secret.
 
     Raises:
         UsageError: A command cannot be started at all.
-        FleetError: An agent cannot be started, or none of them told how the job ended.
+        FleetError: An agent cannot be started, or none of them reported how the job ended.
     """
     loop = Loop()
     run = _Run(loop)
@@ -68,7 +68,7 @@ class _Command:
     """One command that runs.
 
     Args:
-        plan: What to run.
+        plan: The command.
         secret: The job's secret as text.
     """
 
@@ -118,11 +118,11 @@ class _Output:
     """One of the two outputs of a command: lines for a person, and reports.
 
     Args:
-        stream: Where it comes from.
-        target: Where its lines go; None keeps the last of them.
-        command: Whose it is.
+        stream: The pipe to read.
+        target: Descriptor for its lines; None keeps the last of them.
+        command: The command.
         ended: Called with each report of an agent's end.
-        errors: The other one, which tells what a report says to a person.
+        errors: The standard error of the command, which shows the text of reports.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _Output:
         os.set_blocking(self.source, False)
 
     def read(self) -> bool:
-        """Take what is there; return False at the end."""
+        """Read the bytes that are there; return False if there are none, or at the end."""
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -170,7 +170,7 @@ class _Output:
         if self._target is None:
             self.kept = (self.kept + line)[-_KEPT_BYTES:]
             return
-        with contextlib.suppress(OSError):  # Whoever read it has enough.
+        with contextlib.suppress(OSError):  # The reader has closed the pipe.
             os.write(self._target, line)
 
 
@@ -237,7 +237,7 @@ class _Run:
             self._loop.stop()
 
     def _on_report(self, report: Report) -> None:
-        """Take an agent's code; after the job's own, what has not ended soon never will."""
+        """Take an agent's code; after the job's own, wait only a few seconds for the commands."""
         if not report.is_last:
             self._codes[report.node] = report.code or 0
         elif self._last is None:
@@ -257,7 +257,7 @@ class _Run:
             command.stop()
 
     def kill(self) -> None:
-        """End what still runs at once; the agents notice that their launcher is gone."""
+        """Kill the commands that still run; their agents notice that the launcher is gone."""
         self.due = None
         for pid in descendants(os.getpid()):  # with the ssh of an mpirun
             with contextlib.suppress(ProcessLookupError):
@@ -269,7 +269,7 @@ class _Run:
             raise self._refusal
         first = self._codes[min(self._codes)] if self._codes else None
         code = first if self._last is None else self._last
-        # Agents end by SIGTERM whichever signal we got, and mpirun may kill them before they tell.
+        # Agents end by SIGTERM whatever signal we got, and mpirun may kill them before they report.
         if self._signum and code in (None, signal_exit_code(signal.SIGTERM)):
             return signal_exit_code(self._signum)
         if code is not None:

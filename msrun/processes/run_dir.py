@@ -1,9 +1,9 @@
-"""The private directory of one job on one node, and what an earlier job left in its place.
+"""The private directory of one job on one node, and the removal of those of earlier jobs.
 
-It lies in `$XDG_RUNTIME_DIR/msrun`, or in `/tmp/msrun-UID` where that is not this
+It is in `$XDG_RUNTIME_DIR/msrun`, or in `/tmp/msrun-UID` where that is not this
 user's own, has the job's id as its name and holds an exclusive lock as long as the job's
-reaper lives.  A directory whose lock is free belonged to a job whose reaper and agent
-were both killed; it is removed here, with whatever of that job still runs.
+reaper lives.  A directory with a free lock belonged to a job whose reaper and agent
+were both killed; it is removed here, and the processes of that job are killed.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ def create(name: str) -> tuple[Path, int]:
 
 def held() -> list[Path]:
     """Return the directories of this user's jobs that run on this machine, by name."""
-    found: list[Path] = []
+    held: list[Path] = []
     for parent in {_parent(), _fallback()}:
         try:
             _check_private(parent)
             with _guarded(parent):
                 directories = [directory for directory in parent.iterdir() if directory.is_dir()]
-                found += [d for d in directories if not _is_free(d / _LOCK)]
+                held += [d for d in directories if not _is_free(d / _LOCK)]
         except (OSError, UsageError):  # there is none, or it is not ours
             continue
-    return sorted(found, key=lambda directory: directory.name)
+    return sorted(held, key=lambda directory: directory.name)
 
 
 @contextlib.contextmanager
 def _guarded(parent: Path) -> Iterator[None]:
-    """Let no other launcher of this user look for jobs meanwhile, or make one."""
+    """Keep other launchers of this user from looking for jobs, or making one, inside."""
     guard = os.open(parent / ".guard", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(guard, fcntl.LOCK_EX)
@@ -85,7 +85,7 @@ def _guarded(parent: Path) -> Iterator[None]:
 
 
 def note_cgroup(directory: Path, cgroup: str) -> None:
-    """Write down the job's cgroup for whoever has to clean up after us."""
+    """Write down the job's cgroup, for the launcher that cleans up if we are killed."""
     (directory / _CGROUP).write_text(cgroup)
 
 
@@ -142,7 +142,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _is_free(lock: Path) -> bool:
-    """Return whether nobody holds `lock`, which its maker takes under the same guard."""
+    """Return whether `lock` is free; its maker takes it under the same guard."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Processes of one node: the reaper, the forkserver, and what holds them together.
+"""Processes of one node: the reaper, the forkserver, their orders and their containment.
 
-Read `orders.py` first (what they say to each other), then `reaper.py` and `forkserver.py`.
+Read `orders.py` first (their messages), then `reaper.py` and `forkserver.py`.
 """

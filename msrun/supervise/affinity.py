@@ -1,4 +1,4 @@
-"""Which CPUs and whose memory each worker of a node gets: decided here, done by the worker.
+"""Decides which CPUs and which NUMA memory each worker of a node gets; the worker binds itself.
 
 The unit that workers share is the physical core, as long as there is one for each
 worker, else the single CPU.  All workers get the same number of units, up to one,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -19,9 +19,6 @@ from msgspec.structs import replace
 from msrun.errors import UsageError
 from msrun.job import Binding, BindMode
 from msrun.topology import CpuTopology, Device, render_number_list
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 Numbers = tuple[int, ...]
 
@@ -36,7 +33,7 @@ class AffinityPlan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         cpus: CPUs of each worker, ascending; empty when it is not bound.
         numa_nodes: NUMA nodes of each worker's memory; empty when it is not bound.
-        notes: What a person should know, such as why a worker is not bound.
+        notes: Remarks for the user, such as why a worker is not bound.
     """
 
     cpus: tuple[Numbers, ...]
@@ -112,7 +109,7 @@ def plan_threads(plan: AffinityPlan, cpus: CpuTopology) -> tuple[int, ...]:
 
 
 class _Given(msgspec.Struct, frozen=True, kw_only=True):
-    """One option whose value names devices."""
+    """One option with devices in its value."""
 
     option: str
     noun: str
@@ -201,21 +198,21 @@ def _divide(
 
 def _cores(cpus: CpuTopology) -> dict[int, list[Numbers]]:
     """Return node -> its physical cores, each as its allowed CPUs, by lowest CPU."""
-    found: dict[int, list[Numbers]] = {}
+    units: dict[int, list[Numbers]] = {}
     for node, own in sorted(cpus.numa.items()):
         cores: dict[int, list[int]] = {}
         for cpu in sorted(own):
             cores.setdefault(cpus.core(cpu), []).append(cpu)
-        found[node] = sorted(map(tuple, cores.values()))
-    return found
+        units[node] = sorted(map(tuple, cores.values()))
+    return units
 
 
 class _Division:
     """How many units of each NUMA node every worker takes.
 
     Args:
-        cpus: Whose distances count.
-        left: Node -> units that nobody has taken.
+        cpus: The CPU topology, for its distances.
+        left: Node -> units that are still free.
         homes: NUMA node of each worker's device.
     """
 

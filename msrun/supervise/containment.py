@@ -57,15 +57,15 @@ def kill(directory: str) -> None:
 
 def members(directory: str) -> list[int]:
     """Return the pids in `directory` and below it."""
-    found: list[int] = []
+    pids: list[int] = []
     for path in Path(directory).rglob(_PROCS):
         with contextlib.suppress(OSError):
-            found.extend(map(int, path.read_text().split()))
-    return found
+            pids.extend(map(int, path.read_text().split()))
+    return pids
 
 
 def remove(directory: str) -> bool:
-    """Remove `directory` and what is below it as far as no process is there; return if all is."""
+    """Remove `directory` and the ones below it that hold no process; return if all are gone."""
     for path, _, _ in os.walk(directory, topdown=False):
         with contextlib.suppress(OSError):
             Path(path).rmdir()
@@ -80,7 +80,7 @@ def note_remains(directory: str, run_dir: str) -> None:
 
 
 def remove_remains(parent: str) -> None:
-    """Remove what was written down below `parent`, if the kernel has ended its processes."""
+    """Remove the cgroups noted below `parent`, if the kernel has ended their processes."""
     for file in Path(parent).glob(f".*{_REMAINS}"):
         with contextlib.suppress(OSError):
             if remove(file.read_text()):

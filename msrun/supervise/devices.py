@@ -1,6 +1,6 @@
 """Accelerators of this node, counted without torch: a CUDA query would poison every fork.
 
-What a process may open in /dev is there; /proc and /sys say where it hangs.  The
+A device counts if this process may open its file in /dev; /proc and /sys give its place.  The
 variables that hide devices are read as the vendors' own runtimes read them, whose
 rules for malformed values differ.
 """
@@ -10,23 +10,20 @@ from __future__ import annotations
 import io
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from msrun.topology import Device, DeviceKind
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
 _NVIDIA = re.compile(r"nvidia([0-9]+)")
 _DAVINCI = re.compile(r"davinci([0-9]+)")
 
 
 class _ProbedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """One device: its number before any visibility variable, and what the driver says."""
+    """One device: its number before any visibility variable, and facts from its driver."""
 
     number: int | None = None
     numa_node: int | None = None
@@ -47,7 +44,7 @@ def read_devices(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
 
 
 def read_text(path: Path | str) -> str:
-    """Return what is in a file of the kernel, "" when it cannot be read."""
+    """Return the text of a file of the kernel, "" if it cannot be read."""
     try:
         with io.FileIO(os.fspath(path)) as file:
             return file.readall().decode(errors="replace")
@@ -70,13 +67,13 @@ def _read_gpus(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
     if all(gpu.bus for gpu in gpus):
         # CUDA and nvidia-smi number GPUs by bus address, which minors need not follow.
         gpus.sort(key=lambda gpu: (len(gpu.bus), gpu.bus))
-    found = [replace(gpu, number=number) for number, gpu in enumerate(gpus)]
+    probed = [replace(gpu, number=number) for number, gpu in enumerate(gpus)]
     text = visible.get("CUDA_VISIBLE_DEVICES")
-    return _devices(DeviceKind.CUDA, found if text is None else _cuda_visible(text, found))
+    return _devices(DeviceKind.CUDA, probed if text is None else _cuda_visible(text, probed))
 
 
 def _nvidia_information(root: Path) -> dict[int, _ProbedDevice]:
-    """Return what the NVIDIA driver says, by the number in the name of the device file."""
+    """Return facts from the NVIDIA driver, by the number in the name of the device file."""
     about = {}
     directory = root / "proc/driver/nvidia/gpus"
     for bus in read_names(directory):
@@ -93,9 +90,9 @@ def _nvidia_information(root: Path) -> dict[int, _ProbedDevice]:
 def _read_npus(root: Path, visible: Mapping[str, str]) -> tuple[Device, ...]:
     minors = _usable(root, _DAVINCI)
     nodes = _ascend_numa_nodes(root) if minors else {}
-    found = [_ProbedDevice(number=i, numa_node=nodes.get(minor)) for i, minor in enumerate(minors)]
+    probed = [_ProbedDevice(number=i, numa_node=nodes.get(minor)) for i, minor in enumerate(minors)]
     text = visible.get("ASCEND_RT_VISIBLE_DEVICES")
-    return _devices(DeviceKind.NPU, found if text is None else _ascend_visible(text, found))
+    return _devices(DeviceKind.NPU, probed if text is None else _ascend_visible(text, probed))
 
 
 def _ascend_numa_nodes(root: Path) -> dict[int, int | None]:
@@ -137,21 +134,21 @@ def _devices(kind: DeviceKind, chosen: list[_ProbedDevice]) -> tuple[Device, ...
     )
 
 
-def _cuda_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice]:
+def _cuda_visible(text: str, probed: list[_ProbedDevice]) -> list[_ProbedDevice]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves.
 
-    What CUDA does not know ends the list, a repeated entry empties it.  Source: CUDA
+    An unknown entry ends the list, a repeated entry empties it.  Source: CUDA
     C++ Programming Guide, "CUDA Environment Variables", and `torch.cuda.device_count`.
     """
-    entries = [entry.strip() for entry in text.split(",")] if found else []
+    entries = [entry.strip() for entry in text.split(",")] if probed else []
     chosen: dict[str | int, _ProbedDevice] = {}
     for entry in entries:
         if entries[0].startswith("MIG-"):
-            one = _mig_instance(entry, found)
+            one = _mig_instance(entry, probed)
         elif entries[0].startswith("GPU-"):
-            one = _gpu_of_uuid(entry, found)
+            one = _gpu_of_uuid(entry, probed)
         else:
-            one = _at(re.match(r"\+?([0-9]{1,9})", entry), found)
+            one = _at(re.match(r"\+?([0-9]{1,9})", entry), probed)
         if one is None:
             break
         key = entry if one.number is None else one.number
@@ -161,26 +158,27 @@ def _cuda_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice]:
     return list(chosen.values())
 
 
-def _gpu_of_uuid(entry: str, found: list[_ProbedDevice]) -> _ProbedDevice | None:
-    """Return the one GPU whose UUID starts with `entry`."""
+def _gpu_of_uuid(entry: str, probed: list[_ProbedDevice]) -> _ProbedDevice | None:
+    """Return the one GPU with a UUID that starts with `entry`."""
     if not entry.startswith("GPU-"):
         return None
-    if not any(one.uuid for one in found):
+    if not any(one.uuid for one in probed):
         return _ProbedDevice()  # the driver does not tell UUIDs here, so it is taken at its word
-    matches = [one for one in found if one.uuid.startswith(entry)]
+    matches = [one for one in probed if one.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
-def _mig_instance(entry: str, found: list[_ProbedDevice]) -> _ProbedDevice | None:
+def _mig_instance(entry: str, probed: list[_ProbedDevice]) -> _ProbedDevice | None:
     """Return a MIG instance, which has no number; only its older name tells its GPU."""
     if not entry.startswith("MIG-"):
         return None
     gpu = entry.removeprefix("MIG-").partition("/")[0]
-    nodes = {one.numa_node for one in found if one.uuid == gpu} or {one.numa_node for one in found}
+    nodes = {one.numa_node for one in probed if one.uuid == gpu}
+    nodes = nodes or {one.numa_node for one in probed}
     return _ProbedDevice(numa_node=nodes.pop() if len(nodes) == 1 else None)
 
 
-def _ascend_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice]:
+def _ascend_visible(text: str, probed: list[_ProbedDevice]) -> list[_ProbedDevice]:
     """Return the NPUs that ASCEND_RT_VISIBLE_DEVICES leaves.
 
     Digits and commas are read up to the first other thing.  Source: CANN,
@@ -188,7 +186,7 @@ def _ascend_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice
     """
     chosen: list[_ProbedDevice] = []
     for entry in text.split(","):
-        one = _at(re.match(r"([0-9]{1,9})", entry), found)
+        one = _at(re.match(r"([0-9]{1,9})", entry), probed)
         if one is None or one in chosen:
             break
         chosen.append(one)
@@ -197,6 +195,6 @@ def _ascend_visible(text: str, found: list[_ProbedDevice]) -> list[_ProbedDevice
     return chosen
 
 
-def _at(number: re.Match[str] | None, found: list[_ProbedDevice]) -> _ProbedDevice | None:
+def _at(number: re.Match[str] | None, probed: list[_ProbedDevice]) -> _ProbedDevice | None:
     """Return the device of the number that `number` matched."""
-    return found[int(number[1])] if number and int(number[1]) < len(found) else None
+    return probed[int(number[1])] if number and int(number[1]) < len(probed) else None

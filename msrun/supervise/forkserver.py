@@ -1,8 +1,17 @@
 """The forkserver: imports torch once, then forks each worker in a few milliseconds.
 
-It has one thread and opens no device, because both would be broken in every child;
-when something it was asked to preload does either, it says so and starts each
-worker as an interpreter of its own instead.
+An import of torch costs about a second of CPU for each rank.  Forking from a process that has
+done it once costs milliseconds, and the ranks share its memory copy-on-write.  The price is that
+this process must stay forkable:
+
+- It has one thread, because threads do not survive a fork but their locks do, and opens no device,
+  because a CUDA context is broken in every child.  If a preloaded module does either, `why_unsafe`
+  says so and each worker is an interpreter of its own instead.
+- A forked child must not run on in its parent's stack frames: their `finally` blocks and objects
+  are the forkserver's.  So a child raises `Forked`, which unwinds all frames up to the entry of the
+  process, and only there begins its own work.
+- No garbage collection before the fork (`gc.freeze`): a collector that runs in a child writes to
+  every page that it visits, and each worker would copy all of torch.
 """
 
 from __future__ import annotations
@@ -46,13 +55,13 @@ _CANNOT_START = 126 << 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpawnContext:
-    """What a process needs to know right after it was forked.
+    """The facts that a process needs right after it was forked.
 
     Args:
         configure: The job's first order.
         fork: Whether a Python program continues in this process; else it is exec'ed.
         parent: Pid of the forkserver.
-        signals: What signals did before the reaper ignored them.
+        signals: Handlers of signals before the reaper ignored them.
         wakeup: The forkserver's own end of its signal pipe, to be closed.
         listen_fd: The store's listening socket.
     """
@@ -85,7 +94,7 @@ class _Child:
 
 @dataclass(slots=True)
 class Forkserver:
-    """State of the one forkserver of a node."""
+    """The one forkserver of a node."""
 
     channel: Channel[ForkserverOrder]
     context: SpawnContext
@@ -131,7 +140,7 @@ class Forkserver:
     def _fork_worker(self, order: SpawnWorker) -> None:
         child = _Child(order.generation, order.rank)
         if order.until is not None and time.monotonic() >= order.until:
-            # The agent was frozen while it gave this order.
+            # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
         pid = self._fork(child, partial(self.become_worker, self.context, order))
@@ -148,7 +157,8 @@ class Forkserver:
 
     def _fork(self, child: _Child, become: Callable[[], Next]) -> int:
         """Fork a process that becomes `child`; return its pid, 0 when there is none."""
-        # Blocked signals wait for the child, which would ignore them at first, as we do.
+        # The child begins with our ignored signals.  Blocked ones stay pending until it has its
+        # own handlers, so that a signal right after the fork is not lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, self.context.signals)
         problem = ""
         try:
@@ -199,13 +209,13 @@ class Forkserver:
 
 
 def preload(configure: Configure) -> Ready:
-    """Import what the workers will need and say whether forking them is safe."""
+    """Import the modules that workers need and say whether forking them is safe."""
     started = time.monotonic()
     if configure.kind == "command" or not configure.fork:
         return Ready(fork=False, seconds=0.0)
     before = environ.hold_back_threads()
-    # Nothing is collected, as gc.freeze advises: freed holes would be filled by the
-    # workers, each copying the page around them.
+    # No collection before `gc.freeze`, as its documentation advises: workers would fill the holes
+    # that it frees, and each would copy the pages around them.
     gc.disable()
     error = _import_all(configure.preload) or _import_all(
         configure.preload_of_user, beside=_program_directory(configure)
@@ -224,7 +234,7 @@ def _import_all(names: Sequence[str], beside: str = "") -> str | None:
 
     Args:
         names: Modules.
-        beside: What stands in front on `sys.path` meanwhile.
+        beside: Directory in front on `sys.path` while they are imported.
     """
     path = [beside] if beside and not sys.flags.safe_path else []
     sys.path[:0] = path
@@ -240,7 +250,7 @@ def _import_all(names: Sequence[str], beside: str = "") -> str | None:
 
 
 def _program_directory(configure: Configure) -> str:
-    """Return what the program will find in front on `sys.path`, so that both find the same."""
+    """Return the first directory on the program's `sys.path`, so that both import the same."""
     if configure.kind == "module":
         return configure.cwd
     file = os.path.join(configure.cwd, configure.argv[0])  # noqa: PTH118 - as it was given
@@ -250,9 +260,9 @@ def _program_directory(configure: Configure) -> str:
 
 
 def _keep_operators() -> None:
-    """Have no worker take back, at its exit, the operators that torch registered at import.
+    """Have no worker unregister, at its exit, the operators that torch registered at import.
 
-    It would be 35 ms of work in each of them, which nobody could see the result of.
+    That would cost each worker 35 ms, for a result that ends with the process.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public list
         referent = finalizer.peek()
@@ -288,13 +298,13 @@ def run(
 ) -> Next:
     """Be the forkserver, in the child that the reaper forked, until the agent is gone.
 
-    Returns only in the processes that it forked, with what each of them is to do.
+    Returns only in the processes that it forked, with the work of each.
     """
     title.set_name("msrun forksrv")
     title.show_as(["msrun", "forkserver", configure.job_id], environ.current())
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
-    faulthandler.enable()  # what is imported may crash
+    faulthandler.enable()  # an imported extension may crash
     ready = preload(configure)
     channel.send(ready)
     wakeup = wake_on_child()

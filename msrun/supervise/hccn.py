@@ -22,17 +22,17 @@ def read_device_ips(
     Args:
         root: Where /etc/hccn.conf is.
         numbers: Physical numbers of the devices.
-        ask: What hccn_tool prints about a device, "" when it says nothing; asked about what
+        ask: Returns the output of hccn_tool about a device, "" without any; asked about what
             the file does not have.
     """
     lines = map(str.strip, read_text(root / "etc/hccn.conf").splitlines())
     known = {int(match[1]): match[2] for match in filter(None, map(_LINE.fullmatch, lines))}
-    found = {number: known.get(number) or _address(ask(number)) for number in numbers}
-    return {number: address for number, address in found.items() if address}
+    addresses = {number: known.get(number) or _address(ask(number)) for number in numbers}
+    return {number: address for number, address in addresses.items() if address}
 
 
 def ask_hccn_tool(number: int) -> str:
-    """Return what hccn_tool prints about the address of a device, "" where there is no tool."""
+    """Return the output of hccn_tool about the address of a device, "" without the tool."""
     command = ["hccn_tool", "-i", str(number), "-ip", "-g"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the kernel lets one process use."""
+"""Limits of the kernel on one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def raise_open_files() -> int:
-    """Let this process, and what it starts, open as many files as it may; return how many."""
+    """Raise the limit on open files as far as allowed, for children too; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The kernel refuses a limit above its own, which the hard limit may be.
     with contextlib.suppress(OSError, ValueError):

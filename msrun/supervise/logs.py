@@ -18,7 +18,7 @@ def make_log_dir(path: str) -> None:
 
 
 def banner(generation: int) -> str:
-    """Return the line between what two generations wrote into one log."""
+    """Return the line that separates two generations in one log."""
     return f"[msrun] generation {generation} starts here\n"
 
 

@@ -1,4 +1,4 @@
-"""What this node offers, read from /proc, /sys and the process's own limits.
+"""The resources of this node, read from /proc, /sys and the process's own limits.
 
 Every start of `msrun` reads it, so files are read directly and nothing heavy is
 imported.  A file that is missing or odd is a limit that does not exist.
@@ -12,16 +12,13 @@ import re
 import resource
 import socket
 import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from msrun.supervise.devices import read_devices, read_names, read_text
 from msrun.topology import CpuTopology, Machine, parse_number_list
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 _SLASH = Path("/")
 _NODE = re.compile(r"node([0-9]+)")
@@ -33,7 +30,7 @@ _RECLAIMABLE_V1 = ("total_active_file", "total_inactive_file")
 
 
 def read_machine(environment: Mapping[str, str], root: Path = _SLASH) -> Machine:
-    """Return what this process may use of its machine.
+    """Return the part of the machine that this process may use.
 
     Args:
         environment: Holds the variables that hide devices.
@@ -56,7 +53,7 @@ def _address() -> str:
     """Return the address of the interface that leads out of this machine.
 
     Connecting a datagram socket sends nothing; the peer is one of RFC 5737's addresses
-    that belong to nobody.
+    that belong to no process.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -191,7 +188,7 @@ def _running(root: Path) -> int:
 
 
 def _user_processes_available(root: Path, running: int) -> int:
-    """Return what RLIMIT_NPROC, which does not bind root, leaves to this user."""
+    """Return the processes that RLIMIT_NPROC, which does not bind root, leaves to this user."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0 or most == resource.RLIM_INFINITY:
         return sys.maxsize
@@ -294,7 +291,7 @@ class _Cgroups:
             if own.is_relative_to(top) and ".." not in own.parts:
                 inside = own.relative_to(top)
                 return [self._root / point / part for part in (inside, *inside.parents)]
-        # The process is outside what is mounted here, as in some containers.
+        # The process is in no hierarchy that is mounted here, as in some containers.
         return [self._root / point for _, point in mounts[:1]]
 
 

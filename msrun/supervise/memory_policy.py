@@ -1,4 +1,4 @@
-"""Memory of the calling process on chosen NUMA nodes: what `numactl --membind` does.
+"""Binds the memory of the calling process to NUMA nodes, as `numactl --membind` does.
 
 The C library has no wrapper for the system call and libnuma is often missing, so the
 call is made by number.
@@ -50,7 +50,7 @@ def bind_memory(
     if not nodes or not all(0 <= node < _MASK_BYTES * 8 for node in nodes):
         return f"no such NUMA nodes: {render_number_list(nodes) or 'none'}"
     mask = sum(1 << node for node in set(nodes)).to_bytes(_MASK_BYTES, "little")
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than the number that it is given.
     code = (call or _system_call)(number, _MPOL_BIND, mask, _MASK_BYTES * 8 + 1)
     if code == 0:
         return None

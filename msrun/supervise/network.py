@@ -13,17 +13,17 @@ _DISCARD_PORT = 9  # any would do: connecting a datagram socket sends nothing
 def resolve(host: str) -> tuple[str, ...]:
     """Return the numeric addresses of `host`, IPv4 first, each once; none when it is unknown."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ()
-    return ordered({str(address[0]) for family, *_, address in found if family in _FAMILIES})
+    return ordered({str(address[0]) for family, *_, address in entries if family in _FAMILIES})
 
 
 def is_own(address: str) -> bool:
     """Tell whether the numeric `address` is one of this machine's.
 
-    The kernel answers from itself whom it reaches at their own address; that it lets us
-    bind one proves nothing where `ip_nonlocal_bind` is set.
+    The kernel reaches its own addresses from the same address, so the way to it tells.  A
+    successful bind proves nothing where `ip_nonlocal_bind` is set.
     """
     return ip_address(address).is_loopback or address_to(address) == address
 
@@ -58,7 +58,7 @@ def interface_to(host: str) -> str:
 
 
 def is_named() -> bool:
-    """Tell whether other machines can reach this one at what its own name means to it."""
+    """Whether this machine's own name resolves to an address that others can reach."""
     return any(map(_is_for_others, resolve(socket.gethostname())))
 
 

@@ -1,4 +1,4 @@
-"""What every worker of one node gets in one generation: CPUs, environment, log."""
+"""Plans the workers of one node in one generation: CPUs, environment, log."""
 
 from __future__ import annotations
 

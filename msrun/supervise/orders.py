@@ -1,4 +1,4 @@
-"""What the agent, the reaper and the forkserver say to each other.
+"""Messages between the agent, the reaper and the forkserver.
 
 An *order* goes down from the agent, a *report* comes up.  The agent has one
 channel to the reaper and one to the forkserver; the reaper's is also the lifeline:
@@ -53,8 +53,8 @@ class Sweep(Order, frozen=True, tag=True, kw_only=True):
 class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
     """Let the workers of `generation` live until `at`, then kill them unless told again.
 
-    The agent says so as often as it hears from the scheduler.  So a node whose agent is
-    frozen has no workers left by the time at which others may get their ranks.
+    The agent sends it whenever it hears from the scheduler.  So if the agent is frozen, no worker
+    is left on its node by the time at which other nodes may get its ranks.
 
     Args:
         generation: The generation that runs.
@@ -73,7 +73,7 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
         rank: Its global rank.
         env: Its whole environment.
         log_file: File that takes its stdout and stderr.
-        append: Keep what earlier generations wrote.
+        append: Keep the log of earlier generations.
         cpus: CPUs to run on; empty for all.
         numa_nodes: NUMA nodes of its memory; empty for all.
         keep_stdin: It may read the launcher's standard input.
@@ -151,7 +151,7 @@ class Ready(Order, frozen=True, tag=True, kw_only=True):
 
 
 class Spawned(Order, frozen=True, tag=True, kw_only=True):
-    """A worker lives; its program may not have begun."""
+    """A worker process exists; its program may not have begun."""
 
     generation: int
     rank: int

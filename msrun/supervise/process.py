@@ -49,7 +49,7 @@ def become_subreaper() -> None:
 def open_standard_streams() -> None:
     """Give descriptors 0, 1 and 2 to /dev/null where they are closed.
 
-    The next file or socket would get their numbers, and what is printed with them.
+    Otherwise the next file or socket would get their numbers, and with them all that is printed.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - positional only
@@ -59,12 +59,12 @@ def open_standard_streams() -> None:
 def raise_priority(*, before_all: bool = False) -> None:
     """Give this process more of a busy CPU, where the user may have that: as root.
 
-    Busy workers then hardly delay what it does, or its end.  What it forks is ordinary.
-    A thread that has no name of its own yet is still being set up, which for libzmq's
-    includes a look at their scheduling; it is left to the next call.
+    Busy workers then hardly delay its work, or its end.  Its children get the ordinary priority.
+    A thread without a name of its own is still being set up, and libzmq's threads look at their
+    scheduling while they are; such a thread is left to the next call.
 
     Args:
-        before_all: It runs as soon as it can, which is not for those who reap; see `patiently`.
+        before_all: Real-time priority.  Not while children are reaped: see `patiently`.
     """
     policy = (os.SCHED_RR if before_all else os.SCHED_OTHER) | os.SCHED_RESET_ON_FORK
     param = os.sched_param(int(before_all))
@@ -82,10 +82,10 @@ def raise_priority(*, before_all: bool = False) -> None:
 
 @contextlib.contextmanager
 def patiently() -> Iterator[None]:
-    """Reap children inside, where this thread runs before nobody.
+    """Reap children inside, without real-time priority.
 
-    To reap a process whose /proc entry somebody reads, the kernel spins until that reader has
-    gone on, and with a real-time priority would keep it from the CPU for a second.
+    To reap a process while another one reads its /proc entry, the kernel spins until the reader has
+    gone on.  A reaper with real-time priority would keep that reader from the CPU for a second.
     """
     policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
     if not param.sched_priority:
@@ -109,7 +109,7 @@ def render_status(status: int) -> str:
 
 
 def flush_c_streams() -> None:
-    """Write out what C code has buffered in its own streams."""
+    """Flush the output streams of C code."""
     _libc.fflush(None)
 
 
@@ -117,7 +117,7 @@ def descendants(root: int) -> Iterator[int]:
     """Yield the pids of all living descendants of `root`, parents first.
 
     The children of each are listed before it is yielded, so it may be killed at once.
-    Processes that fork or die meanwhile may be missed.
+    Processes that fork or die during the call may be missed.
     """
     pending = children(root)
     while pending:
@@ -172,7 +172,7 @@ def _kernel_lists_children() -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Return the children of `pid`, whichever of its threads forked them."""
+    """Return the children of `pid`, of all its threads."""
     return _listed_children(pid) if _kernel_lists_children() else _found_children(pid)
 
 
@@ -181,17 +181,17 @@ def _found_children(pid: int) -> list[int]:
 
 
 def _listed_children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - runs often, Path is slow
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-                found.extend(map(int, text.split()))
-    return found
+                pids.extend(map(int, text.split()))
+    return pids
 
 
 def reap_adopted(own: Container[int]) -> None:
-    """Reap the children of this process that have ended, but for `own`, whom others wait for."""
+    """Reap the children of this process that have ended, except `own`, which others wait for."""
     for pid in children(os.getpid()):
         if pid not in own and state(pid) == "Z":
             os.waitpid(pid, 0)
@@ -238,16 +238,16 @@ def kill_and_wait(pids: Iterable[int], timeout: float) -> None:
 
 
 def with_variable(assignment: bytes) -> list[int]:
-    """Return the pids of this user's processes whose first environment had `NAME=value`.
+    """Return the pids of this user's processes that were started with `NAME=value`.
 
     The cookie by which strays are found, never their names.
     """
-    found = []
+    matching = []
     for pid in pids():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue
         if assignment in environment.split(b"\0"):
-            found.append(pid)
-    return found
+            matching.append(pid)
+    return matching

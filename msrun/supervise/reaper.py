@@ -1,11 +1,20 @@
-"""The reaper: parent of everything on a node that belongs to the job, and its end.
+"""The reaper: parent of all processes of a job on one node, which it ends when the agent is gone.
 
-It does almost nothing, so that it can always do it at once: no torch, no zmq, no
-user code, one thread.  It is the child subreaper of the node's tree, so whatever
-a worker leaves behind, double forks and own sessions included, comes to it.  When
-the agent's end of the channel closes it kills until the kernel says that there is
-no child left, cleans up, and exits.  It kills the workers too when the agent has not said
-in time that they may live on, for an agent that is frozen closes nothing.
+The promise is that nothing is ever left running, even after `kill -9` of the agent.  No process
+can keep that promise for itself, so it is this one's only duty.  It does almost nothing, so
+that it can always do it at once: no torch, no zmq, no user code, one thread.
+
+- *How it learns of the agent's end*: the agent's end of the channel closes, whatever the agent dies
+  of.  A frozen agent closes nothing, so the agent also says until when the workers may live
+  (`LiveUntil`), and the reaper kills them at that time.
+- *How it finds everything*: it is the child subreaper of the node's tree, so processes that a
+  worker leaves behind, double forks and own sessions included, become its children.  Where there is
+  a cgroup it also has their list, and one write kills them all.
+- *How it knows that it is done*: it kills in a loop, because processes fork while they are being
+  killed, until the kernel says that there is no child left (`ECHILD`).  Only what the kernel
+  itself cannot end within 5 s is given up, and reported as stuck.
+
+The forkserver is spared by a sweep between generations: its imports are what makes a restart fast.
 """
 
 from __future__ import annotations
@@ -34,8 +43,9 @@ from msrun.supervise.orders import (
 )
 
 SWEEP_TIMEOUT = 5.0
-# They end by themselves a few milliseconds after those they served; on a machine that has no
-# CPU for them this is how long shared memory that would stay for ever is worth the wait.
+# Trackers of shared memory end by themselves a few milliseconds after the processes they serve,
+# and unlink what these left.  On a machine without a free CPU the sweep waits this long for them,
+# because shared memory that nobody unlinks stays for ever.
 TRACKER_GRACE = 0.5
 _PAUSE_MAX = 0.01
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
@@ -48,16 +58,16 @@ _DEAF_TO = (
     signal.SIGUSR2,
 )
 
-# What a process does next, after it has left the frames of the process it was.
+# The work of a forked process, which it begins after it has left its parent's stack frames.
 Next = Callable[[], object] | None
 SignalHandler = Callable[..., object] | int | None
 
 
 def ignore_signals() -> dict[signal.Signals, SignalHandler]:
-    """Make this process deaf to what people send to whole groups.
+    """Ignore the signals that people send to whole process groups.
 
     Returns:
-        What each signal did before, which a worker must get back.
+        The handler of each signal before, which a worker must get back.
     """
     return {signum: signal.signal(signum, signal.SIG_IGN) for signum in _DEAF_TO}
 
@@ -81,11 +91,11 @@ def drain(descriptor: int) -> None:
 
 @dataclass(slots=True)
 class Reaper:
-    """State of the one reaper of a node.
+    """The one reaper of a node.
 
     Args:
         channel: To the agent; also the lifeline.
-        configure: What the agent ordered first.
+        configure: The agent's first order.
         forkserver: Pid of the forkserver; None when it is gone.
         wakeup: As of `wake_on_child`.
     """
@@ -97,7 +107,7 @@ class Reaper:
     _lease: LiveUntil | None = None
     _no_child_left: bool = field(default=False)
     _killed: set[int] = field(default_factory=set)
-    # What was waited for in vain, so that nobody is kept waiting for it a second time.
+    # Processes that outlived a whole sweep: the next one does not wait for them again.
     _stuck: set[int] = field(default_factory=set)
 
     def serve(self) -> None:
@@ -136,7 +146,7 @@ class Reaper:
                 self.channel.send(ForkserverExited(status=status))
 
     def _timeout(self) -> int | None:
-        """Return the milliseconds that the workers may still live, None when nobody limits it."""
+        """Return the milliseconds that the workers may still live; None without a limit."""
         if self._lease is None:
             return None
         return max(0, math.ceil((self._lease.at - time.monotonic()) * 1000))
@@ -151,13 +161,13 @@ class Reaper:
                 self.channel.send(Swept(generation=generation, stuck=stuck))
 
     def _fence(self) -> None:
-        """Kill the workers, whose node may be taken for lost by now."""
+        """Kill the workers: the scheduler may take this node for lost by now."""
         if self._lease:
             self._kill_generation(self._lease.generation)
             self._lease = None
 
     def _kill_generation(self, generation: int) -> list[str]:
-        """Kill everything but the forkserver; describe what stays."""
+        """Kill everything but the forkserver; describe the processes that stay."""
         cgroup = self.configure.cgroup
         directory = containment.generation_dir(cgroup, generation) if cgroup else ""
         stuck = self._kill_until_gone(self.forkserver, [directory] if cgroup else [])
@@ -165,7 +175,7 @@ class Reaper:
         return stuck
 
     def _end(self) -> None:
-        """Kill the whole tree, remove what the job left on this node, say what is stuck."""
+        """Kill the whole tree, remove the job's files on this node, report stuck processes."""
         if self.forkserver is not None:
             process.kill(self.forkserver)
         cgroup = self.configure.cgroup
@@ -178,18 +188,18 @@ class Reaper:
     def _kill_until_gone(self, spare: int | None, cgroups: Sequence[str]) -> list[str]:
         """SIGKILL all descendants but `spare` until none is left; describe those that stay.
 
-        A process that forks while it is being killed is why this is a loop; what forks
-        faster than that is killed with its cgroup, one of `cgroups`.
-        Trackers of shared memory get a moment to unlink what the killed left; what stayed
-        the last time gets no more.
+        It is a loop because processes fork while they are being killed; one that forks faster
+        than the loop runs is killed with its cgroup, one of `cgroups`.  Trackers of shared memory
+        get a moment to unlink what killed processes left.
         """
         started = time.monotonic()
-        # At the end the kernel tells when there is no child left; a sweep has to look.
+        # At the end SIGCHLD wakes us when no child is left.  A sweep spares the forkserver, whose
+        # children are no children of ours, so it has to look at /proc again and again.
         pause = _PAUSE_MAX if spare is None else 0.001
         while True:
             waited = time.monotonic() - started
             alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
-            self._stuck.intersection_update(alive)  # a pid of the others may become a worker's
+            self._stuck.intersection_update(alive)  # the kernel may reuse the pids of the others
             if not alive and (spare is not None or self._no_child_left):
                 shared_memory.remove(self._killed)
                 self._killed.clear()
@@ -214,7 +224,7 @@ class Reaper:
     def _kill_once(
         self, spare: int | None, cgroups: Sequence[str], *, spare_trackers: bool
     ) -> list[int]:
-        """Kill what lives now; return it, with the trackers that were spared."""
+        """Kill the processes that live now; return them, with the trackers that were spared."""
         self._reap()
         if spare is None and self._no_child_left:
             return []
@@ -239,7 +249,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _first_order(channel: Channel[ReaperOrder]) -> Configure:
-    """Wait for the order that comes before all others, in as many pieces as it takes."""
+    """Wait for the first order, which may arrive in several pieces."""
     orders: list[ReaperOrder] = []
     try:
         while not orders:
@@ -283,7 +293,8 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         channel.close()
         return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
     forkserver_socket.close()
-    # The store's socket stays open: as long as it takes connections, somebody lives here.
+    # The store's socket stays open: as long as it takes connections, peers know that processes of
+    # this node may live.
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())
     process.raise_priority()
     Reaper(channel, configure, pid, wake_on_child()).serve()

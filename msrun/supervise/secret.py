@@ -1,6 +1,6 @@
 """The secret that the nodes of one job share: a file that is named, or the user's own.
 
-Whoever holds it may join the job and end it.  The user's own lies in the home directory,
+A holder of the secret may join the job and end it.  The user's own lies in the home directory,
 which the nodes of a cluster usually share, and is made on first use.
 """
 
@@ -53,9 +53,9 @@ def own_file() -> Path:
 
 
 def _read(path: Path) -> bytes:
-    """Return what the file at `path` holds, of a larger one more than it may hold."""
+    """Return the bytes of the file at `path`; of a larger one, a byte more than is allowed."""
     try:
-        # Opening a pipe that nobody writes to must not wait.
+        # Opening a pipe without a writer must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             _check_private(path, os.fstat(descriptor))

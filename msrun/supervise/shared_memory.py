@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-# What torch calls a tensor's segment between making and unlinking it.
+# Names of the segments of torch's shared tensors before they are unlinked.
 _SEGMENT = re.compile(r"torch_([0-9]+)_[0-9]+_[0-9]+")
 
 

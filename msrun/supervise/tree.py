@@ -27,7 +27,7 @@ class ProcessTree:
         env: Environment of the reaper and, before their own variables, of all below it.
         lock: Descriptor of a locked file, which the reaper alone keeps open until it
             exits; the caller may close its own once this returns.
-        stderr: Descriptor that takes what they say; None for this process's own.
+        stderr: Descriptor for their messages; None for this process's own.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ProcessTree:
         return self._process.pid
 
     def end(self, timeout: float) -> list[str]:
-        """Have the reaper kill everything and exit; return what it could not kill.
+        """Have the reaper kill everything and exit; return the processes it could not kill.
 
         Args:
             timeout: Seconds to wait for the reaper.
@@ -82,7 +82,7 @@ class ProcessTree:
         return stuck
 
     def kill_by_force(self, job_id_variable: bytes) -> None:
-        """Kill what is left of the tree after the reaper itself was killed.
+        """Kill the rest of the tree after the reaper itself was killed.
 
         Args:
             job_id_variable: `NAME=value` that stands in the environment of every
@@ -102,7 +102,7 @@ class ProcessTree:
 
 
 def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
-    """Kill what is left of a job whose reaper is gone, and remove its cgroup.
+    """Kill the rest of a job after its reaper has ended, and remove its cgroup.
 
     Args:
         job_id_variable: As of `ProcessTree.kill_by_force`.
@@ -118,7 +118,7 @@ def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
 
 
 def dies_with_us() -> Callable[[], None]:
-    """Return what a new process of ours calls first, so that it cannot be born an orphan.
+    """Return the first call of a new process of ours, which ends it if its parent is gone.
 
     Only before this process has a second thread, whose locks a fork would inherit.
     """

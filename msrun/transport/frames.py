@@ -1,6 +1,6 @@
-"""Messages of several frames, without what pyzmq does for each of them.
+"""Messages of several frames, without the overhead of pyzmq's multipart calls.
 
-Its flags are enums, which take a scheduler of thousands of nodes a quarter of its time.
+Their flags are enums, which would cost a scheduler of thousands of nodes a quarter of its time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Who may connect: the holders of known keys, and nobody else."""
+"""Admission to the control connection: holders of known keys may connect, and nobody else.
+
+ZeroMQ asks a ZAP handler about every CURVE handshake, over a socket of the same context.  pyzmq's
+own handlers need a thread or asyncio; here the process's loop answers, so that admission costs no
+thread and no lock.  Two dangers are handled: a flood of handshakes must not keep the loop from its
+other work (`_ANSWERS_MAX`), and the memory that ZeroMQ keeps for each connection that has asked
+must not grow with the number of connections ever made (`_renew`).
+"""
 
 from __future__ import annotations
 
@@ -12,24 +19,24 @@ from msrun.transport.loop import Loop
 
 DOMAIN = "msrun"
 _ADDRESS = "inproc://zeromq.zap.01"
-# Of handshakes answered at once, so that they keep the loop from nothing else.
+# Handshakes that are answered at once, before the loop does its other work.
 _ANSWERS_MAX = 1024
 _RENEW_AFTER = 256
 
 
 class Gate:
-    """Admits to one context's CURVE servers the holders of known keys, and nobody else.
+    """The admission of one context's CURVE servers.
 
-    Source: ZeroMQ RFC 27 (ZAP), whose requests arrive on a socket of the same context,
-    so that the process's own loop answers them and no thread is needed.
+    Source: ZeroMQ RFC 27 (ZAP).
 
-    ZeroMQ keeps two queues to that socket, 10 KiB, for every connection that has asked, as long
-    as both live.  So among thousands another takes its place now and then: what is under way has
-    come long before that one is closed, and who asks between the two has to connect again.
+    For every connection that has asked, ZeroMQ keeps two queues, 10 KiB, to the socket that
+    answers, as long as both exist.  So after every `_RENEW_AFTER` answers a new socket takes over.
+    The old one stays open until the next change, which is long enough for requests under way; a
+    connection that asks between its unbinding and the new binding has to connect again.
 
     Args:
         context: ZeroMQ context of the servers.
-        allowed: Public key -> the role of whoever holds it, which its frames then carry.
+        allowed: Public key -> the role of its holder, which the frames of its connection carry.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Gate:
         return opened
 
     def _renew(self) -> None:
-        """Put another socket in the place of ours, which stays for who has asked it."""
+        """Answer on a new socket; the present one stays open for requests under way."""
         self._answered = 0
         self._close(self._before)
         self._before = self.socket

@@ -1,4 +1,4 @@
-"""From a job's secret to the key pairs of its roles."""
+"""Derives the key pairs of scheduler, agents and control from a job's secret."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def new_secret() -> bytes:
 
 
 def key_pair(secret: bytes, role: str) -> KeyPair:
-    """Return the pair of `role`, the same for everyone who holds the job's secret."""
+    """Return the pair of `role`, the same for every holder of the job's secret."""
     private = z85.encode(hkdf(secret, f"msrun curve25519 {role}".encode()))
     return KeyPair(zmq.curve_public(private), private)
 

@@ -23,8 +23,8 @@ class Loop:
     """Calls handlers when sockets are readable, signals arrive or a time has come.
 
     Args:
-        rest: Seconds between two looks at the sockets.  Among thousands that speak, to look
-            and to be woken costs more than what they say: after a rest, several have.
+        rest: Seconds between two looks at the sockets.  With thousands of nodes, looking and waking
+            cost more than handling a message, and after a rest several messages wait.
     """
 
     def __init__(self, rest: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Whether anything listens at an address, found out without waiting for it."""
+"""Probes whether anything listens at an address, without blocking."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Prober:
     def probe(self, host: str, port: int, answer: Answer) -> None:
         """Call `answer` with 0 when `host` takes a connection to `port`, else with an errno.
 
-        ECONNREFUSED says that the machine lives and nobody listens there; ETIMEDOUT that
+        ECONNREFUSED says that the machine is up and nothing listens there; ETIMEDOUT that
         there was no answer within `PROBE_SECONDS`; EADDRNOTAVAIL that `host` is no numeric
         address, and looking up a name would hold up everything else.
         """
@@ -66,9 +66,9 @@ class Prober:
         self._start()
 
     def watch_end(self, host: str, port: int, ended: Callable[[], None]) -> None:
-        """Call `ended` once the machine at `host` lives and nobody listens at `port` any more.
+        """Call `ended` once the machine at `host` is up and nothing listens at `port` any more.
 
-        Looks again, less and less often, for some 5 s while somebody does.
+        As long as something listens it looks again, less and less often, for some 5 s.
         """
         self._watch(host, port, ended, _WATCH_FIRST, _WATCH_TIMES)
 
@@ -92,7 +92,7 @@ class Prober:
         return min(dues if self._retry_at is None else [*dues, self._retry_at], default=None)
 
     def tick(self) -> None:
-        """Give up the connections whose time is over, and try again what is due."""
+        """Give up the connections that take too long, and begin the retries that are due."""
         now = self._loop.now()
         due = [again for at, again in self._later if at <= now]
         self._later = [(at, again) for at, again in self._later if at > now]

@@ -1,4 +1,20 @@
-"""The two ends of the control connection: authenticated, bounded, on one interface."""
+"""The sockets of the control connection: authenticated, bounded, on one interface.
+
+The scheduler has a ROUTER socket, each agent a DEALER socket with one identity for its life, each
+tool that controls the job a DEALER socket with a key of its own.  ZeroMQ gives reconnection,
+framing and CURVE; the protocol above (`cluster.wire`) gives order and delivery.  This module adds:
+
+- *Bounds on strangers and on key holders.*  Frame size, queue length, time of a handshake and
+  frames taken at once are all limited, so that no peer can take the memory or all of the time of
+  the loop.
+- *A node cannot speak as another.*  All agents share one key, so the routing id, 16 random bytes
+  that an agent tells the scheduler alone, shows which connection belongs to which incarnation of a
+  node.
+- *Early knowledge of an end.*  TCP timeouts of seconds, and monitors that say whether a connection
+  was admitted, rejected, met silence or broke; from these an agent can say why it has no scheduler.
+
+Garbage is dropped and counted; it is never an error of this process.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +40,8 @@ from msrun.transport.loop import Loop
 SCHEDULER = "scheduler"
 AGENT = "agent"
 CONTROL = "control"
-# Within 5 s strangers are sent away, also the last of a crowd, and an agent has said that nobody
-# answers, which gives up first.
+# Strangers are sent away within 5 s, also the last of a crowd.  An agent gives up before the
+# scheduler does, so that it can say that nothing answers instead of being disconnected.
 _HANDSHAKE_MS = 4_700
 _ANSWER_MS = 3_200
 # All nodes of a job may come at once, and each handshake is half a millisecond of arithmetic.
@@ -33,8 +49,9 @@ _HANDSHAKE_MS_EACH = 2
 _CROWD_MAX = 20_000
 _THREADS_MAX = 4
 _NODES_OF_A_THREAD = 250
-# A connection that was cut is given up early, so that a new one is there as soon as it heals.
-# The kernel does it for nothing; of ZeroMQ's own heartbeats each looks at the timers of all.
+# A connection that was cut is given up early, so that a new one is there as soon as the network
+# heals.  The kernel's timers cost us nothing; each of ZeroMQ's own heartbeats walks the timers of
+# all connections.
 _UNANSWERED_MS = 3_000
 _IDLE_SECONDS = 3
 _PROBE_SECONDS = 1
@@ -44,13 +61,13 @@ _QUEUE_MAX = 64
 _CURVE_BYTES = 64
 _BACKLOG = 4096
 _SRCFD = int(zmq.SRCFD)
-# Of frames taken at once, so that no sender keeps the loop from everything else.
+# Frames that are taken at once, so that no sender keeps the loop from its other work.
 _FRAMES_MAX = 1024
-# Before, a stranger could crash or block a CURVE server (CVE-2019-13132, CVE-2020-15166),
-# and one unfinished message of a peer could be told to grow without end.
+# Earlier versions let a stranger crash or block a CURVE server (CVE-2019-13132, CVE-2020-15166),
+# and let a peer grow one unfinished message without end.
 _LIBZMQ_MIN = (4, 3, 5)
 
-# What a scheduler drops, in words for its log.
+# Kinds of frames and connections that a scheduler drops, in words for its log.
 STRANGERS = "connections that ended before any message"
 GARBAGE = "frames that are no message"
 FORGED = "frames in the name of another connection's node"
@@ -62,14 +79,14 @@ def check_library(version: tuple[int, ...], *, has_curve: bool) -> None:
     Raises:
         UsageError: It is too old, or was built without CURVE.
     """
-    found = ".".join(map(str, version))
+    own = ".".join(map(str, version))
     hint = "pip install --upgrade pyzmq brings a libzmq that can"
     if version < _LIBZMQ_MIN:
         least = ".".join(map(str, _LIBZMQ_MIN))
-        msg = f"libzmq is version {found}, and the control connection needs {least} or newer"
+        msg = f"libzmq is version {own}, and the control connection needs {least} or newer"
         raise UsageError(msg, hint=hint)
     if not has_curve:
-        msg = f"libzmq {found} was built without CURVE, which authenticates the control connection"
+        msg = f"libzmq {own} was built without CURVE, which authenticates the control connection"
         raise UsageError(msg, hint=hint)
 
 
@@ -102,14 +119,14 @@ def endpoint(host: str, port: int) -> str:
 
 
 def _among(nnodes: int, milliseconds: int) -> int:
-    """Return how long a handshake may take that `milliseconds` are enough for, of so many."""
+    """Return the milliseconds of a handshake among `nnodes` at once; alone it takes fewer."""
     return milliseconds + min(nnodes, _CROWD_MAX) * _HANDSHAKE_MS_EACH
 
 
 def io_threads(nnodes: int, cpus: int) -> int:
-    """Return how many threads shall serve the connections of `nnodes` on a machine of `cpus`.
+    """Return the number of ZeroMQ threads for the connections of `nnodes` on `cpus` CPUs.
 
-    One admits some 1,500 nodes a second, most of which is the arithmetic of CURVE.
+    One thread admits some 1,500 nodes a second; most of the time is the arithmetic of CURVE.
     """
     return max(1, min(_THREADS_MAX, cpus // 2, 1 + nnodes // _NODES_OF_A_THREAD))
 
@@ -126,7 +143,7 @@ def _next_event(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 def _bound(sock: zmq.Socket[bytes]) -> None:
     """Set every limit that does not depend on the end."""
     sock.setsockopt(zmq.LINGER, 0)
-    # The limit counts what CURVE puts around a frame; the codec has the exact one.
+    # This limit includes CURVE's own bytes around a frame; the codec has the exact one.
     sock.setsockopt(zmq.MAXMSGSIZE, codec.FRAME_BYTES_MAX + _CURVE_BYTES)
     sock.setsockopt(zmq.RCVHWM, _QUEUE_MAX)
     sock.setsockopt(zmq.TCP_MAXRT, _UNANSWERED_MS)
@@ -137,7 +154,7 @@ def _bound(sock: zmq.Socket[bytes]) -> None:
 
 
 class Asked(NamedTuple):
-    """A frame of somebody who controls the job; `route` leads an answer back."""
+    """A frame from a tool that controls the job; `route` leads an answer back."""
 
     route: bytes
     frame: bytes
@@ -151,11 +168,11 @@ def _life(envelope: Envelope) -> _Life:
 
 
 class SchedulerSocket:
-    """The scheduler's end: serves every agent that holds the job's key, and who controls it.
+    """The scheduler's end: serves the agents that hold the job's key, and tools that control it.
 
-    An agent's routing id is 16 random bytes that it tells nobody else.  So it is what shows
-    that another connection is of the same agent, and may take the place of one that broke;
-    nobody else who holds the key can speak, or be spoken to, as the life of that node.
+    An agent's routing id is 16 random bytes that it tells nobody else.  It shows that a further
+    connection is of the same agent, and may take the place of one that broke; no other holder of
+    the key can send or receive as that incarnation of the node.
 
     Args:
         context: ZeroMQ context, owned by the caller.
@@ -165,7 +182,7 @@ class SchedulerSocket:
     """
 
     dropped: Counter[str]
-    """What was dropped so far, by kind; the caller may clear it."""
+    """Number of dropped frames and connections by kind; the caller may clear it."""
 
     def __init__(
         self,
@@ -222,7 +239,7 @@ class SchedulerSocket:
         return messages
 
     def _decode(self, route: bytes, parts: list[zmq.Frame]) -> Envelope | None:
-        """Return what an agent said; None when it is no message, or not the agent's own."""
+        """Return an agent's message; None for garbage, or a message in another node's name."""
         try:
             envelope = codec.decode(parts[0].buffer) if len(parts) == 1 else None
         except VersionError:
@@ -242,18 +259,18 @@ class SchedulerSocket:
         return envelope
 
     def _is_control(self, frame: zmq.Frame) -> bool:
-        """Tell who sent `frame`: by the key; without keys, by what it says it is."""
+        """Whether a tool that controls the job sent `frame`: by its key, else by its content."""
         if self.gate is None:
             return control_messages.is_question(frame.buffer)
         return bool(frame.get("User-Id") == CONTROL)
 
     def asked(self) -> list[Asked]:
-        """Return what those who control the job have sent, as found by `receive`."""
+        """Return the frames of tools that control the job, as found by `receive`."""
         asked, self._asked = self._asked, []
         return asked
 
     def answer(self, route: bytes, frame: bytes) -> None:
-        """Send `frame` to who asked; dropped when they have left."""
+        """Send `frame` along `route`; dropped when that connection has ended."""
         with contextlib.suppress(zmq.ZMQError):
             frames.send(self.socket, [route, frame])
 
@@ -270,7 +287,7 @@ class SchedulerSocket:
         return nodes
 
     def send(self, envelope: Envelope) -> None:
-        """Send `envelope` to its node; dropped when that life of it is not connected."""
+        """Send `envelope` to its node; dropped when that incarnation is not connected."""
         route = self._routes.get(_life(envelope))
         if route is None:
             return
@@ -280,12 +297,12 @@ class SchedulerSocket:
 
 
 class ConnectionState(enum.Enum):
-    """What became of an agent's connection.
+    """A change in an agent's connection.
 
     UP: The scheduler is there and has admitted this node.
     DOWN: The connection was ended by the other side, or broke.
     REJECTED: The other side is no scheduler of this job, or does not admit this node.
-    SILENT: The other side took the connection and has said nothing.
+    SILENT: The other side accepted the connection and sent nothing.
     RETRYING: ZeroMQ will connect again by itself, which it does not after a protocol error.
     """
 
@@ -305,8 +322,8 @@ _LINES: dict[int, ConnectionState] = {
     zmq.EVENT_CONNECT_RETRIED: ConnectionState.RETRYING,
 }
 
-# What a handshake fails with when the other side ended the connection.  When the time for it is
-# over, ZeroMQ tells whatever errno its thread had last: EAGAIN, or that of another connection.
+# Errors of a handshake when the other side ended the connection.  After a timeout ZeroMQ reports
+# the errno that its thread had last: EAGAIN, or that of another connection.
 _ENDS = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED})
 
 
@@ -350,7 +367,7 @@ class AgentSocket:
     def send(self, envelope: Envelope) -> None:
         """Queue `envelope`; it leaves as soon as there is a connection.
 
-        Dropped when too much waits: what has to arrive is sent again anyway.
+        Dropped when the queue is full: a body that must arrive is sent again anyway.
         """
         with contextlib.suppress(zmq.Again):
             self.socket.send(codec.encode(envelope), zmq.NOBLOCK)
@@ -362,7 +379,7 @@ class AgentSocket:
         self.socket.connect(self._address)
 
     def line(self) -> list[ConnectionState]:
-        """Return what has happened to the connection since the last call."""
+        """Return the changes of the connection since the last call."""
         lines = []
         while self.monitor.poll(0):
             event, value = _next_event(self.monitor)
@@ -397,7 +414,7 @@ class AgentSocket:
 
 
 class ControlKeys(NamedTuple):
-    """What it takes to control a job, which is too little to join it: Z85, as ZeroMQ takes it."""
+    """The keys that control a job, and do not suffice to join it: Z85, as ZeroMQ takes them."""
 
     public: str
     secret: str
@@ -405,13 +422,13 @@ class ControlKeys(NamedTuple):
 
 
 def control_keys(secret: bytes) -> ControlKeys:
-    """Return the keys of those who control the job of `secret`."""
+    """Return the keys for control of the job of `secret`."""
     own, scheduler = key_pair(secret, CONTROL), key_pair(secret, SCHEDULER)
     return ControlKeys(own.public.decode(), own.secret.decode(), scheduler.public.decode())
 
 
 class ControlSocket:
-    """The end of somebody who controls a job: one question, one answer.
+    """The end of a tool that controls a job: one question, one answer.
 
     Args:
         context: ZeroMQ context, owned by the caller.
@@ -447,12 +464,12 @@ class ControlSocket:
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.monitor, zmq.POLLIN)
         deadline = Loop.now() + timeout
-        while found := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
-            if self.socket in found:
+        while ready := dict(poller.poll(max(0, int((deadline - Loop.now()) * 1000)))):
+            if self.socket in ready:
                 self._has_been_answered = True
                 return self.socket.recv()
             line = _LINES[_next_event(self.monitor)[0]]
-            # Who has answered knows the key: a handshake that fails then is its end.
+            # A peer that has answered has the right key: if a later handshake fails, it has ended.
             if line is ConnectionState.REJECTED and not self._has_been_answered:
                 return line
         return None

@@ -1,4 +1,4 @@
-"""`msrun.beat()`: what a worker says about its progress, for the agent to read by itself.
+"""`msrun.beat()`: a worker's sign of progress, in shared memory that its agent reads.
 
 The file `beat_<rank>` in the private directory of the generation holds two unsigned numbers of 64
 bits, in the byte order of the machine: how often this worker beat, and when it last did, in
@@ -31,7 +31,7 @@ def beat() -> None:
 
 @functools.cache
 def _writer() -> Callable[[], None]:
-    """Return what writes one beat; where it cannot be written, a job does without."""
+    """Return a function that writes one beat, or does nothing if beats cannot be written."""
     path = environ.rank_file("beat")
     try:
         memory = None if path is None else _share(path)

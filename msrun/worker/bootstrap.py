@@ -34,7 +34,7 @@ _ERROR_TEXT_MAX = 16 * 1024
 
 
 def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
-    """Turn this fresh fork into the rank of `order`; return what runs its program."""
+    """Turn this fresh fork into the rank of `order`; return the call that runs its program."""
     configure = context.configure
     try:
         _leave_forkserver(context)
@@ -85,9 +85,10 @@ def _leave_forkserver(context: SpawnContext) -> None:
 
 
 def _hear_signals(context: SpawnContext) -> None:
-    """Let signals do what they did to the launcher, those included that have waited.
+    """Restore the launcher's signal handlers, and let pending signals through.
 
-    What they interrupted before would be told where the launcher talks, not in the rank's log.
+    Only now: an earlier traceback of an interrupt would go to the launcher's stderr, not to the
+    log.
     """
     for signum, handler in context.signals.items():
         signal.signal(signum, handler)
@@ -150,7 +151,7 @@ def record_error(error: BaseException) -> None:
         return
     text = "".join(traceback.format_exception(error))
     message, first = _sentence(error), _first_cause(error)
-    # A pipeline's stage puts what the user's code raised into one of torch's.
+    # A pipeline stage wraps an exception of the user's code into one of torch's.
     if first is not error:
         message = f"{message}, caused by {_sentence(first)}"
     extra = {

@@ -1,6 +1,6 @@
-"""From a script that was started by hand to a node of a cluster, in the process that it runs in.
+"""Turns a script that was started by hand into a node of a cluster, in the same process.
 
-The process becomes the agent of a node with one worker, or the scheduler's keeper, by
+The process becomes the agent of a node with one worker, or the host of the scheduler, by
 `exec`: it keeps its pid, its terminal and its place in the user's shell, and the script
 begins again as that worker.
 """
@@ -39,7 +39,7 @@ def join() -> None:
         raise UsageError(msg, hint="call msrun.join() at the beginning of a script file")
     _say(f"msrun: {given}: {_BECOMES.get(role, 'the script goes no further')}\n")
     _flush()
-    from msrun.supervise.tree import python_command  # Whoever has a place needs none of it.
+    from msrun.supervise.tree import python_command  # A script with a place needs none of it.
 
     _close_on_exec()
     os.execv(sys.executable, python_command("msrun.cli.by_hand:main", *sys.orig_argv[1:]))  # noqa: S606 - a list, and no shell
@@ -51,7 +51,7 @@ def _obstacle() -> str:
         return "it is an interactive session"
     if sys.argv[:1] in ([""], ["-"]):
         return "its program came from standard input"
-    # Whoever imported neither has neither; `join` imports nothing on their account.
+    # `join` imports neither of these: a script without them has no such process or group.
     processes = sys.modules.get("multiprocessing.process")
     if processes and processes.parent_process():
         return "it is a child of multiprocessing"

@@ -1,10 +1,16 @@
-"""Run a program as `__main__`, so that it cannot tell it was not started by `python`.
+"""Runs a program as `__main__`, exactly as `python` would have started it.
 
-`run` covers what the interpreter does between its own start and the last `atexit`
-function; the interpreter's tear-down is replaced by `leave`, which keeps what a
-program can see of it and skips the rest: walking all of torch's objects would copy
-every page that forked workers share, and C++ destructors that run after peers have
-gone abort a job that was already done.
+A forked worker has no interpreter start of its own, so this module does what the interpreter does
+between its start and the last `atexit` function: a fresh `__main__`, `sys.argv`, `sys.path[0]`, the
+exit code of `SystemExit`, the traceback without our frames, death by SIGINT after Ctrl-C.  Programs
+notice each of these: multiprocessing and pickle look up classes in `__main__`, tools read
+`sys.orig_argv`, shells look at the exit status.
+
+The interpreter's tear-down is replaced by `leave`, which keeps the parts that a program can see
+(its threads are joined, `atexit` functions run, files are flushed, its globals are finalized) and
+skips the rest, for two reasons: a walk over all of torch's objects would copy every page that
+forked workers share, and C++ destructors that run after peers have gone abort a job that was
+already done.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from msrun.supervise.process import flush_c_streams
 ERROR = 1
 _CANNOT_OPEN = 2
 _LONG_MAX = (1 << 63) - 1
-# What children that were not forked call the classes of `__main__` when they pickle them.
+# Name of `__main__` in children that multiprocessing spawned, by which they pickle its classes.
 _MP_ALIAS = "__mp_main__"
 Record = Callable[[BaseException], None]
 
@@ -166,7 +172,8 @@ def leave(code: int, signum: int | None = None) -> NoReturn:
     try:
         _attempt(threading._shutdown)  # type: ignore[attr-defined]  # noqa: SLF001 - has no public name
         _attempt(atexit._run_exitfuncs)  # noqa: SLF001 - has no public name
-        # Twice, since a finalizer may write, and in a cycle may find its file closed before.
+        # Flushed before and after: a finalizer may write to a file, and one in a reference cycle
+        # may run after the file object was closed without a flush.
         _attempt(_flush_open_files)
         _attempt(_drop_globals)
         _attempt(_flush_open_files)
@@ -186,14 +193,14 @@ def _attempt(step: Callable[[], None]) -> None:
 
 
 class _Canary:
-    """Lives as long as the namespace it sits in."""
+    """Stays alive as long as the namespace that holds it."""
 
 
 def _drop_globals() -> None:
-    """Let go of the program's globals, so that their finalizers run.
+    """Release the program's globals, so that their finalizers run.
 
-    They die together, as at the interpreter's end: a finalizer still finds the other
-    globals.  Only a namespace that something else holds on to is emptied by force.
+    They are released together, as at the interpreter's end: a finalizer still finds the other
+    globals.  Only a namespace that something else refers to is emptied by force.
     """
     if threading.active_count() > 1:
         # A daemon thread may still use the globals.
@@ -223,7 +230,7 @@ def _empty(namespace: dict[str, Any]) -> None:
 
 
 def _flush_open_files() -> None:
-    """Write out what unclosed files have buffered, which their destructors would do."""
+    """Write out the buffers of unclosed files, which their destructors would do."""
     for candidate in gc.get_objects():
         # Not isinstance, which asks an object for its `__class__`: some answer with a warning.
         if issubclass(type(candidate), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):

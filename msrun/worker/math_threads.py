@@ -1,7 +1,7 @@
 """Thread counts of numeric libraries that were loaded before the worker existed.
 
 OpenMP and OpenBLAS read their variables once, when they are loaded: in the
-forkserver.  What a fresh interpreter would have found is set here by hand.
+forkserver.  Here a forked worker sets the counts that a fresh interpreter would have read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker that shows where it is, whatever it does: the ends of two signals."""
+"""Stack dumps of a worker at two signals, whatever it is doing."""
 
 from __future__ import annotations
 

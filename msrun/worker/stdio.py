@@ -12,9 +12,9 @@ _SURVIVABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 
 
 class LogFile(io.FileIO):
-    """A descriptor whose writes are never lost half-way and never fail for lack of space.
+    """A descriptor with whole writes, which never fail for lack of space.
 
-    What does not fit is dropped and counted; when there is space again the count is
+    Bytes that do not fit are dropped and counted; when there is space again the count is
     written first, so a reader knows that lines are missing.
     """
 
@@ -46,7 +46,7 @@ class LogFile(io.FileIO):
 def install() -> None:
     """Put unbuffered streams that survive a full disk on descriptors 1 and 2.
 
-    They are what `python -u` makes, so that nothing printed is lost when the process
+    They are unbuffered as with `python -u`, so that nothing printed is lost when the process
     is killed.
     """
     sys.stdout = sys.__stdout__ = _stream(1, "<stdout>", sys.__stdout__, "strict")  # type: ignore[misc]

@@ -19,7 +19,7 @@ from msrun.supervise.reaper import Next
 
 
 def become_store(context: SpawnContext, order: SpawnStore) -> Next:
-    """Turn this fresh fork into the store of `order`; return what serves it."""
+    """Turn this fresh fork into the store of `order`; return the call that serves it."""
     wakeup = signal.set_wakeup_fd(-1)
     for descriptor in (context.wakeup, wakeup):
         os.close(descriptor)

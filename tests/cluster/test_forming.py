@@ -209,7 +209,7 @@ def test_other_job_ids_stay_outside(lab, form, launch):
     assert first.wait() == 143
 
 
-OLDER = "import msrun; msrun.__version__ = '0.0'"
+OLDER = "import msrun.version; msrun.version.__version__ = '0.0'"
 
 
 @pytest.mark.parametrize(

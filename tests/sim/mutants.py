@@ -43,7 +43,7 @@ class TakesStaleIdle(SchedulerState):
     def handle(self, event, *, now):
         if isinstance(event, AgentMessage) and isinstance(event.body, Register):
             body = event.body
-            if body.running < 0 and event.node_id in self._current.undrained:
+            if body.running < 0 and event.node_id in self.current.undrained:
                 body = msgspec.structs.replace(body, seen=self.generation, exits=[])
             event = msgspec.structs.replace(event, body=body)
         return super().handle(event, now=now)
@@ -79,7 +79,7 @@ class DoesNotDrain(SchedulerState):
     def _stop(self, *arguments):
         actions = super()._stop(*arguments)
         for action in actions:
-            node = self._roster.nodes[action.node_id]
+            node = self.roster.nodes[action.node_id]
             drained = AgentMessage(action.node_id, node.incarnation, self.generation, Drained())
             actions = actions + super().handle(drained, now=self._now)
         return actions
@@ -128,11 +128,11 @@ class IgnoresNodeRanks(SchedulerState):
         return super().handle(event, now=now)
 
 
-class ForgetsSeats(SchedulerState):
-    """Orders the nodes of a generation anew, as if they had had no places before."""
+class ForgetsNodeRanks(SchedulerState):
+    """Orders the nodes of a generation anew, as if they had had no node ranks before."""
 
     def _start_generation(self):
-        self._current.members = dict(sorted(self._current.members.items(), reverse=True))
+        self.current.members = dict(sorted(self.current.members.items(), reverse=True))
         return super()._start_generation()
 
 
@@ -147,7 +147,7 @@ class ForgetsExclusions(SchedulerState):
 class TrustsItsLog(SchedulerState):
     """Goes on from a log as if nothing else could have happened."""
 
-    def _has_seen(self, generation, now):
+    def _note_seen(self, generation, now):
         pass
 
 
@@ -194,7 +194,7 @@ MUTANTS = {
     "stale": (Build(scheduler_state=CountsStaleExits), {}),
     "waitsforimports": (Build(scheduler_state=WaitsForImports), {}),
     "ignoresranks": (Build(scheduler_state=IgnoresNodeRanks), {}),
-    "forgetsseats": (Build(scheduler_state=ForgetsSeats), {}),
+    "forgetsnoderanks": (Build(scheduler_state=ForgetsNodeRanks), {}),
     "forgetsexclusions": (
         Build(scheduler_state=ForgetsExclusions),
         {"failures": 0.4, "deaths": 0.2},

@@ -16,9 +16,9 @@ from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.liveness.stacks import Frame, summary
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler.control import Control, SendReply
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.wire.control_messages import (
     Denied,
     Done,
@@ -62,7 +62,7 @@ class ControlScript(SchedulerScript):
 
     def _machine(self):
         policy = RestartPolicy("train", self.limits)
-        return ControlledState(**self.settings, policy=policy, started_at=self.now)
+        return SchedulerState(**self.settings, policy=policy, started_at=self.now)
 
     def run(self, command):
         lines = super().run(command)

@@ -12,7 +12,7 @@ FIRST = {
     "agentstop": 0,
     "anylife": 183,
     "forgetsexclusions": 337,
-    "forgetsseats": 0,
+    "forgetsnoderanks": 0,
     "hastens": 5,
     "ignoresranks": 2,
     "lateassign": 694,

@@ -1,21 +1,22 @@
-"""What can happen to an agent's state machine, and what it asks its caller to do."""
+"""Events of the agent's state machine, and the actions that it asks of its caller."""
 
 from __future__ import annotations
 
 import msgspec
 
+from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.cluster.wire.messages import FromAgent, FromScheduler, Register, Restarting, Start
 from msrun.errors import ExitCode
 
 
 class SchedulerMessage(msgspec.Struct, frozen=True):
-    """The scheduler said something about `generation`.
+    """A message of the scheduler about `generation`.
 
     Args:
         generation: The generation.
-        body: What it said.
-        age: Seconds since this node spoke what the scheduler had heard last.
+        body: The message.
+        age: Seconds since this node sent the latest frame that the scheduler had received.
     """
 
     generation: int
@@ -36,7 +37,7 @@ class Forgotten(msgspec.Struct, frozen=True):
 
 
 class TreeReady(msgspec.Struct, frozen=True):
-    """The forkserver takes orders; or cannot, when `error` says why."""
+    """The forkserver takes orders, or failed for the reason `error`."""
 
     error: str | None = None
 
@@ -49,7 +50,7 @@ class WorkerEnded(msgspec.Struct, frozen=True):
 
 
 class GenerationSwept(msgspec.Struct, frozen=True):
-    """Nothing is left of `generation` but what is `stuck`."""
+    """No process of `generation` is left but those in `stuck`."""
 
     generation: int
     stuck: tuple[str, ...] = ()
@@ -67,7 +68,7 @@ class SchedulerLost(msgspec.Struct, frozen=True):
 
     Args:
         reason: How that is known.
-        verdict: What it had written down, if it had.
+        verdict: The verdict in its log, if there is one.
         code: Exit code where there is no verdict.
     """
 
@@ -80,10 +81,6 @@ class Signalled(msgspec.Struct, frozen=True):
     """This process got a signal."""
 
     signum: int
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
 
 
 Event = (
@@ -102,7 +99,7 @@ Event = (
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Register with the scheduler, which has to know nothing of this node before."""
+    """Register with a scheduler that knows nothing of this node."""
 
     register: Register
 
@@ -129,7 +126,7 @@ class ForwardSignal(msgspec.Struct, frozen=True):
 
 
 class SweepGeneration(msgspec.Struct, frozen=True):
-    """Kill whatever is left of `generation`."""
+    """Kill all processes that are left of `generation`."""
 
     generation: int
 

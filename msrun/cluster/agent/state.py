@@ -1,9 +1,22 @@
-"""Agent side of the protocol: a state machine that does no IO.
+"""The agent's state machine: one node, from registration to the verdict.  It does no IO.
 
-Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The
-agent acts on what the scheduler says.  It stops its workers by itself when the scheduler
-has been silent for too long, and finds a verdict by itself when the scheduler is gone,
-or deaf to its user's signal.
+Phases: JOINING -> RUNNING -> STOPPING -> SWEEPING -> JOINING ... -> FINISHED.  The scheduler
+decides and the agent obeys, with three exceptions, which is where this machine is hard:
+
+- *The scheduler is silent.*  After 0.7 lease another node may soon get these ranks, so the agent
+  stops its workers unasked (`_cut`).  Their ends are not failures: the node registers anew and says
+  that nothing runs.
+- *The scheduler knows nothing of this node* (`Forgotten`), because it was started again.  The agent
+  registers with everything a scheduler needs that knows nothing (`_join`): what runs, what was
+  seen, how workers ended, which signals its user sent.
+- *The scheduler is gone for good, or does not answer the user's signal.*  The agent stops its
+  workers and reaches a verdict of its own (`_own_verdict`), but only after the sweep: no agent
+  exits while a worker lives.
+
+Invariants: a `Start` is carried out only if its generation is larger than the last one here, and
+the news it answers is younger than the fence.  `Drained` is sent only after the reaper has swept
+and the end of every worker was reported, or the time for that is over and `stuck` says what is
+left.
 """
 
 from __future__ import annotations
@@ -58,19 +71,21 @@ from msrun.cluster.wire.messages import (
 )
 from msrun.errors import ExitCode
 
+# Seconds that the scheduler may take to answer a signal of this node's user.
 SCHEDULER_PATIENCE = 2.0
-# A scheduler that has not been heard for longer than its own restart takes is gone for good.
+# A scheduler that has been silent for longer than its own restart takes is gone for good.
 ABSENCE_PATIENCE = 60.0
+# The reaper gives up on a process after 5 s, and its report must still get here.
 SWEEP_PATIENCE = 8.0
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
-# Ends that one registration has room for; further ones follow it one by one.
+# Ends of workers that one registration has room for; further ones follow one by one.
 EXITS_MAX = 128
 _REASON_BYTES_MAX = 2_000
 _OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class AgentPhase(enum.Enum):
-    """What this node's agent is doing."""
+    """The state of this node's workers, from their agent's view."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -85,7 +100,7 @@ class AgentState:
 
     Args:
         job_id: The job.
-        register: What this node registers with.
+        register: The registration of this node, without its state.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         form_by: Time by which the first workers must have been started; inf waits.
         join_timeout: Seconds that the scheduler waits for nodes, from when it is reached.
@@ -171,14 +186,15 @@ class AgentState:
         return self._scheduler_was_lost(event, now)
 
     def _join(self, now: float) -> list[Action]:
-        """Register, with all that a scheduler has to know which knows nothing.
+        """Register with everything that a scheduler needs which knows nothing of this node.
 
-        It starts this node again if that is still to be, so nothing else need be kept.
+        A pending `Start` is dropped: a scheduler that still means it sends it again.
         """
         self._pending = None
         is_living = self.phase in (AgentPhase.RUNNING, AgentPhase.STOPPING, AgentPhase.SWEEPING)
         exits = self._ends(now)
-        # What follows has to be known before anything is decided: it is drained after that.
+        # Saying that the generation still runs, and `Drained` at the end, keeps the scheduler from
+        # deciding before it has the messages between the two.
         has_more = len(exits) > EXITS_MAX or bool(self._interrupts and self.generation >= 0)
         register = msgspec.structs.replace(
             self.register,
@@ -198,7 +214,7 @@ class AgentState:
         return actions
 
     def _ends(self, now: float) -> list[RankExit]:
-        """Return how workers ended: the first failure, and without their words the others."""
+        """Return how workers ended: the first failure in full, the others without their texts."""
         ends = [msgspec.structs.replace(end, age=end.age + now - at) for end, at in self._exits]
         if all(end.succeeded for end in ends):
             return [verdicts.bare(end) for end in ends]
@@ -208,6 +224,8 @@ class AgentState:
     def _reached(self, now: float) -> list[Action]:
         if not self._was_reached:
             self._was_reached = True
+            # The scheduler's own time to form ends before this one, so that its verdict, which
+            # names the missing nodes, comes first.
             self.form_by = max(self.form_by, now + self.join_timeout + SCHEDULER_PATIENCE)
             return []
         self._reach_by = None
@@ -220,6 +238,7 @@ class AgentState:
         if self.phase is AgentPhase.JOINING:
             if not self._pending:
                 return [Tell(silence, warn=True)]
+            # The `Start` that waits for our imports will be too old; a new session drops it.
             return [Tell(silence, warn=True), *self._join(now)]
         self._is_cut = True
         told = Tell(f"{silence}: this node's workers are stopped", warn=True)
@@ -231,7 +250,7 @@ class AgentState:
 
     def _received(self, event: SchedulerMessage, now: float) -> list[Action]:
         generation = event.generation
-        actions: list[Action] = []  # as for a message that only an agent sends
+        actions: list[Action] = []  # none for a message that only agents send
         match event.body:
             case Start() as start:
                 actions = self._start(generation, start, event.age, now)
@@ -283,7 +302,7 @@ class AgentState:
             return []
         self.live.discard(event.exit.rank)
         actions: list[Action] = []
-        if not self._is_cut:  # else it is the node that was lost, and not its workers that failed
+        if not self._is_cut:  # else the node was lost, and its workers did not fail
             end = verdicts.fit(self._without_our_signal(event.exit))
             self._exits.append((end, now))
             actions = [self._send(WorkerExited(exit=end, at=now))]
@@ -295,17 +314,18 @@ class AgentState:
         return actions
 
     def _without_our_signal(self, end: RankExit) -> RankExit:
-        """Return `end` as it would have been without what we did meanwhile."""
+        """Return `end` as it would have been without the signals that we sent."""
         is_stopping = self.phase in (AgentPhase.STOPPING, AgentPhase.SWEEPING)
         is_swept = self.phase is AgentPhase.SWEEPING
         end = msgspec.structs.replace(end, stopped=is_stopping, swept=is_swept)
         if is_stopping and end.error and end.signum in _OURS:
-            # It had raised and was on its way out, which Python goes with code 1.
+            # It had raised and was on its way to exit, which Python does with code 1.
             return msgspec.structs.replace(end, code=1, signum=None)
         return end
 
     def _stop(self, generation: int, signum: int, now: float) -> list[Action]:
         if self._pending and self._pending[0] == generation:
+            # Never started, so it is drained already; its number forbids a late `Start` of it.
             self._pending = None
             self.generation = generation
             return self._drained([], now)
@@ -320,6 +340,7 @@ class AgentState:
     ) -> list[Action]:
         self.phase = AgentPhase.STOPPING
         if self._tree_lost:
+            # No process is left that could report the ends of the workers, so none is awaited.
             self.live.clear()
             self._swept = GenerationSwept(self.generation)
             return self._drained_if_done(now)
@@ -343,7 +364,7 @@ class AgentState:
         return self._drained_if_done(now)
 
     def _drained_if_done(self, now: float) -> list[Action]:
-        """Report once the reaper has swept and every end of a worker was told."""
+        """Report once the reaper has swept and the end of every worker is known."""
         if self._swept is None or (self.live and not self._swept.stuck):
             return []
         stuck = few(self._swept.stuck)
@@ -387,10 +408,11 @@ class AgentState:
     def _signalled(self, signum: int, now: float) -> list[Action]:
         if signum in FORWARDED:
             return [ForwardSignal(tuple(sorted(self.live)), signum)] if self.live else []
-        if self._interrupts:
+        if self._interrupts:  # the user's second signal
             return self._hurry(now)
         self._interrupts.append(signum)
         if not self._was_reached and not self.register.serves:
+            # No scheduler knows this node, so no other node waits for it.
             return self._conclude(
                 verdicts.interrupted(self.job_id, signum, generation=-1, restarts=0)
             )
@@ -399,7 +421,7 @@ class AgentState:
         return [self._send(Interrupted(signum=signum))]
 
     def _hurry(self, now: float) -> list[Action]:
-        """Give no more time to what ignores the user's first signal, on no node."""
+        """Kill the workers that ignored the user's first signal, on all nodes."""
         actions: list[Action] = []
         if signal.SIGKILL not in self._interrupts:
             self._interrupts.append(signal.SIGKILL)
@@ -409,7 +431,7 @@ class AgentState:
         return actions
 
     def _end(self, verdict: Verdict, now: float) -> list[Action]:
-        """Exit with `verdict`, once no worker lives that whoever decided it knew nothing of."""
+        """Exit with `verdict`, once no worker lives here that the scheduler did not know of."""
         return self._stop_alone(verdict, now) if self.live else self._conclude(verdict)
 
     def _stop_alone(self, verdict: Verdict, now: float) -> list[Action]:
@@ -442,11 +464,11 @@ class AgentState:
         return self._stop_alone(self._unanswered(), now)
 
     def _unanswered(self) -> Verdict:
-        """Return how a job ends here whose scheduler does not answer its user's signal."""
+        """Return the verdict of this node if the scheduler does not answer its user's signal."""
         if self.register.serves:
             reason = f"the scheduler did not answer within {self._patience():g}s"
             return self._internal(reason, ExitCode.INTERNAL)
-        # What lies between may be why.
+        # The network between the nodes may be the reason, which is no bug of ours.
         return verdicts.interrupted(
             self.job_id, self._interrupts[0], generation=self.generation, restarts=0
         )

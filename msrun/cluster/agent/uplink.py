@@ -1,7 +1,10 @@
-"""An agent's end of the line to the scheduler: registration, signs of life, the lease.
+"""An agent's end of the line to the scheduler: sessions, signs of life, the lease.
 
-It turns frames into the events of `AgentState` and its bodies into frames.  All times
-are of the agent's own monotonic clock, which the scheduler only echoes.
+It turns frames into the events of `AgentState` and its bodies into frames.  A *session* begins with
+a registration; frames of another session are dropped, so that nothing said before it can do harm.
+The lease is counted from the time at which the latest answered frame *left* here, not from its
+answer: the scheduler may have heard nothing since.  All times are of the agent's own monotonic
+clock, which the scheduler only echoes.
 """
 
 from __future__ import annotations
@@ -50,14 +53,14 @@ _OF_SCHEDULER = (
 
 @dataclass(slots=True, kw_only=True)
 class Uplink:
-    """The line of one life of one node.
+    """The line of one incarnation of one node.
 
     Args:
         job_id: The job.
         node_id: The node.
-        incarnation: Which life of it.
+        incarnation: Random number of this start of its launcher.
         lease: How long it may go on alone.
-        first_resend: Seconds after which it registers again, while nobody answers.
+        first_resend: Seconds after which it registers again if there is no answer.
     """
 
     job_id: str
@@ -74,7 +77,7 @@ class Uplink:
     _is_cut: bool = False
 
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
-        """Begin a new session, of which `register` is the first body."""
+        """Begin a new session with `register` as its first body."""
         self._session += 1
         self._link = OrderedLink(self.first_resend)
         body = msgspec.structs.replace(register, follows=self._follows)
@@ -86,7 +89,7 @@ class Uplink:
         return [self._frame(now, parcel.seq, generation, body)]
 
     def ask(self, *, now: float) -> list[Envelope]:
-        """Return the frame that asks whoever is at the other end for a sign of life."""
+        """Return a frame that asks the scheduler for a sign of life."""
         return [self._frame(now)]
 
     @property
@@ -107,6 +110,8 @@ class Uplink:
             self._frame(now, parcel.seq, parcel.generation, parcel.body)
             for parcel in self._link.overdue(now=now)
         ]
+        # Every frame with a stamp asks for an answer, so one that is sent again is a sign of life
+        # too.
         if not frames and self._beat_at is not None and now >= self._beat_at:
             frames.append(self._frame(now))
         cut_at = self._cut_at()
@@ -118,7 +123,8 @@ class Uplink:
     def receive(
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[UplinkEvent], list[Envelope]]:
-        """Return what a frame of the scheduler means, and the frames that answer it."""
+        """Return the events in a frame of the scheduler, and the frames that answer it."""
+        # Late frames of an earlier session or incarnation are about a past that is over.
         mine = (self.job_id, self.incarnation, self._session)
         if (envelope.job_id, envelope.incarnation, envelope.session) != mine:
             return [], []
@@ -127,6 +133,7 @@ class Uplink:
         self._term = max(self._term, envelope.term)
         if isinstance(body, Unknown):
             self._follows = body.known
+        # A scheduler with a higher term is a new one, which knows nothing of this session.
         if is_another or isinstance(body, Unknown):
             return [Forgotten()], []
         events: list[UplinkEvent] = self._echoed(envelope.stamp, now)
@@ -139,9 +146,10 @@ class Uplink:
         return events, [self._frame(0.0)]
 
     def _echoed(self, stamp: float, now: float) -> list[UplinkEvent]:
-        """Count the lease from `stamp`, when the latest frame that was answered left here."""
+        """Count the lease from `stamp`, the time at which the latest answered frame was sent."""
         if not stamp or (self._echo is not None and stamp <= self._echo):
             return []
+        # An answer to a frame that is older than the fence comes too late to end the cut.
         is_late = now >= stamp + self.lease.fence
         is_news = self._echo is None or (self._is_cut and not is_late)
         if self._echo is None:

@@ -1,6 +1,7 @@
-"""Whether this process was frozen: stopped by a signal, a debugger or its machine.
+"""Detects that this process was frozen: stopped by a signal, a debugger or its machine.
 
-What it was sent meanwhile waits in its sockets, so that it has to listen before it judges.
+Messages of the time of the freeze still wait in its sockets, so that it must read them before it
+takes any node for lost.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from dataclasses import dataclass
 from msrun.cluster.liveness.lease import Lease
 
 _LOOK_SECONDS = 0.5
-# A busy machine delays what it runs by less.
+# Seconds: a busy machine delays its processes by less.
 _LATE_SECONDS = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
 class FreezeDetector:
-    """Looks at the clock so often that no freeze is missed that matters.
+    """Looks at the clock often enough to notice every freeze that matters.
 
     Args:
-        lease: How long nodes may be silent, of which a shorter freeze is a small part.
+        lease: How long nodes may be silent; much shorter freezes do not matter.
         look_at: When it looks next.
     """
 
@@ -31,7 +32,7 @@ class FreezeDetector:
         return self.look_at
 
     def tick(self, *, now: float) -> bool:
-        """Return whether nothing was done for long until now."""
+        """Return whether this process was frozen until now."""
         late = now - self.look_at
         if late >= 0:
             self.look_at = now + min(self.lease.heartbeat, _LOOK_SECONDS)

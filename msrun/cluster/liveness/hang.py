@@ -22,12 +22,12 @@ _IDLE_SHARE = 0.01
 
 
 class Sign(msgspec.Struct, frozen=True):
-    """What one look at a worker found.
+    """The progress of one worker at one look.
 
     Args:
         rank: The worker.
         beat_at: When it last beat, on this machine's monotonic clock; None for never.
-        cpu: Seconds of CPU time it has used; None when nobody asks.
+        cpu: Seconds of CPU time it has used; None if it is not needed.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Sign(msgspec.Struct, frozen=True):
 
 
 class Hang(msgspec.Struct, frozen=True):
-    """A worker that makes no progress; `sign` is what has not come for `seconds`."""
+    """A worker that makes no progress: no `sign` of it has come for `seconds`."""
 
     rank: int
     seconds: float
@@ -82,12 +82,12 @@ class HangWatch:
         if now - self._looked_at > _LOOK_SECONDS_MAX:
             self._awake_since = now
         self._looked_at = now
-        found = [hang for sign in signs if (hang := self._judge(sign, now))]
-        self._told |= {hang.rank for hang in found}
-        return found
+        hangs = [hang for sign in signs if (hang := self._judge(sign, now))]
+        self._told |= {hang.rank for hang in hangs}
+        return hangs
 
     def tell_again(self) -> None:
-        """Return hangs once more that were returned before, since nobody may know of them."""
+        """Return known hangs once more: a new scheduler has not heard of them."""
         self._told.clear()
 
     def silence(self, rank: int, *, now: float) -> float:

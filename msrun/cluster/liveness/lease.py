@@ -1,12 +1,16 @@
 """How long each side goes on without a sign of life of the other.
 
-An agent stops its workers when the scheduler has not answered for `fence` seconds, and
-is done with it `grace` seconds later.  The scheduler takes a silent node for lost only
-after `lost` seconds, so that by then no worker of it lives: fence + grace < lost.  Both
-count from the moment at which the *agent* spoke, each on its own monotonic clock.  An agent
-that is frozen can stop nothing: then its node's reaper kills them, fence + grace < kill < lost.
+The problem: a node that is cut off cannot be told apart from one that is dead, and its ranks must
+not run twice.  The idea is a lease: the node stops its workers before the scheduler gives their
+ranks to another node, and neither has to hear from the other to do so.
 
-A cut that heals within fence - heartbeat, half a lease, changes nothing wherever it falls between
+An agent stops its workers when the scheduler has not answered for `fence` seconds, and has killed
+them `grace` seconds later.  The scheduler takes a silent node for lost only after `lost` seconds,
+so that by then no worker of it lives: fence + grace < lost.  Both count from the moment at which
+the *agent* spoke, each on its own monotonic clock; two clocks are never compared.  An agent that is
+frozen can stop nothing: then its node's reaper kills the workers, fence + grace < kill < lost.
+
+A cut that heals within fence - heartbeat, half a lease, changes nothing, wherever it falls between
 two signs of life.
 """
 
@@ -23,7 +27,7 @@ _HEARTBEAT = 0.2
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """The times that follow from one.
+    """All times that follow from the length of a lease.
 
     Args:
         lost: Seconds of silence after which a node is lost; inf where there is one node.

@@ -18,7 +18,7 @@ _GROUPS_MAX = 16
 # As faulthandler writes it.
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]{1,9}) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
-# Below the program's own frames are those of whoever runs it.
+# Frames below the program's own belong to the code that runs it.
 _RUNNERS = ("<frozen runpy>", "runpy.py")
 _OURS = re.compile(
     r"/msrun/(?:worker|supervise|processes|cli)/(?:\w+/)*\w+\.py$|/msrun/(?:entry|__main__)\.py$"
@@ -86,9 +86,9 @@ def parse(text: str) -> tuple[Frame, ...]:
     for line in text.splitlines():
         if _THREAD.match(line):
             frames = []
-        elif found := _FRAME.fullmatch(line):
-            file, function = found["file"][-FILE_CHARS_MAX:], found["function"][:FUNCTION_CHARS_MAX]
-            frames.append(Frame(file, int(found["line"]), function))
+        elif match := _FRAME.fullmatch(line):
+            file, function = match["file"][-FILE_CHARS_MAX:], match["function"][:FUNCTION_CHARS_MAX]
+            frames.append(Frame(file, int(match["line"]), function))
     while frames and (_OURS.search(frames[-1].file) or frames[-1].file.endswith(_RUNNERS)):
         frames.pop()
     return tuple(frames[:FRAMES_MAX])
@@ -134,7 +134,7 @@ def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
 
 def summary(groups: Sequence[StackGroup]) -> str:
     """Return where all ranks are, as one line."""
-    parts = [f"{_count(found.ranks)} {found.where()}" for found in groups[:_GROUPS_MAX]]
+    parts = [f"{_count(group.ranks)} {group.where()}" for group in groups[:_GROUPS_MAX]]
     if len(groups) > _GROUPS_MAX:
         parts.append(f"and {len(groups) - _GROUPS_MAX} more groups")
     return "; ".join(parts)
@@ -143,9 +143,9 @@ def summary(groups: Sequence[StackGroup]) -> str:
 def render(groups: Sequence[StackGroup]) -> str:
     """Return the stack of each group, innermost call first, below a line of its ranks."""
     lines: list[str] = []
-    for found in groups:
-        lines.append(f"{_count(found.ranks)} {found.where()}")
-        lines += [f"    {f.file}:{f.line} in {f.function}" for f in found.frames]
+    for group in groups:
+        lines.append(f"{_count(group.ranks)} {group.where()}")
+        lines += [f"    {f.file}:{f.line} in {f.function}" for f in group.frames]
     return "\n".join(lines)
 
 

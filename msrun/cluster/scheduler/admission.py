@@ -1,4 +1,4 @@
-"""Which nodes the scheduler hears: those that it, and so the others, can reach."""
+"""Admits nodes that the scheduler can reach, and so, presumably, the other nodes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from msrun.cluster.scheduler.events import AgentMessage, Lost
 from msrun.cluster.wire.messages import Register
 
 Life = tuple[str, int]
-"""A node and its incarnation."""
+"""One incarnation of a node: its id and the number of the incarnation."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """Holds back what a node says until it is known whether it can be reached.
+    """Holds back the messages of a node until it is known whether the node can be reached.
 
     Args:
-        is_open: Everybody is heard, as there is one node.
+        is_open: All are admitted, because there is one node.
     """
 
     is_open: bool = False
@@ -29,11 +29,11 @@ class Admission:
         return bool(self._held)
 
     def expect(self, node_id: str, incarnation: int) -> None:
-        """Hear a life of a node that an earlier scheduler has reached."""
+        """Admit an incarnation of a node that an earlier scheduler has reached."""
         self._reachable.add((node_id, incarnation))
 
     def receive(self, event: AgentMessage) -> tuple[list[AgentMessage], bool]:
-        """Return what is heard now, and whether `probed` must be told about the node."""
+        """Return the messages to handle now, and whether the node must be probed (`probed`)."""
         life = (event.node_id, event.incarnation)
         if life in self._held:
             self._held[life].append(event)
@@ -44,20 +44,20 @@ class Admission:
         return [], True
 
     def probed(self, life: Life, *, is_reachable: bool) -> list[AgentMessage]:
-        """Return what a node has said meanwhile; nothing where it was lost."""
+        """Return the messages that were held back; none if the node was lost."""
         held = self._held.pop(life, [])
         if held and is_reachable:
             self._reachable.add(life)
         return held
 
     def lose(self, loss: Lost) -> None:
-        """Forget what a life of a node has said."""
+        """Forget the messages of an incarnation of a node."""
         self._held.pop((loss.node_id, loss.incarnation), None)
 
 
 def _is_new(event: AgentMessage) -> bool:
     """Return whether a node registers that has taken part in nothing.
 
-    Another was reached by an earlier scheduler, and what may run on it cannot wait.
+    Any other was reached by an earlier scheduler, and workers that may run on it cannot wait.
     """
     return isinstance(event.body, Register) and event.body.is_new

@@ -1,8 +1,9 @@
-"""What the scheduler does for those who control a job, and about ranks that hang.
+"""Answers the tools that control a job, and deals with ranks that hang.
 
-A machine of the usual shape: questions, what agents answer, and the time come in;
-actions go out.  It asks agents for what lies on their nodes, and answers without those that
-do not answer in time.
+A state machine of the usual shape: requests, answers of agents and the time come in; actions go
+out.  Logs and stacks are on the nodes, so it asks the agents for them, and answers without the
+agents that do not answer in time.  The job itself is `SchedulerState`, which this module reads and
+asks to act through public methods only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from msrun.cluster.liveness import stacks as pictures
 from msrun.cluster.liveness.stacks import RankStack
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import report, wal
-from msrun.cluster.scheduler.controlled_state import ControlledState
+from msrun.cluster.scheduler.drain import drain
 from msrun.cluster.scheduler.events import AgentMessage, JobPhase, SendToAgent
 from msrun.cluster.scheduler.peers import AgentLinks
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.cluster.wire.control_messages import (
     AnyReply,
@@ -55,7 +57,7 @@ from msrun.cluster.wire.messages import (
 from msrun.errors import signal_name
 
 ANSWER_SECONDS = 5.0
-# Ranks that still run so long after another has finished may wait for it, and for ever.
+# Seconds after the first rank has finished: ranks that still run then may wait for it for ever.
 ALONE_SECONDS = 3.0
 _CAUSES_MAX = 8
 _INQUIRIES_MAX = 64
@@ -64,7 +66,7 @@ _OF_US = (Running, Stalled, Stack, LogPart)
 
 
 class SendReply(msgspec.Struct, frozen=True):
-    """Answer `reply` to whoever asked by `route`."""
+    """Send `reply` along `route`, on which the request came."""
 
     route: bytes
     reply: AnyReply
@@ -86,14 +88,14 @@ class _StackInquiry:
     """Stacks that are being collected.
 
     Args:
-        number: Which the answers carry.
-        generation: Of which generation.
-        due: When it is over, whoever has not answered.
+        number: Number of the inquiry, which its answers carry.
+        generation: The generation of the ranks.
+        due: Time at which it ends, with the answers that have come.
         wanted: Ranks that have not answered, by node.
-        routes: Who asked.
-        found: What has come.
-        stalled: Ranks of which a node said that they make no progress -> the seconds.
-        sign: What did not come from them.
+        routes: Routes to the tools that asked.
+        stacks: Rank -> its stack, as the answers came.
+        stalled: Rank that makes no progress -> seconds, as its node reported.
+        sign: The sign of progress that did not come, such as `beat`.
     """
 
     number: int
@@ -101,7 +103,7 @@ class _StackInquiry:
     due: float
     wanted: dict[str, set[int]]
     routes: list[bytes] = field(default_factory=list)
-    found: dict[int, Stack] = field(default_factory=dict)
+    stacks: dict[int, Stack] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
     sign: str = ""
 
@@ -115,7 +117,7 @@ class Control:
         peers: Its agents.
     """
 
-    state: ControlledState
+    state: SchedulerState
     peers: AgentLinks
     _causes: deque[str] = field(default_factory=lambda: deque(maxlen=_CAUSES_MAX))
     _running: dict[str, tuple[Running, float]] = field(default_factory=dict)
@@ -131,13 +133,13 @@ class Control:
         return isinstance(event, AgentMessage) and isinstance(event.body, _OF_US)
 
     def note(self, actions: Iterable[Action]) -> None:
-        """Remember what the job's machine told its nodes about failures."""
+        """Remember the failures that the state machine announced to the nodes."""
         for action in actions:
             if isinstance(action, SendToAgent) and isinstance(action.body, Restarting):
                 self._note_cause(action.generation, action.body.reason)
 
     def recall(self, records: Iterable[wal.Record]) -> None:
-        """Remember what an earlier scheduler wrote about failures."""
+        """Remember the failures in the log of an earlier scheduler."""
         for generation, reason in wal.causes(records):
             self._note_cause(generation, reason)
 
@@ -146,10 +148,10 @@ class Control:
         if cause not in self._causes:
             self._causes.append(cause)
 
-    # Those who ask.
+    # Requests.
 
     def ask(self, job_id: str, request: AnyRequest, route: bytes, *, now: float) -> list[Action]:
-        """Return the actions that answer a question."""
+        """Return the actions that answer a request."""
         if job_id not in ("", self.state.job_id):
             reason = f"the scheduler here runs job {self.state.job_id}, not {job_id}"
             return [SendReply(route, Denied(reason=reason))]
@@ -182,21 +184,21 @@ class Control:
                 done = Done(sentence=f"job {state.job_id} is being stopped")
                 return [SendReply(route, done), *state.stop(at_once=at_once)]
             case DrainNode(node=name):
-                problem, actions = state.drain(name, now=now)
+                problem, actions = drain(state, name, now=now)
                 done = Done(sentence=f"node {name} leaves job {state.job_id}")
                 return [SendReply(route, Denied(reason=problem) if problem else done), *actions]
             case SignalJob():
                 return self._signal(request, route)
 
     def _signal(self, request: SignalJob, route: bytes) -> list[Action]:
-        every = [rank for ranks in self.state.living().values() for rank in ranks]
+        every = [rank for ranks in report.living(self.state).values() for rank in ranks]
         chosen = [rank for rank in every if _is_in(rank, request.ranks)]
         if not chosen:
             what = "none of those ranks" if every else "no worker of the job"
             return [SendReply(route, Denied(reason=f"{what} runs"))]
         nodes = [
             node_id
-            for node_id, ranks in self.state.living().items()
+            for node_id, ranks in report.living(self.state).items()
             if any(_is_in(rank, request.ranks) for rank in ranks)
         ]
         order = SignalRanks(ranks=request.ranks, signum=request.signum)
@@ -206,37 +208,38 @@ class Control:
 
     def _ask_for_log(self, request: GetLog, route: bytes, now: float) -> list[Action]:
         members = self.state.current.members
-        found = next(
+        node_id = next(
             (n for n, m in members.items() if 0 <= request.rank - m.first_rank < m.count), None
         )
-        if found is None:
+        if node_id is None:
             size = self.state.current.world_size
             what = f"choose 0 to {size - 1}" if size else "no generation has started"
             return [SendReply(route, Denied(reason=f"the job has no rank {request.rank} ({what})"))]
-        host = members[found].host
-        if found not in self.state.roster.nodes:
+        host = members[node_id].host
+        if node_id not in self.state.roster.nodes:
             return [SendReply(route, Denied(reason=f"node {host}, which has the log, is lost"))]
+        # Bounded, because each one is kept until its node answers.
         if len(self._logs) >= _INQUIRIES_MAX:
             return [SendReply(route, Denied(reason="too many ask for logs; try again"))]
         self._number += 1
-        self._logs[self._number] = _LogInquiry(found, host, route, now + ANSWER_SECONDS)
+        self._logs[self._number] = _LogInquiry(node_id, host, route, now + ANSWER_SECONDS)
         order = ReadLog(
             inquiry=self._number, rank=request.rank, offset=request.offset, lines=request.lines
         )
-        return [self._send(found, order)]
+        return [self._send(node_id, order)]
 
     def _ask_for_stacks(self, route: bytes, now: float) -> list[Action]:
-        if not any(self.state.living().values()):
+        if not any(report.living(self.state).values()):
             return [SendReply(route, Denied(reason="no worker of the job runs"))]
         actions = self._collect(now)
         if self._stacks and len(self._stacks.routes) < _INQUIRIES_MAX:
             self._stacks.routes.append(route)
         return actions
 
-    # What agents say.
+    # Answers of agents.
 
     def receive(self, event: AgentMessage, *, now: float) -> list[Action]:
-        """Return the actions that follow from what an agent said."""
+        """Return the actions that follow from a message of an agent."""
         node = self.state.roster.nodes.get(event.node_id)
         if node is None or node.incarnation != event.incarnation:
             return []
@@ -256,7 +259,7 @@ class Control:
         return []
 
     def _of_now(self) -> dict[str, tuple[Running, float]]:
-        """Return what is known about the workers of this generation."""
+        """Return the processes of this generation's workers, by node."""
         if self._running_generation != self.state.generation:
             self._running_generation = self.state.generation
             self._running = {}
@@ -290,9 +293,12 @@ class Control:
         """Begin to collect stacks, if that is not under way."""
         if self._stacks and self._stacks.generation == self.state.generation:
             return []
+        # An inquiry about a generation that has ended goes on with the present one.
         routes = self._stacks.routes if self._stacks else []
         self._number += 1
-        wanted = {node_id: set(ranks) for node_id, ranks in self.state.living().items() if ranks}
+        wanted = {
+            node_id: set(ranks) for node_id, ranks in report.living(self.state).items() if ranks
+        }
         self._stacks = _StackInquiry(
             self._number, self.state.generation, now + ANSWER_SECONDS, wanted, routes
         )
@@ -308,7 +314,7 @@ class Control:
         wanted.discard(stack.worker.rank)
         if not wanted:
             del inquiry.wanted[node_id]
-        inquiry.found[stack.worker.rank] = stack
+        inquiry.stacks[stack.worker.rank] = stack
         return [] if inquiry.wanted else self._finish_stacks(inquiry, now)
 
     def _finish_stacks(self, inquiry: _StackInquiry, now: float) -> list[Action]:
@@ -319,38 +325,39 @@ class Control:
         left_out = len(groups) - len(shown)
         reply = Stacks(generation=inquiry.generation, groups=shown, left_out=left_out)
         replies: list[Action] = [SendReply(route, reply) for route in inquiry.routes]
+        # A failure may have ended the generation while the stacks came: that is the better cause.
         is_hang = inquiry.stalled and inquiry.generation == self.state.generation
         if not is_hang or self.state.phase is not JobPhase.RUNNING:
             return replies
         return [*replies, *self._end_hang(inquiry, pictured, now)]
 
     def _pictures(self, inquiry: _StackInquiry) -> list[RankStack]:
-        """Return where all ranks are, those of nodes that did not answer included."""
-        found = [
+        """Return the stacks of all ranks, and a problem for ranks whose node did not answer."""
+        pictured = [
             RankStack(
                 rank=rank,
                 frames=tuple(stack.frames),
                 problem=stack.problem,
                 idle=stack.worker.stalled,
             )
-            for rank, stack in inquiry.found.items()
+            for rank, stack in inquiry.stacks.items()
         ]
         for node_id, ranks in inquiry.wanted.items():
             member = self.state.current.members.get(node_id)
             host = member.host if member else node_id
             problem = f"node {host} did not answer within {ANSWER_SECONDS:g}s"
-            found += [RankStack(rank=rank, problem=problem) for rank in ranks]
-        return sorted(found, key=lambda stack: stack.rank)
+            pictured += [RankStack(rank=rank, problem=problem) for rank in ranks]
+        return sorted(pictured, key=lambda stack: stack.rank)
 
     def _end_hang(
         self, inquiry: _StackInquiry, pictured: list[RankStack], now: float
     ) -> list[Action]:
-        """Tell every node where all ranks are, and end the generation."""
+        """Send every node the stacks of all ranks, and end the generation."""
         rank = pictures.suspect(pictured, inquiry.stalled)
         longest = max(inquiry.stalled.values())
         worker = self._suspect(inquiry, rank, longest)
         groups = pictures.group(pictured)
-        stalled = self.state.describe_ranks(inquiry.stalled.keys())
+        stalled = self.state.current.describe_ranks(inquiry.stalled.keys())
         head = (
             f"generation {inquiry.generation} hangs: no {inquiry.sign} of {stalled} "
             f"for {render_seconds(longest)}\n{pictures.summary(groups)}"
@@ -362,7 +369,7 @@ class Control:
 
     def _suspect(self, inquiry: _StackInquiry, rank: int, longest: float) -> RankExit:
         stalled = inquiry.stalled.get(rank, longest)
-        if stack := inquiry.found.get(rank):
+        if stack := inquiry.stacks.get(rank):
             worker = stack.worker
         else:
             member = self.state.current.members[self.state.current.node_of(rank)]
@@ -389,32 +396,34 @@ class Control:
         return min(dues, default=None)
 
     def _alone_at(self) -> float | None:
-        """Return when to tell who still runs; None where none has finished, or it was told."""
+        """Return when to report the ranks that still run; None before any finished, or if done."""
         if self.state.phase is not JobPhase.RUNNING or self._told_of == self.state.generation:
             return None
-        # Of thousands; a failure would have stopped the others.
+        # Any finished rank will do: after a failure the generation would be stopping.
         first = next(iter(self.state.current.exits.values()), None)
         return first[1] + ALONE_SECONDS if first else None
 
     def _tell_who_runs(self) -> list[Action]:
-        """Tell all nodes once which ranks still run, and that the others have finished."""
+        """Tell all nodes once which ranks have finished and which still run."""
         self._told_of = self.state.generation
         done = RankSet.of(self.state.current.exits)
-        living = self.state.living()
-        still = self.state.describe_ranks({rank for ranks in living.values() for rank in ranks})
+        living = report.living(self.state)
+        still = self.state.current.describe_ranks(
+            {rank for ranks in living.values() for rank in ranks}
+        )
         have = "have" if len(done) > 1 else "has"
         reason = f"rank {done} {have} finished; still running: {still}"
         return [self._send(node_id, Waiting(reason=reason)) for node_id in living]
 
     def woke(self, *, now: float) -> None:
-        """Wait anew for the answers that may have come while nobody listened."""
+        """Restart all time-outs: answers may have come while this process was frozen."""
         for asked in self._logs.values():
             asked.due = now + ANSWER_SECONDS
         if self._stacks:
             self._stacks.due = now + ANSWER_SECONDS
 
     def tick(self, *, now: float) -> list[Action]:
-        """Return the answers that were waited for in vain."""
+        """Answer the requests whose time is over, with what has come."""
         actions: list[Action] = []
         for number in [n for n, asked in self._logs.items() if asked.due <= now]:
             asked = self._logs.pop(number)

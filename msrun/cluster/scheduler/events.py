@@ -1,4 +1,4 @@
-"""Phases of the scheduler's state machine, what can happen to it, and what it asks for."""
+"""Phases, events and actions of the scheduler's state machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import enum
 import msgspec
 
 from msrun.cluster.scheduler import wal
+from msrun.cluster.tick import Tick
 from msrun.cluster.wire.messages import FromAgent, FromScheduler
 
 
 class JobPhase(enum.Enum):
-    """Where a job is in its life."""
+    """The state of a job."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -21,7 +22,7 @@ class JobPhase(enum.Enum):
 
 
 class AgentMessage(msgspec.Struct, frozen=True):
-    """An agent said something; of its node's life and generation as on the envelope."""
+    """A message of an agent; incarnation and generation are those on its envelope."""
 
     node_id: str
     incarnation: int
@@ -30,11 +31,11 @@ class AgentMessage(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Nothing lives on a node any more.
+    """A node is lost: no process of the job lives on it any more.
 
     Args:
         node_id: The node.
-        incarnation: Which life of it.
+        incarnation: Which start of its launcher.
         reason: How that is known.
         heard_at: When it last gave a sign of life.
     """
@@ -46,19 +47,15 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class Unreachable(msgspec.Struct, frozen=True):
-    """A node would register that others cannot reach; `problem` says so in one sentence."""
+    """A node that others cannot reach wants to register; `problem` is the sentence for its user."""
 
     node_id: str
     incarnation: int
     problem: str
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time passed and nothing else happened."""
-
-
 class Woke(msgspec.Struct, frozen=True):
-    """The scheduler was frozen up to now: what it was sent meanwhile has yet to be heard."""
+    """The scheduler was frozen until now: messages of that time still wait in its sockets."""
 
 
 Event = AgentMessage | Lost | Unreachable | Tick | Woke

@@ -1,13 +1,13 @@
-"""When a generation may start, and until when its nodes are waited for."""
+"""The times of forming: when a generation may start, and when missing nodes are given up."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-# Whoever waits is told for whom after this, and again whenever somebody came.
+# Seconds after which waiting nodes are told which nodes are missing, and again after each arrival.
 WAITING_SECONDS = 3.0
-# After a freeze of the scheduler, for those who came meanwhile.
+# Seconds after a freeze of the scheduler, for nodes that came during it.
 HEARING_SECONDS = 10.0
 
 
@@ -38,11 +38,11 @@ class Forming:
         self._report_at = now + WAITING_SECONDS
 
     def someone_came(self, *, now: float) -> None:
-        """Note that there is something new to tell those who wait."""
+        """Note that the nodes that wait have something new to hear."""
         self._report_at = self._report_at or now + WAITING_SECONDS
 
     def woke(self, *, now: float) -> None:
-        """Hear those who came while nobody listened before anything is over."""
+        """Extend the deadlines, so that nodes that came during a freeze are heard first."""
         until = now + min(self.join_timeout, HEARING_SECONDS)
         self.give_up_at = max(self.give_up_at, until)
         if self._enough_since is not None:
@@ -59,18 +59,18 @@ class Forming:
         return now >= self._start_at(is_full=is_full)
 
     def is_over(self, *, now: float) -> bool:
-        """Return whether nobody is waited for any more."""
+        """Return whether the time to register is over."""
         return self._enough_since is None and now >= self.give_up_at
 
     def report_is_due(self, *, now: float) -> bool:
-        """Return whether those who wait are to be told for whom, once each time."""
+        """Return whether to tell the waiting nodes which are missing; true once each time."""
         if self._report_at is None or now < self._report_at:
             return False
         self._report_at = None
         return True
 
     def deadline(self, *, is_full: bool) -> float | None:
-        """Return when the next of all this is due; None when nothing is."""
+        """Return when the next of these deadlines is; None when there is none."""
         at = self.give_up_at if self._enough_since is None else self._start_at(is_full=is_full)
         due = at if self._report_at is None else min(at, self._report_at)
         return due if due != math.inf else None

@@ -1,22 +1,22 @@
-"""What is known about the workers of one generation, and what ended it."""
+"""One generation: its members, how their workers ended, and why it stopped."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from msrun.cluster import verdict as verdicts
 from msrun.cluster.bounds import RankSet, few, listed
-from msrun.cluster.scheduler.restart_policy import GiveUp
 from msrun.cluster.scheduler.roster import RegisteredNode
 from msrun.cluster.scheduler.wal import Member
-from msrun.cluster.verdict import RankExit, Verdict
+from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.messages import Start
-from msrun.errors import ExitCode
+
+_NODES_NAMED_MAX = 8
 
 
 class StopReason(enum.Enum):
@@ -46,8 +46,8 @@ class Generation:
         exits: Rank -> how it ended and when it failed.
         losses: Nodes that went with their workers, in the order in which that was seen.
         stuck: Node id -> processes that could not be killed.
-        because: What ended it; None while it goes on.
-        change: Which nodes come or go, where that is what ended it.
+        because: Why it was stopped; None while it goes on.
+        change: Nodes that come or go, as a sentence, if that is why it was stopped.
     """
 
     members: dict[str, Member] = field(default_factory=dict)
@@ -76,12 +76,13 @@ class Generation:
         """Whether every rank exited with code 0, and not because it was asked to end."""
         if self.because is StopReason.CHANGE:
             return False
+        # With `stopped` a rank may exit with 0 without having finished its work.
         ends = [end for end, _ in self.exits.values()]
         are_done = all(end.succeeded and not end.stopped for end in ends)
         return len(ends) == self.world_size and are_done
 
-    def lives(self, node_id: str, incarnation: int) -> bool:
-        """Whether workers of it may live in that life of a node."""
+    def may_live_on(self, node_id: str, incarnation: int) -> bool:
+        """Whether workers of this generation may live on this incarnation of a node."""
         is_member = node_id in self.undrained
         return is_member and self.members[node_id].incarnation == incarnation
 
@@ -95,8 +96,8 @@ class Generation:
         return all(rank in self.exits for rank in self.ranks(node_id))
 
     def all_stuck(self) -> list[str]:
-        """Return what could not be killed, by node, of many the first."""
-        return few(process for _, found in sorted(self.stuck.items()) for process in found)
+        """Return the processes that could not be killed, by node, of many the first."""
+        return few(process for _, stuck in sorted(self.stuck.items()) for process in stuck)
 
     def root(self) -> RankExit | None:
         """Return the worker whose failure came first; None when a loss did, or none failed."""
@@ -104,14 +105,14 @@ class Generation:
             return None
         root = verdicts.root_cause(self.exits.values())
         first_loss = min((loss.at for loss in self.losses), default=None)
-        # A node that dies takes its peers' workers down with it, and is noticed after them.
+        # When a node dies, the workers of its peers fail first, and its own loss is noticed later.
         return None if first_loss is not None and first_loss <= self.exits[root.rank][1] else root
 
     def said_at(self, node_id: str, at: float, now: float) -> float:
-        """Return our time for a node's own `at`, of which it has told us `now`.
+        """Return the time on our clock of a node's own time `at`, in a message that came `now`.
 
-        What it says may be under way for long, and each time for another while.  With one
-        shift for all of it, what failed first on a node stays first.
+        Messages are delayed, each by another time.  With one shift between the clocks for all of
+        a node's messages, the worker that failed first on the node stays first.
         """
         return at + self._shifts.setdefault(node_id, now - at)
 
@@ -120,7 +121,7 @@ class Generation:
         return next(node_id for node_id in self.members if rank in self.ranks(node_id))
 
     def start(self, node_id: str) -> Start:
-        """Return what starts the workers of a node."""
+        """Return the message that starts the workers of a node."""
         member = self.members[node_id]
         return Start(
             node_rank=member.node_rank,
@@ -136,38 +137,33 @@ class Generation:
         )
 
     def sentence(self, root: RankExit | None) -> str:
-        """Return what ended the generation, of whose failures `root` came first."""
+        """Return why the generation ended; `root` is the failure that came first, if any."""
         if self.because is StopReason.CHANGE:
             return self.change
         lost = listed([loss.sentence for loss in self.losses], "; ")
         return root.sentence() if root else lost or self.change
 
-    def failure(self, root: RankExit | None, step: GiveUp) -> tuple[int, str]:
-        """Return the code and the reason of a job that ends with the generation."""
-        own_code = root.exit_code if root else ExitCode.NODE_LOST
-        reason = self.sentence(root) + (f"; {step.reason}" if step.reason else "")
-        return own_code if step.code is None else step.code, reason
-
-    def with_ends(self, verdict: Verdict, root: RankExit | None) -> Verdict:
-        """Return `verdict` with the ends of all workers beside that of `root`."""
-        ends = [end for end, _ in self.exits.values() if root is None or end.rank != root.rank]
-        return msgspec.structs.replace(
-            verdict,
-            root=root,
-            collateral=verdicts.group_exits(end for end in ends if not end.succeeded),
-            # Whoever misses one that has left may fail before its end is noticed.
-            finished=RankSet.of(e.rank for e in ends if e.succeeded and not e.stopped),
-        )
+    def describe_ranks(self, ranks: Collection[int]) -> str:
+        """Return where `ranks` are, such as `rank 3 on node b`, of many nodes only the first."""
+        parts = []
+        for member in self.members.values():
+            own = range(member.first_rank, member.first_rank + member.count)
+            if here := [rank for rank in own if rank in ranks]:
+                parts.append(f"rank {RankSet.of(here)} on node {member.host}")
+        more = len(parts) - _NODES_NAMED_MAX
+        text = "; ".join(parts[:_NODES_NAMED_MAX])
+        return text + (f" and on {more} more nodes" if more > 0 else "")
 
 
 def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
     """Return the generation of `nodes`, which come by node rank."""
     members = []
     first_rank = 0
+    # Nodes that were started by hand may share a machine; their local ranks count on.
     workers: Counter[tuple[str, str]] = Counter()
     for node in nodes.values():
         workers[_machine(node)] += node.registration.slots
-    seated: Counter[tuple[str, str]] = Counter()
+    ranks_on: Counter[tuple[str, str]] = Counter()
     for node_rank, (node_id, node) in enumerate(nodes.items()):
         body, machine = node.registration, _machine(node)
         members.append(
@@ -178,16 +174,16 @@ def start_generation(nodes: Mapping[str, RegisteredNode]) -> Generation:
                 node_rank=node_rank,
                 first_rank=first_rank,
                 count=body.slots,
-                first_local_rank=seated[machine] if body.shares_host else 0,
+                first_local_rank=ranks_on[machine] if body.shares_host else 0,
                 local_world_size=workers[machine] if body.shares_host else 0,
             )
         )
         first_rank += body.slots
-        seated[machine] += body.slots
+        ranks_on[machine] += body.slots
     master = next(iter(nodes.values())).registration
     return Generation.of(members, (master.store_host, master.store_port))
 
 
 def _machine(node: RegisteredNode) -> tuple[str, str]:
-    """Return what two nodes on one machine have in common, and others do not."""
+    """Return a key that is equal for nodes on the same machine only."""
     return (node.registration.host, node.registration.store_host)

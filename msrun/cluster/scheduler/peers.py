@@ -1,4 +1,4 @@
-"""The scheduler's ends of the lines to all agents, and when one of them is lost.
+"""The scheduler's ends of the lines to all agents; decides that a silent node is lost.
 
 It turns frames into the events of `SchedulerState` and its bodies into frames.
 """
@@ -62,8 +62,9 @@ class AgentLinks:
     Args:
         job_id: The job.
         lease: How long one may be silent.
-        term: Which life of the scheduler this is, from 1; it never is behind what an agent knows.
-        first_resend: Seconds after which an agent registers again that nobody answers.
+        term: Number of this scheduler among those of the job, from 1; never below the term that any
+            agent has heard of.
+        first_resend: Seconds after which an agent without an answer registers again.
     """
 
     job_id: str
@@ -91,7 +92,7 @@ class AgentLinks:
         return all(peer.link.deadline is None for peer in self._peers.values())
 
     def expect(self, node_id: str, incarnation: int, *, now: float) -> None:
-        """Take a node for lost that does not register as if it had just been silent."""
+        """Expect a node to register: it is lost one lease from now unless it does."""
         self._peers[node_id] = self._new_peer(incarnation, 0, now)
         self._check_by(now)
 
@@ -109,14 +110,15 @@ class AgentLinks:
     def receive(
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[Lost | AgentMessage], list[Envelope]]:
-        """Return what a frame of an agent means, and the frames that answer it."""
-        if envelope.term > self.term:  # an earlier one had a log, which was lost
+        """Return the events in a frame of an agent, and the frames that answer it."""
+        if envelope.term > self.term:  # of an earlier scheduler, whose log was lost
             self.term = min(envelope.term + 1, TERM_MAX)
         node_id = envelope.node_id
         life = (envelope.incarnation, envelope.session)
         incarnation, session = self._last(node_id)
         is_another = incarnation != envelope.incarnation
         is_late = not is_another and envelope.session < session
+        # A late frame of an earlier session, or of an incarnation that another has followed.
         if is_late or (node_id, envelope.incarnation) in self._over:
             return [], []
         events: list[Lost | AgentMessage] = []
@@ -136,14 +138,15 @@ class AgentLinks:
         if envelope.seq and peer.link.take(envelope.seq) and isinstance(body, _OF_AGENT):
             events.append(AgentMessage(node_id, envelope.incarnation, envelope.generation, body))
             if isinstance(body, Register) and body.is_new:
-                # It mostly gets at once what it waits for, and thousands may come together.
+                # Its `Start` or `Waiting` mostly follows at once and acknowledges it too.
+                # Thousands may register together, so that saves as many frames.
                 peer.answer_by = now + self._patience
                 return events, []
         asks = envelope.seq or envelope.stamp
         return events, [self._frame(node_id, peer)] if asks else []
 
     def lose(self, node_id: str, incarnation: int, reason: str) -> list[Lost]:
-        """Forget a life of a node of which it is known that nothing is left of it."""
+        """Forget an incarnation of a node, after its last process has ended."""
         peer = self._peers.get(node_id)
         if peer is None or peer.incarnation != incarnation:
             return []
@@ -152,7 +155,7 @@ class AgentLinks:
         return [Lost(node_id, peer.incarnation, reason, peer.heard_at)]
 
     def woke(self, *, now: float) -> None:
-        """Count all leases anew, since what nodes said meanwhile was not heard."""
+        """Count all leases from now: messages of a freeze still wait in the socket."""
         self._awake_since = now
 
     def deadline(self) -> float | None:
@@ -189,15 +192,15 @@ class AgentLinks:
         return is_mortal or peer.link.deadline is not None or peer.answer_by != math.inf
 
     def _last(self, node_id: str) -> tuple[int | None, int]:
-        """Return the last life of a node that is known, lost or not, and its last session."""
+        """Return the last known incarnation of a node, lost or not, and its last session."""
         peer = self._peers.get(node_id)
         return (peer.incarnation, peer.session) if peer else self._lost.get(node_id, (None, 0))
 
     def _is_first(self, envelope: Envelope) -> bool:
-        """Return whether a frame begins a session with this life of the scheduler.
+        """Return whether a frame begins a session with this scheduler.
 
-        What was said to an earlier one may have come late and hold no more; before the
-        first there was none.
+        A registration that was sent to an earlier scheduler may be old, and its node busy by now.
+        The first scheduler has none before it.
         """
         is_lost = self._lost.get(envelope.node_id) == (envelope.incarnation, envelope.session)
         is_for_us = self.term in (envelope.term, 1)
@@ -205,10 +208,10 @@ class AgentLinks:
         return is_register and is_for_us and not is_lost
 
     def _follows(self, envelope: Envelope) -> bool:
-        """Return whether a life is a later one of its node than the last that is known.
+        """Return whether an incarnation of a node is later than the last known one.
 
-        It is if it has heard of that one, for it lived then.  What has not may have been
-        under way since before: no clock tells, as a machine that is booted anew begins its own.
+        It is if it has heard of that one.  A registration that does not name it may have been under
+        way since before.  No clock could tell: a machine that is booted anew begins its own.
         """
         incarnation, _ = self._last(envelope.node_id)
         body = envelope.body
@@ -219,7 +222,7 @@ class AgentLinks:
 
     @property
     def _patience(self) -> float:
-        """Seconds for which a newcomer waits for an answer, before it would ask again."""
+        """Seconds in which a newcomer gets an answer, before it would register again."""
         return min(self.first_resend / 2, self.lease.heartbeat)
 
     def _check_by(self, now: float) -> None:

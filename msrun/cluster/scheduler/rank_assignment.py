@@ -1,9 +1,8 @@
-"""Which nodes make up a generation, and in which order: where ranks come from.
+"""Picks the nodes of a generation and assigns their node ranks, from which ranks follow.
 
-The order of a job's first generation is the order of its nodes: the rank they were
-given, else their address as a number, else the natural order of their names.  Later
-generations keep it: who stays keeps its seat, and who replaces a lost node takes the
-seat of that one.
+The first generation orders its nodes by the node rank they were given, else by address as a
+number, else by the natural order of their names.  Later generations keep the order: a node that
+stays keeps its node rank, and a node that replaces a lost one takes the rank of that one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NodeOrder = tuple[bool, int, bool, int, int, list[tuple[int, str]], str]
 
 
 def node_order(node_id: str, node: Register) -> NodeOrder:
-    """Return what nodes are sorted by."""
+    """Return the key by which nodes are sorted."""
     try:
         address = ipaddress.ip_address(node.store_host)
     except ValueError:
@@ -30,7 +29,7 @@ def node_order(node_id: str, node: Register) -> NodeOrder:
 
 
 def is_full(nodes: int, slots: int, formation: Formation) -> bool:
-    """Return whether no further node is waited for when so many bring so many workers."""
+    """Return whether `nodes` with `slots` in all leave no room for a further node."""
     has_workers = formation.world_size is not None and slots >= formation.world_size
     return nodes >= formation.nnodes_max or has_workers
 
@@ -53,8 +52,8 @@ def assign_node_ranks(
     Args:
         nodes: All that could take part, in the order in which they came.
         formation: How many it takes; there are enough.
-        seats: The nodes of the generation before by node rank; empty before the first.
-        cold: Those for which the others would have to wait: no more than there must be.
+        previous: The nodes of the previous generation by node rank; empty before the first.
+        cold: Nodes that still import: chosen only if there are too few others.
     """
     chosen = _pick(nodes, formation, previous, cold)
     if not previous:
@@ -76,7 +75,7 @@ def _pick(
     previous: Sequence[str],
     cold: Collection[str],
 ) -> list[str]:
-    """Return who takes part: those who did before, then who came first; the cold ones last."""
+    """Return the nodes that take part: members of before, then as they came; cold ones last."""
     candidates = [*(n for n in previous if n in nodes), *(n for n in nodes if n not in previous)]
     candidates.sort(key=lambda node_id: node_id in cold)
     if formation.world_size is None:

@@ -23,7 +23,7 @@ def table_of(rows: Iterable[NodeRow]) -> RankTable:
         raise UsageError("the job has no ranks yet, of which a table could be made")
     if gone := [row.host for row in members if not row.address]:
         raise UsageError(f"the job has lost node {gone[0]}, whose address a table needs")
-    # Of nodes that were started by hand, several are one machine.
+    # Several nodes that were started by hand may share a machine, which is one server.
     servers = [_server(key, [*rows]) for key, rows in groupby(members, lambda row: row.address)]
     try:
         return build_table(servers)
@@ -33,10 +33,10 @@ def table_of(rows: Iterable[NodeRow]) -> RankTable:
 
 def _server(address: str, rows: list[NodeRow]) -> Inventory:
     counts = [row.ranks[1] if row.ranks else 0 for row in rows]
-    found = [pair for row, count in zip(rows, counts, strict=True) for pair in row.devices[:count]]
-    if len(found) < sum(counts):
-        found = [(number, "") for number in range(sum(counts))]
+    pairs = [pair for row, count in zip(rows, counts, strict=True) for pair in row.devices[:count]]
+    if len(pairs) < sum(counts):
+        pairs = [(number, "") for number in range(sum(counts))]
     devices = tuple(
-        InventoryDevice(device_id=number, device_ip=own or None) for number, own in found
+        InventoryDevice(device_id=number, device_ip=own or None) for number, own in pairs
     )
     return Inventory(server_id=address, host_ip=address, devices=devices)

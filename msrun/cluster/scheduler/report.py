@@ -1,26 +1,26 @@
-"""Where a job stands, as answers to those who ask: the job, its nodes, its ranks."""
+"""Describes a job to the tools that control it: its state, its nodes, its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import JobPhase
 from msrun.cluster.scheduler.peers import AgentLinks
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.scheduler.wal import Member
 from msrun.cluster.wire.control_messages import NodeRow, Nodes, RankRow, Ranks, Status, fitting
 from msrun.cluster.wire.messages import Running
 
-# Of what is looked at for one page, which may have room for fewer.
+# Rows that are considered for one page, which may have room for fewer.
 _ROWS_MAX = 512
 _HOST_CHARS_MAX = 255
 _CAUSE_CHARS_MAX = 500
 _LIVE = (JobPhase.RUNNING, JobPhase.STOPPING)
 
 
-def status(state: ControlledState, causes: Sequence[str], *, term: int, now: float) -> Status:
-    """Return where the job stands."""
+def status(state: SchedulerState, causes: Sequence[str], *, term: int, now: float) -> Status:
+    """Return the state of the job."""
     is_forming = state.phase is JobPhase.FORMING
     verdict = state.verdict
     return Status(
@@ -41,7 +41,7 @@ def status(state: ControlledState, causes: Sequence[str], *, term: int, now: flo
     )
 
 
-def nodes(state: ControlledState, peers: AgentLinks, first: int, *, now: float) -> Nodes:
+def nodes(state: SchedulerState, peers: AgentLinks, first: int, *, now: float) -> Nodes:
     """Return a page of the nodes: members by node rank, then the others as they came."""
     members = state.current.members if state.phase in _LIVE else {}
     others = [node_id for node_id in state.roster.nodes if node_id not in members]
@@ -51,7 +51,7 @@ def nodes(state: ControlledState, peers: AgentLinks, first: int, *, now: float) 
     return Nodes(rows=rows, following=_following(first, len(rows), len(names)))
 
 
-def all_nodes(state: ControlledState, peers: AgentLinks, *, now: float) -> Iterator[NodeRow]:
+def all_nodes(state: SchedulerState, peers: AgentLinks, *, now: float) -> Iterator[NodeRow]:
     """Yield all nodes."""
     following: int | None = 0
     while following is not None:
@@ -61,7 +61,7 @@ def all_nodes(state: ControlledState, peers: AgentLinks, *, now: float) -> Itera
 
 
 def _node(
-    state: ControlledState, peers: AgentLinks, node_id: str, member: Member | None, now: float
+    state: SchedulerState, peers: AgentLinks, node_id: str, member: Member | None, now: float
 ) -> NodeRow:
     node = state.roster.nodes.get(node_id)
     body = node.registration if node else None
@@ -88,7 +88,7 @@ def _node(
 
 
 def ranks(
-    state: ControlledState,
+    state: SchedulerState,
     running: Mapping[str, tuple[Running, float]],
     first: int,
     *,
@@ -98,7 +98,7 @@ def ranks(
 
     Args:
         state: The job.
-        running: Node id -> what it said about its running workers, and when they began.
+        running: Node id -> the message about its running workers, and when they began.
         first: First rank of the page.
         now: The time.
     """
@@ -116,7 +116,7 @@ def ranks(
 
 
 def _rank(
-    state: ControlledState,
+    state: SchedulerState,
     running: tuple[Running, float] | None,
     member: Member,
     local_rank: int,
@@ -126,8 +126,8 @@ def _rank(
     pid = None
     seconds: float | None = None
     how = "starting"
-    if found := state.current.exits.get(rank):
-        end = found[0]
+    if recorded := state.current.exits.get(rank):
+        end = recorded[0]
         pid, how, seconds = end.pid, end.how(), end.ran_for
     elif running and local_rank < len(running[0].pids):
         pid, seconds = running[0].pids[local_rank], now - running[1]
@@ -140,6 +140,18 @@ def _rank(
         state=how,
         seconds=seconds,
     )
+
+
+def living(state: SchedulerState) -> dict[str, list[int]]:
+    """Return the ranks of the generation that have not ended, by node."""
+    if state.phase not in _LIVE:
+        return {}
+    current = state.current
+    return {
+        node_id: [rank for rank in current.ranks(node_id) if rank not in current.exits]
+        for node_id in current.members
+        if node_id in current.undrained and node_id in state.roster.nodes
+    }
 
 
 def _following(first: int, count: int, total: int) -> int | None:

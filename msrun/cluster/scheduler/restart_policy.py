@@ -1,4 +1,4 @@
-"""Whether and when a failed generation is followed by another."""
+"""Decides whether and when another generation follows a failed one."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class RestartPolicy:
         return {node_id: len(times) for node_id, times in self._blamed.items()}
 
     def restore(self, started: GenerationStarted, *, now: float) -> None:
-        """Go on where another scheduler left off, taking what it counted for recent."""
+        """Take over the counts of an earlier scheduler, as if all of it had just happened."""
         self._restarts = [now] * started.restarts
         self._losses = [now] * started.losses
         self._blamed = {node_id: [now] * count for node_id, count in started.blamed.items()}
 
     def after_loss(self, *, now: float) -> Again | GiveUp:
-        """Decide what follows the loss of a node."""
+        """Decide about a restart after the loss of a node."""
         most = self.limits.max_restarts
         if most == 0:
             return GiveUp()
@@ -102,7 +102,7 @@ class RestartPolicy:
         return [at for at in times if now - at < self.limits.window]
 
     def after(self, failure: RankExit, *, now: float) -> Again | GiveUp:
-        """Decide what follows `failure`, the root cause of a generation."""
+        """Decide about a restart after `failure`, the root cause of a generation."""
         early = failure.ran_for < self.limits.early
         self._early_failures = self._early_failures + 1 if early else 1
         self._count_repeats(failure, early=early)

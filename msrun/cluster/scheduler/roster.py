@@ -1,4 +1,36 @@
-"""Which nodes have registered with the scheduler, and which of them can run workers."""
+"""The nodes that have registered with the scheduler, and the ones that can run workers.
+
+**The problem.**  The scheduler asks at every event whether its nodes are enough for a generation,
+whether a further one could be used, and whether the job could go on without one of them.  A
+cluster of thousands registers within seconds, so none of these questions may walk all nodes.  And
+a node is not simply there or gone: it registers again, leaves, is excluded, still runs an earlier
+generation, or is known from the log of an earlier scheduler and has yet to register here.
+
+**The idea.**  `nodes` holds every node that has registered and is not lost.  A node is *ready* if a
+generation could start on it: it has registered, does not leave, is not excluded and is not *stale*
+(workers of an earlier generation may live on it).  `_ready` and `_slots` are kept up to date by
+`_count`, which every method calls for the one node that it changes, so that `is_enough` and
+`is_full` are comparisons of two numbers.
+
+- *excluded* nodes may run no more workers.  They stay so when they come back, for as long as the
+  job lasts, and the next scheduler reads them from the log.
+- *stale* nodes hold every generation back, also those that could do without them: workers of two
+  generations must never live at once.
+- A node that *leaves* takes part in no further generation.  It is sent home once the one that runs
+  has stopped, and that message stays in `_sent_home`: it may be lost and the node register again.
+- *expected* nodes were members when an earlier scheduler ended.  They count when the job asks
+  whether it can do without another node, and never as ready.
+- *cold* nodes still import what their workers need.  A restart takes one only if there are too few
+  others, unless it was a member before: that one has had its time to import.
+
+**Invariants.**  `_ready` names exactly the ready nodes and `_slots` is the sum of their slots.  A
+node rank that a user gave belongs to one node at a time (`_ranks`); it is free again when that node
+is forgotten.  `nodes` keeps the order in which nodes came, which decides who is a spare.
+
+**Tried and lost.**  Counting all nodes at each registration: forming took time in proportion to the
+square of their number.  Taking newcomers at once: the running generation stopped and waited for
+their imports, hence `is_warm` and the window in which newcomers are collected (`JOIN_WINDOW`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +44,7 @@ from msrun.cluster.scheduler.wal import Member
 from msrun.cluster.wire.messages import Formation, Refused, Register
 from msrun.errors import ExitCode, signal_exit_code, signal_name
 
-# Nodes that come one after the other while a job runs change it once, not each time.
+# Seconds: nodes that come one after the other while a job runs change it once, not each time.
 JOIN_WINDOW = 1.0
 
 
@@ -21,9 +53,9 @@ class RegisteredNode:
     """A node that has registered and is not lost.
 
     Args:
-        incarnation: Which life of it.
-        registration: What it said.
-        since: When it said so.
+        incarnation: Which start of its launcher.
+        registration: Its last registration.
+        since: When it registered so.
         leaves_with: The signal on which it leaves the job; 0 while it stays.
         is_warm: Workers start on it at once.
     """
@@ -39,11 +71,8 @@ class RegisteredNode:
 class Roster:
     """All nodes of a job, in the order in which they came.
 
-    A cluster of thousands registers within seconds, so that whether they are enough is
-    counted as they come and never counted anew.
-
     Args:
-        formation: What the job was asked to be.
+        formation: How many nodes and workers the job takes, and of which versions.
         nodes: Node id -> node; changed by the methods only, as are the next two.
         excluded: Node id -> why it may run no more workers.
         stale: Nodes on which workers of an earlier generation may still live.
@@ -60,7 +89,7 @@ class Roster:
     _expected: dict[str, int] = field(default_factory=dict)
 
     def expect(self, members: Sequence[Member]) -> None:
-        """Count on nodes that an earlier scheduler knew and that have yet to register here."""
+        """Count on members of an earlier scheduler that have yet to register here."""
         self._expected = {m.node_id: m.count for m in members if m.node_id not in self.excluded}
 
     def add(self, node_id: str, node: RegisteredNode) -> None:
@@ -82,11 +111,11 @@ class Roster:
         return node
 
     def lose(self, node_id: str, incarnation: int) -> None:
-        """Forget a life of a node, if it is the one that is known."""
+        """Forget an incarnation of a node, if it is the one that is known."""
         self._expected.pop(node_id, None)
         node = self.nodes.get(node_id)
         if node and node.incarnation == incarnation:
-            # One that was leaving may come back to a job that has gone on without it.
+            # If it comes back after all, it must hear that the job has gone on without it.
             (self.send_home if node.leaves_with else self.remove)(node_id)
 
     def mark_stale(self, node_id: str, *, is_stale: bool) -> None:
@@ -172,11 +201,12 @@ class Roster:
     def settled_at(self, members: Collection[str], *, now: float) -> float:
         """Return until when newcomers to a generation of `members` wait for each other."""
         newcomers = self.newcomers(members)
+        # A cold newcomer counts as one that has just come, so the window stays open for it.
         since = max(now if not node.is_warm else node.since for node in newcomers)
         return max(now, since + JOIN_WINDOW)
 
     def stand_by(self, node_id: str, members: Collection[str]) -> tuple[bool, str]:
-        """Return whether `members` will be joined by a node, and what it is told till then."""
+        """Return whether a node joins `members` later, and the words for it until then."""
         is_next = self.has_room(members) and not self.nodes[node_id].is_warm
         what = "joins them when its imports are done" if is_next else "stands by as a spare"
         return is_next, f"{len(members)} node(s): this one {what}"
@@ -186,7 +216,7 @@ class Roster:
         return [self.nodes[node_id] for node_id in self._ready if node_id not in members]
 
     def cold(self, members: Mapping[str, Member]) -> set[str]:
-        """Return the nodes for whose imports others would wait, unless they have done so before."""
+        """Return the nodes whose imports others would wait for, but no members of before."""
         nodes = self.nodes
         return {
             node_id
@@ -199,6 +229,7 @@ class Roster:
 
     def can_do_without(self, node_id: str) -> bool:
         """Whether the job could go on without a node."""
+        # The node of the scheduler takes the scheduler with it.
         if self.nodes[node_id].registration.serves or self.formation.nnodes_max == 1:
             return False
         slots = self._ready.get(node_id)
@@ -211,24 +242,24 @@ class Roster:
         return [n for n, node in self.nodes.items() if node.leaves_with or n in self.excluded]
 
     def send_home(self, node_id: str) -> Refused:
-        """Forget a node that leaves or is excluded; return what it is told."""
+        """Forget a node that leaves or is excluded; return the message that says so."""
         node = self.remove(node_id)
         if signum := node.leaves_with:
             name, host = signal_name(signum), node.registration.host
             reason = f"node {host} left the job, which goes on, on {name}"
-            told = Refused(reason=reason, code=signal_exit_code(signum))
+            farewell = Refused(reason=reason, code=signal_exit_code(signum))
         else:
-            told = Refused(reason=self.excluded[node_id], code=ExitCode.NODE_LOST)
-        self._sent_home[node_id] = (node.incarnation, told)
-        return told
+            farewell = Refused(reason=self.excluded[node_id], code=ExitCode.NODE_LOST)
+        self._sent_home[node_id] = (node.incarnation, farewell)
+        return farewell
 
     def farewell(self, node_id: str, incarnation: int) -> Refused | None:
-        """Return what a life of a node was told that was sent home; None for any other."""
-        life, told = self._sent_home.get(node_id, (-1, None))
-        return told if life == incarnation else None
+        """Return the message that sent this incarnation of a node home; None for any other."""
+        sent_home, farewell = self._sent_home.get(node_id, (-1, None))
+        return farewell if sent_home == incarnation else None
 
     def attendance(self) -> str:
-        """Return who is there and who is missing, in words that a person can act on."""
+        """Return which nodes are there and which are missing, in words a person can act on."""
         ready = self.ready()
         names = [ready[n].host for n in sorted(ready, key=lambda n: node_order(n, ready[n]))]
         there = listed(names) or "none"
@@ -244,7 +275,7 @@ class Roster:
         return text
 
     def _likely_nodes(self, ready: Mapping[str, Register]) -> int:
-        """Return how many nodes there will be when the others are like those that are `ready`."""
+        """Return how many nodes there will be if the missing ones have as many slots each."""
         slots = {register.slots for register in ready.values()}
         each = slots.pop()
         if self.formation.world_size is None or slots:

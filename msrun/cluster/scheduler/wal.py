@@ -11,7 +11,7 @@ from msrun.cluster.verdict import Verdict
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """A scheduler began its life number `term`, from 1."""
+    """Scheduler number `term` of the job, from 1, began."""
 
     term: int
 
@@ -22,12 +22,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         node_id: The node.
         host: Its host name.
-        incarnation: Which life of it.
+        incarnation: Which start of its launcher.
         node_rank: Its place among the nodes.
         first_rank: Global rank of its local_rank 0.
         count: Its workers.
-        first_local_rank: As of `Start`, like the last one.
-        local_world_size: See there.
+        first_local_rank: As in `Start`.
+        local_world_size: As in `Start`.
     """
 
     node_id: str
@@ -65,14 +65,14 @@ class GenerationStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Excluded(msgspec.Struct, frozen=True, tag=True):
-    """A node may run no more workers; `why` says so in one sentence."""
+    """A node may run no more workers, for the reason `why`, a sentence."""
 
     node_id: str
     why: str
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    """The verdict was reached; `untold` are the nodes that have to hear of it from a scheduler."""
+    """The verdict was reached; a scheduler must tell it to the nodes in `untold`."""
 
     verdict: Verdict
     untold: list[str] = []
@@ -116,7 +116,7 @@ def _decode(data: bytes) -> tuple[list[Record], int]:
 
 
 def term(records: Iterable[Record]) -> int:
-    """Return the number of the life that `records` end in; 0 without any."""
+    """Return the number of the last scheduler that began; 0 without any."""
     return max((record.term for record in records if isinstance(record, Began)), default=0)
 
 
@@ -143,7 +143,7 @@ def verdict(data: bytes) -> Verdict | None:
 
 
 def untold(records: Sequence[Record]) -> list[str]:
-    """Return the nodes that have to hear from the next scheduler how the job ended or goes on."""
+    """Return the nodes that the next scheduler must tell how the job ended or goes on."""
     decided = [record.untold for record in records if isinstance(record, Decided)]
     last = last_generation(records)
     members = last.members if last else []

@@ -19,7 +19,7 @@ class _Version(msgspec.Struct):
     version: int = 0
 
 
-# All that a peer of another version can be told.
+# The one message that a peer of another version can read.
 VERSION_FRAME = _encoder.encode(_Version(PROTOCOL_VERSION))
 
 _version_decoder = msgspec.msgpack.Decoder(_Version)
@@ -29,7 +29,7 @@ def encode(envelope: Envelope) -> bytes:
     """Return the one frame that carries `envelope`.
 
     Raises:
-        ProtocolError: It would be larger than `FRAME_BYTES_MAX`, or holds what no peer
+        ProtocolError: It would be larger than `FRAME_BYTES_MAX`, or holds values that no peer
             could read: text that is not Unicode, a number of more than 64 bits.
     """
     try:
@@ -44,7 +44,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Envelope:
-    """Return what `frame` carries.
+    """Return the message in `frame`.
 
     Raises:
         VersionError: It is of another version.

@@ -1,4 +1,4 @@
-"""What those who control a job from outside say to its scheduler, and what it answers.
+"""Requests of tools that control a job from outside, and the answers of its scheduler.
 
 One question in one bounded frame, one answer in one.  Long lists come in pages.
 """
@@ -51,10 +51,10 @@ class GetRanks(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fiel
 
 
 class GetLog(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands in the log of a rank?
+    """Return a part of the log of a rank.
 
     Args:
-        rank: Whose log.
+        rank: The rank.
         offset: First byte that is wanted; None for the last `lines` lines.
         lines: How many.
     """
@@ -72,7 +72,7 @@ class StopJob(Request, frozen=True, tag=True, kw_only=True, forbid_unknown_field
     """Stop the job, as SIGTERM to each of its launchers does.
 
     Args:
-        now: With SIGKILL, no matter what the workers still have to do.
+        now: With SIGKILL, without time for the workers.
     """
 
     now: bool = False
@@ -110,7 +110,7 @@ class Denied(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Done(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """It was done, or begun; `sentence` says what."""
+    """The request was carried out, or begun; `sentence` describes it."""
 
     sentence: str
 
@@ -126,11 +126,11 @@ class Status(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
         formation: How many nodes it takes.
         nodes: Nodes that are registered.
         world_size: Workers in the generation.
-        waiting_for: Who is missing while it forms; empty else.
+        waiting_for: Nodes that are missing while it forms; else empty.
         failures: Restarts used after failures of workers.
         losses: Restarts used after lost nodes.
         max_restarts: Restarts allowed of each kind.
-        causes: What ended earlier generations, the latest last.
+        causes: Why earlier generations ended, the latest last.
         scheduler_restarts: How often the scheduler itself was started again.
         verdict: The result of a job that is over.
     """
@@ -164,7 +164,7 @@ class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
         slots: Workers that it can run.
         silent: Seconds since its last sign of life; None for a lost one, and on one node,
             which gives none.
-        scheduler: The scheduler lives on it.
+        scheduler: The scheduler runs on it.
         devices: As of `Register`.
     """
 
@@ -234,7 +234,7 @@ class Stacks(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     """Where all ranks are.
 
     Args:
-        generation: Of which generation.
+        generation: The generation of the ranks.
         groups: Ranks by where they are, larger groups first.
         left_out: Groups that one frame has no room for.
     """
@@ -251,8 +251,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A request on the wire.
 
     Args:
-        question: Which job is meant; empty for whichever the scheduler runs.
-        request: What is asked.
+        question: Id of the job; empty for the one that the scheduler runs.
+        request: The request.
         version: Version of the protocol.
     """
 
@@ -280,7 +280,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 def is_question(frame: bytes | memoryview) -> bool:
-    """Tell whether `frame` says that it is a question; it may still be none."""
+    """Whether `frame` looks like a question; decoding it may still fail."""
     try:
         return _marks.decode(frame).question is not None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -291,7 +291,7 @@ def encode(message: Question | Answer) -> bytes:
     """Return the one frame that carries `message`.
 
     Raises:
-        ProtocolError: It would be too large, or holds what nobody could read.
+        ProtocolError: It would be too large, or holds values that no peer could read.
     """
     try:
         frame = _encoder.encode(message)

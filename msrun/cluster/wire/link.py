@@ -1,9 +1,14 @@
-"""An ordered line over frames that may be lost, doubled or late.
+"""An ordered, lossless line over frames that may be lost, doubled, late or out of order.
 
-Both ends number what must arrive, keep it until it is acknowledged and send it again
-after a while; a receiver takes the next number and drops every other (go-back-N).
-Until the first is acknowledged that while doubles, as the other end may not be there yet, and
-is longer where thousands of lines begin at once.
+ZeroMQ delivers in order over one connection, but a connection breaks, a peer restarts, and its
+queues are bounded and drop what does not fit.  So both ends number the bodies that must arrive,
+keep them until they are acknowledged, and send them again after a while; a receiver takes the next
+number and drops every other (go-back-N).  The simplest scheme will do, because a line carries few
+bodies: sending again those that followed a lost one costs little.
+
+Until the first body is acknowledged the pause doubles, because the other end may not be there
+yet, and it is longer where thousands of lines begin at once: the scheduler hears them one after the
+other, and a repetition that comes before its turn only makes the queue longer.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from msrun.cluster.wire.messages import FromAgent, FromScheduler
 
 RESEND_SECONDS = 1.0
 RESEND_SECONDS_MAX = 4.0
-# A scheduler hears those who come together one after the other.
+# Seconds a scheduler takes for each node, if all of them come at once.
 _RESEND_SECONDS_EACH = 0.002
-# Of what is sent again at once; the rest follows when these have arrived.
+# Bodies that are sent again at once; the rest follows when these have arrived.
 RESEND_MAX = 64
 
 
@@ -34,9 +39,9 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 def first_resend(nnodes: int, lease: Lease) -> float:
-    """Return the seconds after which a first body is sent again, where so many nodes may come.
+    """Return the seconds after which a first body is sent again, if `nnodes` may come at once.
 
-    Early enough that the time of which it speaks is a recent one when it arrives.
+    At most half the fence, so that the stamp of a registration is recent when it arrives.
     """
     return max(RESEND_SECONDS, min(RESEND_SECONDS + nnodes * _RESEND_SECONDS_EACH, lease.fence / 2))
 
@@ -79,7 +84,7 @@ class OrderedLink:
         return is_next
 
     def acknowledge(self, ack: int, *, now: float) -> None:
-        """Forget what the other end has got: everything up to number `ack`."""
+        """Forget the bodies that have arrived: all up to number `ack`."""
         arrived = 0
         while self._unacknowledged and self._unacknowledged[0].seq <= ack:
             self._unacknowledged.popleft()
@@ -89,7 +94,7 @@ class OrderedLink:
             self._resend_at = now + RESEND_SECONDS if self._unacknowledged else None
 
     def overdue(self, *, now: float) -> list[Parcel]:
-        """Return what must be sent again now."""
+        """Return the bodies that must be sent again now."""
         if self._resend_at is None or now < self._resend_at:
             return []
         if self._unacknowledged[0].seq == 1:

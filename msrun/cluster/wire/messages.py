@@ -1,7 +1,7 @@
 """Every message between agents and the scheduler.
 
-`Envelope` is what travels: who sends it, in which life of which node, for which
-generation of which job; a receiver checks those before it looks at the body.
+Each message travels in an `Envelope`, which names its job, node, incarnation, session and
+generation; a receiver checks these before it looks at the body.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 8
 
 TERM_MAX = (1 << 31) - 1
 
-# What a peer cannot mean is refused where it is read: it would be counted with, or acted on.
+# Impossible values are refused by the decoder, so that no machine ever counts with them.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Signum = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Code = Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -40,7 +40,7 @@ class Body(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_f
 
 
 class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every node of a job has to be told alike.
+    """The settings that must be equal on all nodes of a job.
 
     Args:
         nnodes_min: Fewest nodes the job runs on, at least 1.
@@ -49,7 +49,7 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         lease: Seconds after which a silent node is lost; 0 on one node, which has no other.
         release: Version of msrun.
         python: Version of Python that workers run, as far as programs must know it: `3.11`.
-        torch: Version of torch that they import; empty where there is none, or no Python to.
+        torch: Version of torch that they import; empty without torch, or without Python.
     """
 
     nnodes_min: int = 1
@@ -67,25 +67,25 @@ class Formation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """A node asks to take part, or says where it stands to a scheduler that has to know.
+    """A node asks to take part, and reports its state to a scheduler that may not know it.
 
     Args:
         host: Its host name.
         slots: Workers it can run.
         store_host: Numeric address of the listening socket for stores, should it get rank 0.
         store_port: Port of that socket.
-        node_rank: The rank it was given by hand.
-        serves: The scheduler lives on it, so the job cannot go on without it.
+        node_rank: The node rank that its user gave it.
+        serves: The scheduler runs on it, so the job cannot go on without it.
         shares_host: Other nodes may be on its machine; their workers count local ranks together.
-        formation: What its user asked for.
+        formation: The formation that its user asked for.
         devices: Physical number of the device of each slot, and the address that the device has
             of its own, if any; none where slots have no device each.
-        running: Generation whose workers live on it; -1 when none does.
+        running: Generation of the workers that live on it; -1 without any.
         seen: Largest generation that was started on it, or stopped before it was.
         exits: Workers of `seen` that have ended.
         stuck: Processes of `seen` that SIGKILL did not end.
-        warm: As `Warmed` says.
-        follows: The life of this node that an `Unknown` named; None when none has.
+        warm: As of `Warmed`.
+        follows: The incarnation of this node that an `Unknown` named; None without one.
     """
 
     host: Name
@@ -111,15 +111,15 @@ class Register(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=
 
 
 class Warmed(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The node has imported what its workers need, so that they start at once from now on."""
+    """The node has imported the modules of its workers, which start at once from now on."""
 
 
 class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """One of the node's workers ended.
 
     Args:
-        exit: How.
-        at: The node's own time, to tell what came first of what it says of its workers.
+        exit: Its end.
+        at: The node's own time, which orders the ends of its workers.
     """
 
     exit: RankExit
@@ -127,7 +127,7 @@ class WorkerExited(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fie
 
 
 class Drained(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """All workers of the generation are gone from the node, with all they started.
+    """All workers of the generation have ended on the node, and all processes they started.
 
     Args:
         stuck: Processes that SIGKILL did not end.
@@ -167,7 +167,7 @@ class Start(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
         first_rank: Global rank of the node's local_rank 0.
         count: Workers to start here.
         world_size: Workers in the generation.
-        store_host: Where its TCPStore listens.
+        store_host: Address of its TCPStore.
         store_port: Port of the store.
         serve_store: This node serves the store.
         first_local_rank: Local rank of its first worker, above 0 behind nodes on its machine.
@@ -199,10 +199,10 @@ class Stop(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Restarting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The generation ended early and another will follow, so that every node can say so.
+    """The generation ended early and another follows; every node reports it to its user.
 
     Args:
-        reason: What failed or changed, as one sentence.
+        reason: The failure or change, as one sentence.
         log_file: Log of the rank that failed first; empty when none did.
         delay: Seconds until the next generation may start.
         restart: Number of the restart, from 1; 0 for one that no budget counts.
@@ -235,11 +235,11 @@ class Refused(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Waiting(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The node has registered and what it waits for, or of whom its job may wait in vain.
+    """The nodes that a registered node waits for, or the ranks that others may wait for in vain.
 
     Args:
-        reason: Who is missing, or has finished and who has not, as one sentence.
-        spare: Nobody is missing: the node stands by for one that is lost.
+        reason: The missing nodes, or the ranks that have finished and have not, as one sentence.
+        spare: No node is missing: this one stands by to replace a lost one.
     """
 
     reason: str
@@ -250,7 +250,7 @@ class Unknown(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     """The scheduler does not know the sender, which has to register (again).
 
     Args:
-        known: The last life of the sender's node that it knows; None when it knows none.
+        known: The last incarnation of the sender's node that it knows; None without one.
     """
 
     known: int | None = None
@@ -274,7 +274,7 @@ class Stalled(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     Args:
         rank: Its rank.
         seconds: Time since its last sign of progress.
-        sign: What did not come, such as `beat`.
+        sign: The sign of progress that did not come, such as `beat`.
     """
 
     rank: Number
@@ -293,11 +293,11 @@ class DumpStacks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_field
 
 
 class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one worker is in its program.
+    """The stack of one worker.
 
     Args:
         inquiry: As asked.
-        worker: Who it is, as if it had ended; `stalled` is the time since its last beat.
+        worker: The worker, described as if it had ended; `stalled` is the time since its last beat.
         frames: Its main thread, innermost first.
         problem: Why there are no frames; empty when there are.
     """
@@ -313,7 +313,7 @@ class ReadLog(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
 
     Args:
         inquiry: Number that the answer carries.
-        rank: Whose log.
+        rank: The rank of the log.
         offset: First byte that is wanted; None for the last `lines` lines.
         lines: How many.
     """
@@ -358,7 +358,7 @@ class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True
     """The generation makes no progress and will be stopped.
 
     Args:
-        report: Where all ranks are, as text.
+        report: The stacks of all ranks, as text.
     """
 
     report: str
@@ -396,17 +396,17 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Args:
         job_id: The job.
-        node_id: The agent's node, whichever way the message goes.
-        incarnation: Which life of that node: each agent on it draws another one, of no order.
+        node_id: The agent's node, in both directions.
+        incarnation: Random number that each agent on the node draws anew; it has no order.
         session: Which registration of that life, from 1; numbers start anew with each.
-        seq: Number of the body, from 1; 0 for what may be lost.
+        seq: Number of the body, from 1; 0 for a frame that may be lost.
         ack: Largest number up to which the sender has got everything.
         stamp: From an agent, its own monotonic clock when it asks for a sign of life, else
             0; from the scheduler, the latest that it got from that agent.
-        term: Which life of the scheduler speaks, or is spoken to, from 1; 0 from an agent
+        term: Number of the scheduler that speaks, or is spoken to, from 1; 0 from an agent
             that has not heard of any.
         generation: The generation that the body speaks of; -1 before the first.
-        body: What is said; None for a sign of life alone.
+        body: The message; None for a sign of life alone.
         version: Version of this protocol.
     """
 

@@ -1,8 +1,8 @@
 """The agent: the `msrun` process itself, brain of one node.
 
 It wires sockets, processes, signals and the console to `AgentState`, which decides.
-Everything that could outlive it hangs on the reaper, which it starts first and which
-ends with it, whatever it dies of.
+Every process that could outlive it is below the reaper, which it starts first and which ends
+with it, however it dies.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from msrun.cluster.agent.events import (
     StartWorkers,
     SweepGeneration,
     Tell,
-    Tick,
     TreeLost,
     TreeReady,
     WorkerEnded,
 )
 from msrun.cluster.agent.state import AgentPhase, AgentState
 from msrun.cluster.agent.uplink import Uplink, UplinkEvent
+from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
-from msrun.errors import ExitCode, UsageError, VersionError
+from msrun.errors import ExitCode, VersionError
 from msrun.job import JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import ending, first_process
@@ -51,16 +51,16 @@ from msrun.processes.agent.node_resources import NodeResources, node_name
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
 from msrun.processes.console import Console, NodeStatus, open_console
+from msrun.processes.launcher import STOPS, open_journal
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
 from msrun.transport.loop import Loop
 
 REFRESH_SECONDS = 0.1
-# Whoever stopped the job does not want to read all of a long log first.
+# Seconds for the rest of the logs: after a stop its user does not want to read all of them.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
-STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -91,7 +91,7 @@ class Agent:
     """One node of a job.
 
     Args:
-        plan: What to run.
+        plan: The plan of the job.
         loop: This process's loop.
         when_running: Called when all workers run for the first time.
     """
@@ -186,7 +186,7 @@ class Agent:
         process.raise_priority(before_all=True)
         self._perform(self._state.begin())
 
-    # What happens.
+    # Events.
 
     def _deadline(self) -> float | None:
         dues = (
@@ -209,9 +209,9 @@ class Agent:
         self._handle(Tick())
 
     def _keep_time(self) -> None:
-        """Notice that the lease is over, if it is, before what happened after its end.
+        """Check the lease before any event that happened after its end.
 
-        An agent that was frozen finds workers dead that did not fail.
+        After a freeze the agent finds workers dead that did not fail: the reaper killed them.
         """
         self._after_uplink(*self._uplink.tick(now=self._loop.now()))
 
@@ -270,7 +270,7 @@ class Agent:
         try:
             reports = forkserver.receive()
         except ChannelClosed:
-            # The reaper is its parent and says how it ended.
+            # Its parent, the reaper, reports how it ended.
             self._loop.forget(forkserver.fileno())
             return
         for report in reports:
@@ -321,7 +321,7 @@ class Agent:
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
         self._handle(WorkerEnded(end.generation, rank_exit))
 
-    # What is done about it.
+    # Actions.
 
     def _handle(self, event: Event) -> None:
         self._perform(self._state.handle(event, now=self._loop.now()))
@@ -410,25 +410,8 @@ def _journal_name(plan: LaunchPlan) -> str:
     return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
 
 
-def open_journal(log_dir: str, name: str) -> int:
-    """Return the descriptor of our own log, which is ours alone from now on.
-
-    Raises:
-        UsageError: It is another job's, or cannot be written.
-    """
-    try:
-        return logs.claim(str(Path(log_dir, name)))
-    except BlockingIOError:
-        msg = f"--log-dir {log_dir} is in use by a job that still runs"
-        hint = "choose another directory; a further node of one job here needs a --node-rank"
-        raise UsageError(msg, hint=hint) from None
-    except OSError as error:
-        msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
-        raise UsageError(msg) from None
-
-
 def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:
-    """Return what shows the workers that the user chose, of each worker's log from a byte on."""
+    """Return tails of the logs of the workers that the user chose, each from its start on."""
     is_terminal = os.isatty(1)
     return [
         logs.Tail(worker.log_file, f"[rank {worker.rank}] ", start)

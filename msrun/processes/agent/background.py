@@ -16,7 +16,7 @@ def run(body: Body, *, name: str, log_file: str) -> int:
     Args:
         body: Gets a function to call when the job runs; returns the exit code.
         name: The job, for the message.
-        log_file: Where the launcher's own words go.
+        log_file: The log of the launcher's own messages.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
@@ -39,7 +39,7 @@ def _in_background(body: Body, writing: int) -> int:
     def when_running() -> None:
         os.write(writing, _RUNNING)
         os.close(writing)
-        # Until now a mistake was still shown where the command was typed.
+        # Until now errors were still shown at the terminal where the command was typed.
         _to_null(2)
 
     return body(when_running)

@@ -1,4 +1,4 @@
-"""What an agent does for its scheduler beside running workers: signs of life, stacks, logs."""
+"""Serves the scheduler's requests about this node's workers: signs of life, stacks, logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from msrun.worker.beat import LAYOUT
 from msrun.worker.stacks import AGENT_SIGNAL
 
 _OF_US = (DumpStacks, ReadLog, SignalRanks, Hung)
-# A dump is written in many small pieces; it is whole once it no longer grows.
+# A dump is written in many small pieces; it is complete once it has stopped growing.
 _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
 _STACK_BYTES_MAX = 256 * 1024
@@ -60,8 +60,8 @@ class NodeControl:
         job: The job.
         node: This node's resources.
         loop: This process's loop.
-        console: Where to say what happens.
-        send: Takes what the scheduler is to be told about the generation that runs here.
+        console: Takes messages to the user.
+        send: Takes messages to the scheduler about the generation that runs here.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class NodeControl:
         self._dump = None
 
     def running(self) -> None:
-        """Tell the scheduler, if all workers run, as which processes they do."""
+        """Tell the scheduler the pids of the workers, once all of them run."""
         workers = self._workers.values()
         ages = [self._loop.now() - w.started_at for w in workers if w.started_at is not None]
         if ages and len(ages) == len(self._workers):
             self._send(Running(pids=[worker.pid or 0 for worker in workers], age=min(ages)))
 
     def rejoined(self) -> None:
-        """Tell a scheduler that knows nothing of this node what another may have known."""
+        """Repeat to a new scheduler what an earlier one may have known of this node."""
         self._watch.tell_again()
         self.running()
 
@@ -113,7 +113,7 @@ class NodeControl:
         return min((at for at in (self._look_at, poll_at) if at is not None), default=None)
 
     def tick(self) -> None:
-        """Look at the workers, and at what they write."""
+        """Look at the workers, and at the stacks that they write."""
         now = self._loop.now()
         if self._look_at is not None and now >= self._look_at:
             self._look(now)
@@ -133,13 +133,13 @@ class NodeControl:
             )
             for rank, worker, pid in living
         ]
-        for found in self._watch.look(signs, now=now):
-            self._send(Stalled(rank=found.rank, seconds=found.seconds, sign=found.sign))
+        for stall in self._watch.look(signs, now=now):
+            self._send(Stalled(rank=stall.rank, seconds=stall.seconds, sign=stall.sign))
 
     def _has_begun(self) -> bool:
         return any(worker.started_at is not None for worker in self._workers.values())
 
-    # What the scheduler asks.
+    # Requests of the scheduler.
 
     @staticmethod
     def is_for(body: FromScheduler) -> bool:
@@ -147,7 +147,7 @@ class NodeControl:
         return isinstance(body, _OF_US)
 
     def serve(self, generation: int, body: FromScheduler) -> None:
-        """Do what the scheduler asks."""
+        """Carry out a request of the scheduler."""
         match body:
             case ReadLog():
                 self._send(self._read_log(body))

@@ -1,4 +1,4 @@
-"""What one node opens for a job, and closes at its end: directory, sockets, processes."""
+"""The resources of one node for a job: its directory, sockets and processes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import os
 import shutil
 import socket
-import sys
 from pathlib import Path
 
-from msrun import __version__, environ
+from msrun import environ
 from msrun.cluster.liveness.lease import Lease, lease
-from msrun.cluster.wire.messages import Formation, Start
+from msrun.cluster.wire.messages import Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
 from msrun.processes.agent.worker_end import RunningWorker
-from msrun.processes.control_file import Card
 from msrun.processes.ending import VERDICT_FILE
-from msrun.processes.scheduler.config import SchedulerConfig
-from msrun.processes.scheduler.handle import SchedulerProcess
+from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
+from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
 from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
@@ -32,16 +30,12 @@ from msrun.supervise.orders import (
     SpawnStore,
     SpawnWorker,
 )
-from msrun.supervise.secret import read_secret
 from msrun.supervise.tree import ProcessTree
-from msrun.transport.keys import new_secret
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import (
     AgentSocket,
     check_own_library,
-    control_keys,
     endpoint,
-    listen,
 )
 from msrun.worker.stacks import AGENT_SIGNAL
 
@@ -55,13 +49,13 @@ TREE_SECONDS = 8.0
 
 
 class NodeResources:
-    """Everything that this node holds for the job.
+    """Everything that this node opens for a job, and closes at its end.
 
-    The listening sockets and the private directory are there from the start, so that
-    what is in the way is found before any process is.
+    The listening sockets and the private directory are opened first, so that a conflict with
+    another program shows before any process is started.
 
     Args:
-        plan: What will run.
+        plan: The plan of the job.
         stderr: As of `ProcessTree`.
 
     Raises:
@@ -69,7 +63,7 @@ class NodeResources:
     """
 
     tree: ProcessTree
-    scheduler: SchedulerProcess | None = None
+    scheduler: SchedulerSupervisor | None = None
     socket: AgentSocket
     containment: str
 
@@ -80,20 +74,22 @@ class NodeResources:
         self._base = {**environ.current(), **plan.job.env}
         self._opened: set[str] = set()
         self._context = new_context()
-        self._schedulers = self._term = 0
         job = plan.job
         self.formation = formation(job)
         check_own_library()
         self._secret = job_secret(job)
-        self._scheduler_socket: socket.socket | None = None
+        listening: socket.socket | None = None
         port = job.master_port
         if job.serves:
-            self._scheduler_socket = listen_or_refuse(job.listen_host, port, "--master-port")
-            port = self._scheduler_socket.getsockname()[1]
+            listening = listen_or_refuse(job.listen_host, port, "--master-port")
+            port = listening.getsockname()[1]
         self.scheduler_address = (job.listen_host, str(port))
         self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
         self.store = (job.address, str(self._store_socket.getsockname()[1]))
         self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
+        if listening:
+            config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
+            self.scheduler = SchedulerSupervisor(config, listening, self._base)
 
     @property
     def scheduler_name(self) -> str:
@@ -111,7 +107,7 @@ class NodeResources:
     @property
     def pids(self) -> set[int]:
         """Pids of the processes that were started here and are waited for."""
-        return {self.tree.pid, *([self.scheduler.pid] if self.scheduler else [])}
+        return {self.tree.pid, *(self.scheduler.pids if self.scheduler else ())}
 
     @property
     def lease(self) -> Lease:
@@ -119,8 +115,8 @@ class NodeResources:
         return lease(self.formation.lease)
 
     def devices(self) -> list[tuple[int, str]]:
-        """Return what a rank table says of the devices of this node's workers."""
-        # The tool takes its time, which only a job spends that needs the answer.
+        """Return the devices of this node's workers, as a rank table has them."""
+        # hccn_tool is slow, so only a job that writes a rank table asks it.
         ask = ask_hccn_tool if self._job.emit_rank_table else lambda _: ""
         return node_plan.slot_devices(
             self._job,
@@ -143,7 +139,7 @@ class NodeResources:
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
     def _forget_earlier_job(self) -> None:
-        """Remove what must not be shown as this job's."""
+        """Remove an earlier job's verdict and logs, which would be taken for this job's."""
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
         # Of several nodes, which may share the directory, none knows its ranks yet.
         workers = self._plan.workers if self._job.is_alone else ()
@@ -155,7 +151,7 @@ class NodeResources:
                 raise UsageError(msg, hint="choose another --log-dir") from None
 
     def _hand_over_config(self) -> None:
-        """Write the parallel configuration to where every worker is told that it is."""
+        """Write the parallel configuration to the file that every worker reads."""
         if not self._job.parallel:
             return
         path = node_plan.config_file(str(self._dir))
@@ -177,7 +173,8 @@ class NodeResources:
             stderr=self._stderr,
         )
         self._opened.add("tree")
-        self.start_scheduler()
+        if self.scheduler:
+            self.scheduler.start()
         host, port = self.scheduler_address
         self.socket = AgentSocket(
             self._context, endpoint(host, int(port)), self._secret, self._job.nnodes_max
@@ -185,44 +182,15 @@ class NodeResources:
         self._hand_over_control()
 
     def _hand_over_control(self) -> None:
-        """Write down what it takes to control the job from this machine."""
-        host, port = self.scheduler_address
-        card = Card(
-            job_id=self._job.job_id,
-            host=host,
-            port=int(port),
-            keys=control_keys(self._secret) if self._secret else None,
-            pid=os.getpid(),
-            log_dir=self._job.log_dir,
+        """Write the file with which tools on this machine control the job."""
+        card = control_file.card_of(
+            self._job,
+            int(self.scheduler_address[1]),
+            self._secret,
             workers=self._job.workers_per_node,
-            serves=self._job.serves,
             began=Loop.now(),
         )
         control_file.write(self._dir, card)
-
-    def start_scheduler(self) -> None:
-        """Start the scheduler, if it belongs here; a later one takes up where another ended."""
-        if self._scheduler_socket is None:
-            return
-        if self.scheduler:
-            self._term = max(self._term, self.scheduler.term)
-        timeout = self._job.join_timeout
-        config = SchedulerConfig(
-            job_id=self._job.job_id,
-            formation=self.formation,
-            join_timeout=timeout,
-            last_call=self._job.last_call,
-            restarts=self._job.restarts,
-            secret=self._secret,
-            wal_file=str(self._dir / run_dir.WAL),
-            log_file=str(Path(self._job.log_dir, "scheduler.log")),
-            lives=self._schedulers,
-            term=self._term,
-            parent=os.getpid(),
-            rank_table=self._job.emit_rank_table,
-        )
-        self._schedulers += 1
-        self.scheduler = SchedulerProcess(config, self._scheduler_socket, self._base)
 
     def _make_cgroup(self) -> str | None:
         parent = self._plan.machine.cgroup
@@ -307,92 +275,33 @@ class NodeResources:
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
 
     def kill_by_force(self) -> None:
-        """Kill what is left of the tree, whose reaper is gone."""
+        """Kill the rest of the tree after its reaper has ended."""
         self.tree.kill_by_force(run_dir.cookie(self._dir))
 
     def close(self) -> list[str]:
-        """End every process and remove what they left; return what could not be killed."""
+        """End all processes and remove their files; return those that could not be killed."""
         stuck: list[str] = []
         if self.scheduler:
-            self.scheduler.end(SCHEDULER_SECONDS if self._job.is_alone else FAREWELL_SECONDS)
-            self._tell_verdict_again(self.scheduler)
+            is_alone = self._job.is_alone
+            timeout = SCHEDULER_SECONDS if is_alone else FAREWELL_SECONDS
+            self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
             stuck = self.tree.end(TREE_SECONDS)
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
         self._context.destroy(linger=0)
-        if self._scheduler_socket:
-            self._scheduler_socket.close()
+        if self.scheduler:
+            self.scheduler.close()
         self._store_socket.close()
         shutil.rmtree(self._dir, ignore_errors=True)
         os.close(self._lock)
         return stuck
 
-    def _tell_verdict_again(self, told_by: SchedulerProcess) -> None:
-        """Have another scheduler tell the other nodes what one that died had written down.
-
-        It may have told this node, and died before it had told all.
-        """
-        if self._job.is_alone or not told_by.has_died or not told_by.verdict():
-            return
-        self.start_scheduler()
-        if self.scheduler:
-            self.scheduler.end(FAREWELL_SECONDS)
-
 
 def node_name(job: JobSpec) -> str:
-    """Return what tells this node from others on its machine; empty where there are none."""
+    """Return the name of this node among others on its machine; empty if it is alone."""
     if job.node_name or job.is_alone or job.node_rank is None:
         return job.node_name
     return f"node{job.node_rank}"
-
-
-def formation(job: JobSpec) -> Formation:
-    """Return what all nodes of `job` have to agree on."""
-    has_python = not job.is_alone and job.program.kind is not ProgramKind.COMMAND
-    return Formation(
-        nnodes_min=job.nnodes_min,
-        nnodes_max=job.nnodes_max,
-        world_size=None if job.is_alone else job.world_size,
-        lease=0.0 if job.is_alone else job.lease,
-        release=__version__,
-        python=f"{sys.version_info[0]}.{sys.version_info[1]}" if has_python else "",
-        torch=_version_of("torch") if has_python else "",
-    )
-
-
-def _version_of(package: str) -> str:
-    """Return the version of what a program would import, empty where it could not."""
-    from importlib import metadata  # takes long, and a job on one node needs none
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def job_secret(job: JobSpec) -> bytes | None:
-    """Return the secret of `job`, None without authentication.
-
-    Raises:
-        UsageError: Its file cannot be used.
-    """
-    if job.insecure:
-        return None
-    return new_secret() if job.is_alone and not job.secret_file else read_secret(job.secret_file)
-
-
-def listen_or_refuse(host: str, port: int, what: str) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        UsageError: There can be none; `what` named the place.
-    """
-    try:
-        return listen(host, port)
-    except OSError as error:
-        where = f"{host} port {port}" if port else host
-        msg = f"{what}: {where} cannot be used: {error.strerror}"
-        raise UsageError(msg, hint="choose another --master-port, or end what uses it") from None
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
@@ -413,7 +322,7 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -
 
 
 def _preloads(job: JobSpec) -> tuple[str, ...]:
-    """Return what the parallel runtime of the workers imports."""
+    """Return the modules that the parallel runtime of the workers imports."""
     if not job.parallel:
         return ()
     from msrun.parallel.config import preloads  # 5 ms that other jobs need not.

@@ -1,11 +1,11 @@
-"""What an agent does about its scheduler: starts it again, or finds out that it is gone."""
+"""Watches an agent's way to its scheduler, and finds out that the scheduler is gone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from msrun.cluster.agent.events import SchedulerLost
-from msrun.cluster.scheduler.crash_loop_guard import CrashLoopGuard
+from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.console import Console
@@ -14,10 +14,10 @@ from msrun.transport.probe import Prober
 from msrun.transport.sockets import ConnectionState
 
 # A connection may end for another reason than its key: a scheduler that is started again,
-# a tunnel whose other end is not there yet.
+# a tunnel without its other end yet.
 _REJECTED_SECONDS = 2.0
 _RECONNECT_SECONDS = 0.5
-# Whoever starts before the scheduler's node does is told what it waits for.
+# A node that starts before the scheduler's node says what it waits for.
 _WAITING_SECONDS = 3.0
 
 
@@ -27,7 +27,7 @@ class SchedulerWatch:
     Args:
         node: This node's resources.
         loop: This process's loop.
-        console: Where to say what happens.
+        console: Takes messages to the user.
         tell: Takes the event that there is no scheduler any more.
         greet: Called when a new connection has taken the place of a broken one.
     """
@@ -46,7 +46,6 @@ class SchedulerWatch:
         self._tell = tell
         self._greet = greet
         self._prober = Prober(loop)
-        self._lives = CrashLoopGuard()
         self._was_up = False
         self._has_warned = False
         self._rejected_at: float | None = None
@@ -56,8 +55,9 @@ class SchedulerWatch:
     def start(self) -> None:
         """Begin to watch."""
         self._loop.watch(self._node.socket.monitor, self._on_line)
-        self._watch_process()
-        if self._node.scheduler is None:
+        if self._node.scheduler:
+            self._node.scheduler.watch(self._loop, self._console.say, self._on_over)
+        else:
             self._waiting_at = self._loop.now() + _WAITING_SECONDS
 
     def deadline(self) -> float | None:
@@ -66,7 +66,7 @@ class SchedulerWatch:
         return min((due for due in dues if due is not None), default=None)
 
     def tick(self) -> None:
-        """Give up what takes too long, and say what is waited for."""
+        """Act on the deadlines that are due."""
         self._prober.tick()
         if self._waiting_at is not None and self._loop.now() >= self._waiting_at:
             self._waiting_at = None
@@ -75,25 +75,8 @@ class SchedulerWatch:
             self._reconnect_at = None
             self._node.socket.reconnect()
 
-    def _watch_process(self) -> None:
-        if self._node.scheduler:
-            self._lives.began(self._loop.now())
-            self._loop.watch(self._node.scheduler.pidfd, self._on_end)
-
-    def _on_end(self) -> None:
-        """Start the scheduler again, which goes on with what its log says."""
-        scheduler = self._node.scheduler
-        if scheduler is None:
-            return
-        self._loop.forget(scheduler.pidfd)
-        how, verdict = scheduler.how_it_ended(), scheduler.verdict()
-        if verdict or not self._lives.may_begin_again(self._loop.now()):
-            self._tell(SchedulerLost(how, verdict))
-            return
-        scheduler.close()
-        self._console.say(f"warning: {how}; it is started again")
-        self._node.start_scheduler()
-        self._watch_process()
+    def _on_over(self, how: str, verdict: Verdict | None) -> None:
+        self._tell(SchedulerLost(how, verdict))
 
     def _on_line(self) -> None:
         for line in self._node.socket.line():
@@ -114,7 +97,7 @@ class SchedulerWatch:
                 self._reject()
 
     def _warn_of_silence(self) -> None:
-        """Say once that the port may be another program's, unless our own scheduler is slow."""
+        """Warn once that another program may have the port, unless the scheduler is our own."""
         self._rejected_at = None
         if not self._has_warned and self._node.scheduler is None:
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""From the bare end of a worker process to what a person needs to know about it."""
+"""Describes the end of a worker for people: exit status, exception, last lines of its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunningWorker:
     """A worker from its start to its end.
 
     Args:
-        plan: What it was started with.
+        plan: The plan that it was started with.
         host: Its node.
         error_file: Where it leaves its exception.
         beat_file: Where it counts its beats.

@@ -1,4 +1,4 @@
-"""What an agent tells the scheduler that it starts."""
+"""The configuration of a scheduler process."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from msrun.job import RestartLimits
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent tells its scheduler on standard input, the secret included.
+    """The first line on the scheduler's standard input, the secret included.
 
     Args:
         job_id: The job.
@@ -16,15 +16,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         last_call: Seconds for which more nodes than the fewest are waited for.
         restarts: Restart budget and pace.
         secret: The job's secret; None without authentication.
-        wal_file: Where the state is written down.
-        log_file: Where to log.
-        lives: Schedulers of the job that were started before this one.
-        term: Which life was the last of them that had begun; the log must know it.
-        parent: Pid of the agent.
-        alone: Its parent is no agent of this job, but passes on by standard input the signals
-            that it gets; the scheduler leaves by itself when all nodes know the verdict.
+        wal_file: Path of the write-ahead log.
+        log_file: Path of the log for people.
+        started_before: Schedulers of the job that were started before this one.
+        term: Highest term that one of them has written; a whole log has a record of it.
+        parent: Pid of the parent.
+        alone: The parent is no agent of this job, but passes on the signals that it gets, by
+            standard input; the scheduler leaves by itself when all nodes know the verdict.
         listen_fd: Inherited listening socket.
-        began_fd: Inherited pipe that is told this life's own term once the log has it.
+        began_fd: Inherited pipe that gets this scheduler's term once the log has it.
         rank_table: Where to write the rank table of each generation; empty writes none.
     """
 
@@ -37,7 +37,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     wal_file: str
     log_file: str
     parent: int
-    lives: int = 0
+    started_before: int = 0
     term: int = 0
     alone: bool = False
     listen_fd: int = -1

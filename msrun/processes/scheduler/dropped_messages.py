@@ -1,4 +1,4 @@
-"""What the scheduler drops, in at most one line of its log a second."""
+"""Reports dropped messages in at most one line of the scheduler's log a second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SECONDS = 1.0
 
 
 class Dropped:
-    """Counts what strangers and broken peers send, by kind.
+    """The messages of strangers and broken peers, counted by kind.
 
     Args:
-        counts: What was dropped and has not been told; whoever drops something counts it here.
+        counts: Dropped messages that are not in the log yet; sockets count them here.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
@@ -22,11 +22,11 @@ class Dropped:
         self._quiet_until = 0.0
 
     def deadline(self) -> float | None:
-        """Time by which `tick` must be called; None when there is nothing to tell."""
+        """Time by which `tick` must be called; None if nothing was dropped."""
         return self._quiet_until if self._counts else None
 
     def tick(self, *, now: float) -> None:
-        """Tell what there is to tell, if the last line is long enough ago."""
+        """Write a line, if anything was dropped and the last line is a second old."""
         if not self._counts or now < self._quiet_until:
             return
         self._quiet_until = now + _SECONDS

@@ -1,4 +1,4 @@
-"""The agent's handle on the scheduler that it starts and outlives."""
+"""A handle on one scheduler process, for the parent that starts and outlives it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SchedulerProcess:
     """The job's scheduler, a child of this process.
 
     Args:
-        config: What it is told; its descriptors are set here.
+        config: Its configuration; its descriptors are set here.
         listening: Its listening socket, which stays the caller's for another one.
         env: Its environment.
     """
@@ -37,11 +37,11 @@ class SchedulerProcess:
         listening: socket.socket,
         env: Mapping[str, str],
     ) -> None:
-        again = config.lives > 0
+        again = config.started_before > 0
         self._wal_file, self._log_file = config.wal_file, config.log_file
         opener = logs.reopen if again else logs.create
         self.term = 0
-        """Which life of the scheduler it was; 0 until it is closed, and if it never began."""
+        """Its term; 0 until it is closed, and if it never began."""
         self._began, began = os.pipe2(os.O_CLOEXEC)
         with os.fdopen(opener(config.log_file), "ab") as log, os.fdopen(began, "wb") as theirs:
             config = msgspec.structs.replace(
@@ -55,11 +55,12 @@ class SchedulerProcess:
                 pass_fds=[listening.fileno(), theirs.fileno()],
                 start_new_session=True,
                 env=dict(env),
-                # By the second time there are threads, and it asks for this itself.
+                # A `preexec_fn` is unsafe beside threads, which this process has by the second
+                # time; the scheduler also asks the kernel for this itself.
                 preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
             )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
-        # One that ended at once shows by its pidfd.
+        # If it has ended already, its pidfd says so.
         with contextlib.suppress(BrokenPipeError):
             self._lifeline.write(dump(config) + b"\n")
             self._lifeline.flush()
@@ -72,7 +73,7 @@ class SchedulerProcess:
         return self._process.pid
 
     def pass_on(self, signum: int) -> None:
-        """Tell one that is `alone` of a signal."""
+        """Pass a signal on to a scheduler that is `alone`."""
         with contextlib.suppress(BrokenPipeError):
             self._lifeline.write(bytes([signum]))
             self._lifeline.flush()
@@ -86,12 +87,12 @@ class SchedulerProcess:
 
     @property
     def has_died(self) -> bool:
-        """Whether it has ended before it was let go."""
+        """Whether it ended other than by leaving when it was asked to."""
         with process.patiently():
             return self._process.poll() not in (None, 0)
 
     def verdict(self) -> Verdict | None:
-        """Return the verdict that it wrote down, None when there is none."""
+        """Return the verdict in its log, None when there is none."""
         try:
             return wal.verdict(Path(self._wal_file).read_bytes())
         except OSError:
@@ -107,7 +108,7 @@ class SchedulerProcess:
         self.close()
 
     def close(self) -> None:
-        """Let go of one that has ended."""
+        """Close the handle, after the process has ended."""
         self.term = int(os.read(self._began, 20) or 0)
         self._lifeline.close()
         os.close(self._began)

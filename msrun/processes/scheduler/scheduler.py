@@ -21,19 +21,19 @@ from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.admission import Admission, Life
 from msrun.cluster.scheduler.control import Action as ControlAction
 from msrun.cluster.scheduler.control import Control, SendReply
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import (
     AgentMessage,
     Event,
     Lost,
     SendToAgent,
-    Tick,
     Unreachable,
     Woke,
     Write,
 )
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
+from msrun.cluster.tick import Tick
 from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.wire.link import first_resend
@@ -51,26 +51,27 @@ from msrun.transport.sockets import Asked, SchedulerSocket, io_threads
 
 log = logging.getLogger(__name__)
 
-# After its agent has let go, until the last node knows the verdict.
+# Seconds after the end of its agent, until the last node knows the verdict.
 _FAREWELL_SECONDS = 5.0
-# Without a node: what was just said is still on its way, such as the answer to `msrun stop`.
+# Seconds without a node: an answer may still be on its way, such as that to `msrun stop`.
 _LAST_WORDS_SECONDS = 0.25
 # Descriptors beside those of the nodes: sockets of our own, probes, connections that come.
 _FILES_RESERVED = 512
-# A key holder can make libzmq keep what it has not sent to its end.  Rather than take the
-# machine's memory this process ends; its agent starts it again, and its log has everything.
+# A holder of the key can make libzmq buffer the beginnings of messages without end.  Rather than
+# take the machine's memory this process ends; its parent starts it again, and the log has its
+# state.
 _MEMORY_BYTES = 1 << 30
-# What libzmq sets aside for a connection, of which it uses a third.
+# Address space that libzmq takes for a connection; it uses a third of it.
 _MEMORY_BYTES_EACH = 192 << 10
 _CROWD_MAX = 20_000
-# From so many nodes on, those that speak are heard together.
+# From so many nodes on the loop rests between two rounds and takes many messages at once.
 _CROWD_MIN = 100
 _REST_SECONDS = 0.002
 _OTHER_JOBS = "messages of other jobs"
 
 
 class Scheduler:
-    """One life of the scheduler of a job."""
+    """The scheduler of a job, until this process ends."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -83,7 +84,7 @@ class Scheduler:
         self._dropped = Dropped(self._socket.dropped)
         self._wal, records = _open_wal(config.wal_file)
         is_whole = wal.term(records) >= config.term
-        term = max(wal.term(records), config.lives) + 1
+        term = max(wal.term(records), config.started_before) + 1
         self._write(wal.Began(term))
         os.write(config.began_fd, b"%d" % term)
         os.close(config.began_fd)
@@ -94,7 +95,7 @@ class Scheduler:
             term=term,
             first_resend=first_resend(nnodes, times),
         )
-        self._state = ControlledState(
+        self._state = SchedulerState(
             job_id=config.job_id,
             formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
@@ -107,17 +108,17 @@ class Scheduler:
         if not is_whole:
             log.error("the log %s was lost or damaged: the job begins again", config.wal_file)
         now = self._loop.now()
-        self._pulse = FreezeDetector(lease=times, look_at=now)
+        self._freeze_detector = FreezeDetector(lease=times, look_at=now)
         self._control.recall(records)
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
             self._admission.expect(member.node_id, member.incarnation)
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
-        self._perform([])  # one that comes after the verdict leaves when all know it
+        self._perform([])  # if the verdict is in the log, it leaves when all nodes know it
 
     def run(self) -> None:
-        """Serve until the agent, whose end of standard input closes, is gone."""
+        """Serve until the parent is gone, which closes standard input."""
         self._loop.watch(0, self._on_parent)
         self._loop.watch(self._socket.socket, self._receive)
         self._loop.watch(self._socket.monitor, self._on_broken)
@@ -130,7 +131,7 @@ class Scheduler:
     def _deadline(self) -> float | None:
         machines = (self._state, self._peers, self._prober, self._control, self._dropped)
         dues = [machine.deadline() for machine in machines]
-        dues += [self._leave_by, self._pulse.deadline()]
+        dues += [self._leave_by, self._freeze_detector.deadline()]
         return min((due for due in dues if due is not None), default=None)
 
     def _tick(self) -> None:
@@ -138,7 +139,7 @@ class Scheduler:
         if self._leave_by is not None and (now >= self._leave_by or self._has_told_all):
             self._loop.stop()
             return
-        if self._pulse.tick(now=now):
+        if self._freeze_detector.tick(now=now):
             log.warning("frozen until now: whoever spoke meanwhile is heard first")
             self._peers.woke(now=now)
             self._control.woke(now=now)
@@ -169,7 +170,7 @@ class Scheduler:
         is_heard = self._peers.all_delivered and not self._admission.is_busy
         return is_heard and self._state.may_leave(now=self._loop.now())
 
-    # What agents say.
+    # Messages of agents.
 
     def _receive(self) -> None:
         for envelope in self._socket.receive():
@@ -195,7 +196,7 @@ class Scheduler:
             self._loop.stop()
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
-        """Tell a node of another job that it is wrong here."""
+        """Tell a node of another job that its scheduler is not here."""
         self._socket.dropped[_OTHER_JOBS] += 1
         reason = f"the scheduler here runs job {self._config.job_id}, not {envelope.job_id}"
         refused = Refused(reason=f"{reason}: choose another --master-port", code=ExitCode.USAGE)
@@ -241,7 +242,7 @@ class Scheduler:
         for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
             self._lose(loss)
 
-    # What is done about it.
+    # Actions.
 
     def _lose(self, loss: Lost) -> None:
         log.warning("node=%s lost: %s", loss.node_id, loss.reason)
@@ -256,7 +257,7 @@ class Scheduler:
         self._perform(self._state.handle(event, now=now))
 
     def _answer(self, asked: Asked) -> None:
-        """Do what somebody asks who controls the job."""
+        """Answer a tool that controls the job."""
         try:
             question = control_messages.decode_question(asked.frame)
         except VersionError:
@@ -326,7 +327,7 @@ def _frame(reply: AnyReply) -> bytes:
 
 
 def _open_wal(path: str) -> tuple[int, list[wal.Record]]:
-    """Open the log, cut off what a torn write left at its end, and return its records."""
+    """Open the log, cut off a torn record at its end, and return the records."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     data = Path(path).read_bytes()
@@ -348,7 +349,7 @@ def main(arguments: list[str]) -> NoReturn:
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
     _log_to(config.log_file)
     _set_limits(config.formation.nnodes_max)
-    gc.freeze()  # What is there by now stays, and need not be looked at again.
+    gc.freeze()  # Modules stay to the end, so no collection need walk them.
     try:
         Scheduler(config).run()
     except Exception:
@@ -370,7 +371,7 @@ def _read_line() -> bytes:
 
 
 class _OneLine(logging.Formatter):
-    """Keeps what a message quotes from becoming lines or acting on a terminal."""
+    """Keeps text that a message quotes from becoming lines or acting on a terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Return the line of `record`."""

@@ -6,9 +6,9 @@ from msrun.cluster.agent import events as agent_events
 from msrun.cluster.agent.state import EXITS_MAX, AgentPhase, AgentState
 from msrun.cluster.liveness.lease import lease
 from msrun.cluster.scheduler import wal
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import AgentMessage, SendToAgent, Write
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.scheduler.wal import GenerationStarted, Member
 from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.messages import Formation, Register, Restarting, Start, Stop
@@ -81,7 +81,7 @@ def register_again(agents):
         members.append(member)
         ranks += count
     policy = RestartPolicy("train", RestartLimits(max_restarts=3))
-    scheduler = ControlledState(
+    scheduler = SchedulerState(
         job_id="train",
         formation=FORMATION,
         join_timeout=100.0,

@@ -33,7 +33,7 @@ def test_the_first_order_is_by_rank_then_address_then_name():
     assert rank_assignment.assign_node_ranks(there, formation, []) == ["z", "x", "w", "y", "v", "u"]
 
 
-def test_who_stays_keeps_its_seat_and_a_newcomer_takes_a_free_one():
+def test_a_node_that_stays_keeps_its_rank_and_a_newcomer_takes_a_free_one():
     assert rank_assignment.assign_node_ranks(nodes(b=1, c=1, d=1), ELASTIC, ["a", "b", "c"]) == [
         "d",
         "b",
@@ -54,7 +54,7 @@ def test_nobody_waits_for_a_cold_node_that_can_be_done_without():
     assert rank_assignment.assign_node_ranks(nodes(a=1, b=1), pair, ["a"], cold={"b"}) == ["a", "b"]
 
 
-def test_seats_close_up_when_nobody_takes_them():
+def test_node_ranks_close_up_when_no_node_takes_them():
     assert rank_assignment.assign_node_ranks(nodes(b=1, c=1), ELASTIC, ["a", "b", "c"]) == [
         "b",
         "c",

@@ -29,12 +29,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness.lease import lease
 from msrun.cluster.scheduler import events as scheduler_events
-from msrun.cluster.scheduler import wal
+from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.control import Control, SendReply
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import JobPhase, SendToAgent, Write
 from msrun.cluster.scheduler.peers import AgentLinks
 from msrun.cluster.scheduler.restart_policy import RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
 from msrun.cluster.wire import control_messages
 from msrun.cluster.wire.control_messages import (
     Answer,
@@ -97,7 +97,7 @@ class Scheduler(RuleBasedStateMachine):
         self.log = b""
         self.asked = set()
         limits = RestartLimits(max_restarts=restarts)
-        self.state = ControlledState(
+        self.state = SchedulerState(
             job_id=JOB,
             formation=formation,
             join_timeout=1e6,
@@ -133,7 +133,7 @@ class Scheduler(RuleBasedStateMachine):
         if body := body_off_the_wire(body):
             self.arrive(self.lines[node].send(self.state.generation, body, now=self.now))
 
-    @precondition(lambda self: any(self.state.living().values()))
+    @precondition(lambda self: any(report.living(self.state).values()))
     @rule(number=st.integers(0, 8), seconds=TIMES, shown=frames, problem=LONG, end=long_exits)
     def hang(self, number, seconds, shown, problem, end):
         """One rank makes no progress, and all show where they are."""
@@ -145,7 +145,7 @@ class Scheduler(RuleBasedStateMachine):
             who = msgspec.structs.replace(end, rank=rank)
             self.say(node, Stack(inquiry=inquiry, worker=who, frames=shown, problem=problem))
 
-    @precondition(lambda self: any(self.state.living().values()))
+    @precondition(lambda self: any(report.living(self.state).values()))
     @rule(number=st.integers(0, 8), end=long_exits)
     def worker_ends(self, number, end):
         living = self.living()
@@ -153,7 +153,7 @@ class Scheduler(RuleBasedStateMachine):
         self.say(node, WorkerExited(exit=msgspec.structs.replace(end, rank=rank), at=1.0))
 
     def living(self):
-        return [(node, rank) for node, ranks in self.state.living().items() for rank in ranks]
+        return [(node, rank) for node, ranks in report.living(self.state).items() for rank in ranks]
 
     @precondition(lambda self: self.state.phase is JobPhase.STOPPING)
     @rule()

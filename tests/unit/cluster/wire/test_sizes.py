@@ -11,12 +11,13 @@ from msrun.cluster.liveness.stacks import Frame, RankStack, group
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import wal
 from msrun.cluster.scheduler.control import Control, SendReply
-from msrun.cluster.scheduler.controlled_state import ControlledState
 from msrun.cluster.scheduler.events import JobPhase, SendToAgent, Write
 from msrun.cluster.scheduler.generation import Generation
 from msrun.cluster.scheduler.peers import AgentLinks
-from msrun.cluster.scheduler.restart_policy import RestartPolicy
-from msrun.cluster.verdict import RankExit, Verdict, fit, render
+from msrun.cluster.scheduler.restart_policy import GiveUp, RestartPolicy
+from msrun.cluster.scheduler.state import SchedulerState
+from msrun.cluster.scheduler.verdict_builder import VerdictBuilder
+from msrun.cluster.verdict import RankExit, fit, render
 from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, GetStacks, GetStatus, Stacks, fitting
 from msrun.cluster.wire.messages import (
@@ -189,7 +190,7 @@ class Job:
         self.nodes = [f"n{n:05}" for n in range(nnodes)]
         formation = Formation(nnodes_min=nnodes, nnodes_max=nnodes, lease=10.0)
         limits = RestartLimits(max_restarts=restarts)
-        self.state = ControlledState(
+        self.state = SchedulerState(
             job_id="train",
             formation=formation,
             join_timeout=100.0,
@@ -302,10 +303,9 @@ def test_a_verdict_of_ten_thousand_nodes_fits(name):
     generation.exits = {rank: (CROWDS[name](rank), 2.0) for rank in range(1, 80_000)}
     generation.exits[0] = (root, 1.0)
     generation.stuck = dict.fromkeys(map(str, range(10_000)), few(STUCK))
-    about = {"reason": root.sentence(), "hint": "h" * 500, "stuck": generation.all_stuck()}
-    start = Verdict(job_id="train", code=1, generation=1, restarts=1, **about)
+    builder = VerdictBuilder("train", number=1, restarts=1, generation=generation)
 
-    verdict = generation.with_ends(start, root)
+    verdict = builder.failure(root, GiveUp(hint="h" * 500))
 
     assert size(Finish(verdict=verdict)) <= codec.FRAME_BYTES_MAX
     assert sum(len(group.ranks) for group in verdict.collateral) == 79_999
