@@ -49,9 +49,9 @@ def main(path: str) -> None:
         UsageError: The nodes have different numbers of ranks, or the file cannot be written.
     """
     with msrun.init() as runtime:
-        found = measure(runtime)
+        topology = measure(runtime)
         if runtime.is_main:
-            write(found, Path(path))
+            write(topology, Path(path))
 
 
 def measure(runtime: Runtime) -> Topology:
@@ -86,7 +86,7 @@ def measure(runtime: Runtime) -> Topology:
     )
 
 
-def write(found: Topology, path: Path) -> None:
+def write(topology: Topology, path: Path) -> None:
     """Write `found` as a file that `--topology` and `topology:` take.
 
     Raises:
@@ -95,7 +95,7 @@ def write(found: Topology, path: Path) -> None:
     import yaml
 
     try:
-        path.write_text(yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False))
+        path.write_text(yaml.safe_dump(msgspec.to_builtins(topology), sort_keys=False))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -133,7 +133,7 @@ class Clock:
             work()
 
         turns = [[self._turn(action, _PAIRS) for action in (first, work, both)] for _ in _OVERLAP]
-        return float(np.median([hidden_share(*turn) for turn in turns]))
+        return float(np.median([hidden_fraction(*turn) for turn in turns]))
 
     def _turn(self, action: Callable[[], object], calls: int) -> float:
         if self.world_size > 1:
@@ -153,7 +153,7 @@ class Clock:
             torch.get_device_module(self.device).synchronize()
 
 
-def hidden_share(first: float, second: float, both: float) -> float:
+def hidden_fraction(first: float, second: float, both: float) -> float:
     """Return the share of the shorter of two times that is saved where both take `both`."""
     return min(max((first + second - both) / min(first, second), 0.0), _HIDDEN_MAX)
 
@@ -173,12 +173,12 @@ def fit(nbytes: list[int], seconds: list[float]) -> tuple[float, float]:
 def _inside(clock: Clock, per_node: int) -> list[Measured]:
     """Return the collectives of 2, 4, 8, ... neighbours on a node, in all groups at once."""
     sizes = [n for n in _powers(per_node) if per_node % n == 0]
-    found: list[Measured] = []
+    measured: list[Measured] = []
     for ranks in sizes:
         shape = (clock.world_size // ranks, ranks)
         mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))
-        found += _collectives(clock, mesh["inner"], across=False)
-    return found
+        measured += _collectives(clock, mesh["inner"], across=False)
+    return measured
 
 
 def _across(clock: Clock, per_node: int) -> list[Measured]:
@@ -197,7 +197,7 @@ def _powers(most: int) -> list[int]:
 def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measured]:
     redistributor, ranks = Redistributor(mesh), mesh.size()
     sizes = _CPU_SIZES if clock.device.type == "cpu" else _DEVICE_SIZES
-    found = []
+    measured = []
     for kind, (source, target) in _CHANGES.items():
         nbytes, seconds = [], []
         for size in sizes:
@@ -208,10 +208,10 @@ def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measur
             nbytes.append(4 * side * side)
             seconds.append(clock.seconds(action))
         start, per_byte = fit(nbytes, seconds)
-        found.append(
+        measured.append(
             Measured(kind=kind, ranks=ranks, across=across, start=start, per_byte=per_byte)
         )
-    return found
+    return measured
 
 
 def _link(measured: list[Measured]) -> NetworkLevel | None:

@@ -21,7 +21,7 @@ DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
 
 # Stands in a list of dims for as many as there are beside the others, none of them cut.
-WHOLE = "..."
+UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
@@ -292,8 +292,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             _at_least(self, "seed", 0)
         if self.plan == "":
             raise ValueError("plan: '' names no file")
-        is_all_divided = self.optimizer.zero and not self.optimizer.threshold
-        if is_all_divided and self.reduce.fuse != Reduce().fuse:
+        is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
+        if is_all_sharded and self.reduce.fuse != Reduce().fuse:
             raise ValueError("reduce: fuse needs what optimizer.threshold leaves whole; it is 0")
         self._check_search()
         self._check_mesh()

@@ -36,7 +36,9 @@ from msrun.units import quoted
 _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
     "copies": "multiple-copy parallel is not part of this version",
-    "cost": "costs come from the topology (choose topology: a preset, or a file of msrun calibrate)",
+    "cost": (
+        "costs come from the topology (choose topology: a preset, or a file of msrun calibrate)"
+    ),
     "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
     "ps": "the parameter server is not part of this version",
@@ -169,15 +171,15 @@ def _follow(tree: object, path: str) -> tuple[object, type[ConfigSection], str]:
 
 def _choices(section: type[ConfigSection], key: str) -> str:
     """Return the values that the literal type of `key` allows."""
-    found: list[object] = []
+    choices: list[object] = []
     pending = [f.type for f in msgspec.structs.fields(section) if f.encode_name == key]
     while pending:
         kind = pending.pop(0)
         if get_origin(kind) is Literal:
-            found += get_args(kind)
+            choices += get_args(kind)
         else:
             pending += get_args(kind)
-    return ", ".join(map(str, found))
+    return ", ".join(map(str, choices))
 
 
 _SECTIONS: dict[str, type[ConfigSection]] = {

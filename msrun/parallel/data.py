@@ -117,7 +117,7 @@ class _Batches:
         return self._loader.indices()
 
     def __len__(self) -> int:
-        return self._loader.cut.batches
+        return self._loader.split.batches
 
 
 class MeshLoader(DataLoader[Any]):
@@ -149,13 +149,13 @@ class MeshLoader(DataLoader[Any]):
     ) -> None:
         _check(dataset, batch_size, options)
         ranks = context.layout.size(DATA_AXIS)
-        self.cut = EpochSplit(
+        self.split = EpochSplit(
             samples=len(dataset),
             batch_size=batch_size,
             ranks=ranks,
             drop_last=drop_last,
         )
-        _check_last(self.cut)
+        _check_last(self.split)
         self._weight = context.batch
         self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
@@ -177,7 +177,7 @@ class MeshLoader(DataLoader[Any]):
         self._next = self._first
         try:
             for batch in super().__iter__():
-                self._weight.value = self._share(self._next)
+                self._weight.value = self._batch_weight(self._next)
                 self._next += 1
                 yield batch
         finally:
@@ -187,12 +187,12 @@ class MeshLoader(DataLoader[Any]):
     def indices(self) -> Iterator[list[int]]:
         """Yield the indices of each batch from where this pass begins."""
         order = self._order()
-        for batch in range(self._first, self.cut.batches):
-            yield [order[position] for position in self.cut.part(batch, self._rank)]
+        for batch in range(self._first, self.split.batches):
+            yield [order[position] for position in self.split.part(batch, self._rank)]
 
     def state_dict(self) -> LoaderState:
         """Return where this loader stands, after the last batch that it yielded."""
-        samples = min(self._next * self.cut.global_batch, self.cut.samples)
+        samples = min(self._next * self.split.global_batch, self.split.samples)
         return LoaderState(epoch=self._epoch, samples=samples, seed=self._seed)
 
     def load_state_dict(self, state: LoaderState) -> None:
@@ -201,27 +201,27 @@ class MeshLoader(DataLoader[Any]):
         Raises:
             UsageError: The global batch differs, and the place lies in the middle of one.
         """
-        batch, rest = divmod(state["samples"], self.cut.global_batch)
-        if rest and state["samples"] < self.cut.samples:
+        batch, rest = divmod(state["samples"], self.split.global_batch)
+        if rest and state["samples"] < self.split.samples:
             raise UsageError(
                 f"the loader stopped after {state['samples']} samples, which is no multiple of "
-                f"the global batch of {self.cut.global_batch}"
+                f"the global batch of {self.split.global_batch}"
             )
-        is_over = state["samples"] >= self.cut.samples or batch >= self.cut.batches
+        is_over = state["samples"] >= self.split.samples or batch >= self.split.batches
         self._seed = state["seed"]
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
 
-    def _share(self, batch: int) -> float:
+    def _batch_weight(self, batch: int) -> float:
         """Return how much this rank's mean counts in the mean over all ranks."""
-        size = len(self.cut.part(batch, self._rank))
-        return size * self.cut.ranks / self.cut.size(batch)
+        size = len(self.split.part(batch, self._rank))
+        return size * self.split.ranks / self.split.size(batch)
 
     def _order(self) -> range | list[int]:
         if not self._shuffle:
-            return range(self.cut.samples)
+            return range(self.split.samples)
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order: list[int] = torch.randperm(self.cut.samples, generator=generator).tolist()
+        order: list[int] = torch.randperm(self.split.samples, generator=generator).tolist()
         return order
 
 
@@ -236,16 +236,16 @@ def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> N
             raise UsageError(f"rt.loader: {name} is what rt.loader makes (use a DataLoader for it)")
 
 
-def _check_last(cut: EpochSplit) -> None:
+def _check_last(split: EpochSplit) -> None:
     """Refuse an epoch whose last batch has no sample for some rank, or that has no batch."""
-    if cut.batches == 0:
+    if split.batches == 0:
         raise UsageError(
-            f"rt.loader: {cut.samples} samples are no batch of {cut.batch_size} for each of "
-            f"{cut.ranks} ranks"
+            f"rt.loader: {split.samples} samples are no batch of {split.batch_size} for each of "
+            f"{split.ranks} ranks"
         )
-    last = cut.size(cut.batches - 1)
-    if last < cut.ranks:
+    last = split.size(split.batches - 1)
+    if last < split.ranks:
         raise UsageError(
-            f"rt.loader: the last batch has {last} of {cut.samples} samples, fewer than the "
-            f"{cut.ranks} data-parallel ranks (choose drop_last=True or another batch_size)"
+            f"rt.loader: the last batch has {last} of {split.samples} samples, fewer than the "
+            f"{split.ranks} data-parallel ranks (choose drop_last=True or another batch_size)"
         )

@@ -17,7 +17,7 @@ from msrun.parallel.config import (
     PIPELINE_AXIS,
     REST,
     ROOT,
-    WHOLE,
+    UNSHARDED_DIMS,
     Dim,
     ParallelConfig,
     PlanRule,
@@ -53,10 +53,10 @@ class MeshLayout(msgspec.Struct, frozen=True):
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return axis name -> index of `rank` on it."""
-        found: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for name, size in reversed(self.axes.items()):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.axes}
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.axes}
 
     def stream(self, rank: int) -> int:
         """Return a number that ranks with the same samples and the same layers share, from 0."""
@@ -93,7 +93,7 @@ def local_slices(
         ConfigError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
     """
     coordinate = layout.coordinate(rank)
-    found: list[slice] = []
+    slices: list[slice] = []
     for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
         parts = math.prod(layout.size(axis) for axis in axes)
         if shape[dim] % parts:
@@ -104,8 +104,8 @@ def local_slices(
         for axis in axes:
             index = index * layout.size(axis) + coordinate[axis]
         length = shape[dim] // parts
-        found.append(slice(index * length, (index + 1) * length))
-    return tuple(found)
+        slices.append(slice(index * length, (index + 1) * length))
+    return tuple(slices)
 
 
 def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
@@ -141,10 +141,10 @@ def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
     if size in (REST, degree):
         return dict(layout.axes)
     parts = {"dp_replicate": degree // size, "dp_shard": size}
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     for name, axis_size in layout.axes.items():
-        found |= parts if name == DATA_AXIS else {name: axis_size}
-    return found
+        axes |= parts if name == DATA_AXIS else {name: axis_size}
+    return axes
 
 
 def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -334,7 +334,7 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
 
 
 def _flat(dims: list[str | list[str] | None]) -> list[str]:
-    found: list[str] = []
+    axes: list[str] = []
     for dim in dims:
-        found += [dim] if isinstance(dim, str) else dim or []
-    return [axis for axis in found if axis != WHOLE]
+        axes += [dim] if isinstance(dim, str) else dim or []
+    return [axis for axis in axes if axis != UNSHARDED_DIMS]

@@ -29,7 +29,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor`, on every rank; gradients flow through."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -44,7 +44,7 @@ def scalar_loss(loss: Any) -> Tensor:
         raise ModelError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
     if loss.numel() != 1:
         raise ModelError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
-    return whole(loss)
+    return full_tensor(loss)
 
 
 def local_gradient(param: Parameter) -> Tensor | None:

@@ -23,15 +23,15 @@ def matching(patterns: Iterable[str], names: Sequence[str], key: str) -> set[str
     Raises:
         ConfigError: A pattern matches none.
     """
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in names if fnmatchcase(name, pattern)}
-        if not matched:
+        hits = {name for name in names if fnmatchcase(name, pattern)}
+        if not hits:
             raise ConfigError(
                 f"{ROOT}.{key}: {pattern!r} matches nothing ({_choices(pattern, names)})"
             )
-        found |= matched
-    return found
+        matched |= hits
+    return matched
 
 
 def _choices(pattern: str, names: Sequence[str]) -> str:

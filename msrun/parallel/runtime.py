@@ -344,8 +344,8 @@ class Runtime:
         Raises:
             UsageError: There is none, or it does not fit; then nothing was changed.
         """
-        found = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
-        return found.step
+        restored = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
+        return restored.step
 
     def resume(
         self,
@@ -387,10 +387,10 @@ class Runtime:
         Raises:
             UsageError: It was not given to `shard`.
         """
-        found = self._models.get(model)
-        if found is None:
+        sharded = self._models.get(model)
+        if sharded is None:
             raise UsageError(f"{type(model).__name__} is not a model of rt.shard")
-        return found
+        return sharded
 
     def mean_over_data(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
@@ -484,16 +484,16 @@ def init(
     return _current
 
 
-def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
+def _close_at_exit(reference: weakref.ref[Runtime]) -> None:
     """Leave the group of a process that ends well; after an exception peers learn of its death."""
-    found = runtime()
+    runtime = reference()
     has_failed = hasattr(sys, "last_value")
-    if found is None or (has_failed and (found.world_size > 1 or found.device.type != "cpu")):
+    if runtime is None or (has_failed and (runtime.world_size > 1 or runtime.device.type != "cpu")):
         return
-    if not has_failed and "checkpoints" in found.__dict__:
-        found.checkpoints.finish_at_exit()
-    found.close()
+    if not has_failed and "checkpoints" in runtime.__dict__:
+        runtime.checkpoints.finish_at_exit()
+    runtime.close()
     # Threads of a group that something holds may still let go of a tensor, and Python, once
     # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
     for name in ("_place", "checkpoints"):
-        vars(found).pop(name, None)
+        vars(runtime).pop(name, None)

@@ -171,7 +171,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        sparse_embedding.check_whole(model, _replicated(config, model, excluded))
+        sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
     return _ResolvedPlan(
         config=config,
         plans=plans,

@@ -34,7 +34,7 @@ class ParameterSnapshot:
     def __init__(self, model: nn.Module, gathered: Collection[str], *, can_thaw: bool) -> None:
         self._model = weakref.ref(model)
         self._gathered = gathered
-        self._parts = self._found(model)
+        self._original = self._identities(model)
         self._frozen = [
             name
             for name, param in model.named_parameters(remove_duplicate=False)
@@ -50,10 +50,10 @@ class ParameterSnapshot:
         model = self._model()
         if model is None:
             return  # nobody can train it
-        found, parts = self._found(model), self._parts
-        for name in {**parts, **found}:
-            if name not in found or name not in parts or found[name] is not parts[name]:
-                what = "replaced" if name in parts else "added"
+        current, original = self._identities(model), self._original
+        for name in {**original, **current}:
+            if name not in current or name not in original or current[name] is not original[name]:
+                what = "replaced" if name in original else "added"
                 raise ModelError(
                     f"{name} was {what} after rt.shard, so ranks do not train it together",
                     hint="change the model before rt.shard",
@@ -65,16 +65,16 @@ class ParameterSnapshot:
                     hint="freeze what is to be trained later after rt.shard",
                 )
 
-    def _found(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
+    def _identities(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
         """Return the parameters by name, or for what is gathered the module that holds it."""
-        found: dict[str, Parameter | nn.Module | None] = {}
+        identities: dict[str, Parameter | nn.Module | None] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             holder, _, _ = name.rpartition(".")
             if name not in self._gathered:
-                found[name] = param
+                identities[name] = param
             else:  # the model itself cannot be replaced, and must not be kept
-                found[name] = model.get_submodule(holder) if holder else None
-        return found
+                identities[name] = model.get_submodule(holder) if holder else None
+        return identities
 
 
 class Reduction(msgspec.Struct, frozen=True):

@@ -73,16 +73,20 @@ def clip(
         ModelError: `mode: manual`: the script shards gradients in a way that is not known here.
     """
     check_clip(config, context)
-    apart: dict[Parameter, dist.ProcessGroup] = {}
-    borrowed: Collection[Parameter] = ()
+    unreduced: dict[Parameter, dist.ProcessGroup] = {}
+    counted_elsewhere: Collection[Parameter] = ()
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
-        apart = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+        unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
     if sharded.is_pipeline:
-        borrowed = sharded.pipeline().borrowed()
+        counted_elsewhere = sharded.pipeline().borrowed()
         pipeline = context.group(PIPELINE_AXIS)
     return clip_gradients(
-        sharded.parameters(), max_norm, apart=apart, borrowed=borrowed, pipeline=pipeline
+        sharded.parameters(),
+        max_norm,
+        unreduced=unreduced,
+        counted_elsewhere=counted_elsewhere,
+        pipeline=pipeline,
     )
 
 
@@ -112,14 +116,14 @@ def _train(
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused():
-            share = batch_size(part) / samples
+            weight = batch_size(part) / samples
             with sharded.computing():
                 loss = scalar_loss(loss_fn(model(*part[:-1]), part[-1]))
                 if sharded.order:
                     sharded.order.check_trains(loss)
                 if loss.requires_grad or not may_skip:
-                    (loss * (share * context.batch.value)).backward()
-        total = total + loss.detach() * share
+                    (loss * (weight * context.batch.value)).backward()
+        total = total + loss.detach() * weight
     if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return total

@@ -162,8 +162,8 @@ def _watch_unit(
             if _has_gradient(param) and _gradient(param).is_sparse:
                 sparse(param._param_fqn)  # noqa: SLF001
         if group.reduce_grads:
-            found = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
-            reduced(found)
+            names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
+            reduced(names)
         post_backward(*unused)
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward

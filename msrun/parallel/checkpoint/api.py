@@ -150,15 +150,17 @@ class Checkpoints:
         with peers.together():
             state = self._collect(self._names(models), _each(optimizer), rest[0])
             manifest = self._manifest(*rest)
-        if self._has_own_division:
+        if self._is_sharded_by_script:
             self._compare(state)
         division = self._division = self._divide(state)
-        besides = peers.gather((state.aliases, state.values) if division.speaks else ({}, {}))
+        side_states = peers.gather(
+            (state.aliases, state.values) if division.has_side_state else ({}, {})
+        )
         building, commit = "", None
         with peers.together():
             if self._context.rank == 0:
                 building = str(store.begin(target))
-                contents = _contents(manifest, division.layout, besides)
+                contents = _contents(manifest, division.layout, side_states)
                 keep = settings.keep if settings and path is None else 0
                 commit = partial(_commit, Path(building), target, contents, keep)
         folder = Path(peers.from_first(building))
@@ -245,14 +247,14 @@ class Checkpoints:
         """
         self.finish()
         self._loader, self._extra, self._step = loader, extra, 0
-        found = ""
+        newest = ""
         with self._peers.together():
             if self._context.rank == 0:
-                newest = store.find_newest(self._folder("rt.resume", None))
-                found = str(newest.absolute()) if newest else ""
-        found = self._peers.from_first(found)
-        if found:
-            restored = self.load(found, models, optimizer, loader=loader, extra=extra)
+                path = store.find_newest(self._folder("rt.resume", None))
+                newest = str(path.absolute()) if path else ""
+        newest = self._peers.from_first(newest)
+        if newest:
+            restored = self.load(newest, models, optimizer, loader=loader, extra=extra)
             self._step = restored.step
         return self._step
 
@@ -335,7 +337,7 @@ class Checkpoints:
             raise failure
 
     @property
-    def _has_own_division(self) -> bool:
+    def _is_sharded_by_script(self) -> bool:
         """Whether the script divides work in a way that is not known here."""
         sizes = self._context.layout.axes
         return self._config.mode == "manual" and any(
@@ -379,12 +381,12 @@ class Checkpoints:
         with peers.together():
             proposal = plans.propose(state)
         proposals = peers.gather(proposal)
-        shares: list[plans.RankWrites] = []
+        writes: list[plans.RankWrites] = []
         layout = plans.StorageLayout()
         with peers.together():
             if self._context.rank == 0:
-                shares, layout = plans.divide(proposals)
-        return plans.accept(state, peers.scatter(shares), layout)
+                writes, layout = plans.divide(proposals)
+        return plans.accept(state, peers.scatter(writes), layout)
 
     def _compare(self, state: State) -> None:
         """Refuse tensors of one name that differ from rank to rank."""
@@ -435,7 +437,7 @@ class Checkpoints:
 
         saved = MeshLayout(manifest.mesh)
         here = (context.layout, context.rank)
-        generators.go_on(states, saved, here, context.device, context.stream)
+        generators.continue_streams(states, saved, here, context.device, context.stream)
         common = states(0)
         for number, model in enumerate(self._dropout_rngs):
             for dropout_rng in model:
@@ -467,12 +469,12 @@ def _commit(
 def _contents(
     manifest: store.Manifest,
     layout: plans.StorageLayout,
-    besides: Sequence[tuple[dict[str, str], dict[str, Any]]],
+    side_states: Sequence[tuple[dict[str, str], dict[str, Any]]],
 ) -> tuple[store.Manifest, store.Index]:
     """Return both files that describe a checkpoint, of which the ranks have `besides`."""
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for own_aliases, own_values in reversed(besides):  # the lowest rank has the last word
+    for own_aliases, own_values in reversed(side_states):  # the lowest rank has the last word
         aliases |= own_aliases
         values |= own_values
     index = store.Index(tensors=layout.tensors, aliases=aliases, values=values)

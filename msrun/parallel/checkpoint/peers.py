@@ -71,16 +71,16 @@ class HostGroup:
 
         It travels as torch sends objects, pickled, which the ranks of one job may.
         """
-        found: list[_T] = [value] * self.world_size if self.rank == 0 else []
-        dist.gather_object(value, found or None, dst=0, group=self._group)
-        return found
+        values: list[_T] = [value] * self.world_size if self.rank == 0 else []
+        dist.gather_object(value, values or None, dst=0, group=self._group)
+        return values
 
     def scatter(self, values: list[_T]) -> _T:
         """Return the one of rank 0's `values` that is for this rank."""
-        found: list[_T | None] = [None]
+        received: list[_T | None] = [None]
         is_first = self.rank == 0
-        dist.scatter_object_list(found, values if is_first else None, src=0, group=self._group)
-        return found[0]  # type: ignore[return-value]  # filled now
+        dist.scatter_object_list(received, values if is_first else None, src=0, group=self._group)
+        return received[0]  # type: ignore[return-value]  # filled now
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has it; all have as many."""
@@ -93,9 +93,9 @@ class HostGroup:
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode(errors="replace")[:_TEXT_BYTES]
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        found: list[Tensor] = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(found, own, group=self._group)
-        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in found]
+        texts: list[Tensor] = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(texts, own, group=self._group)
+        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in texts]
 
 
 def _shown(error: Exception) -> Exception:

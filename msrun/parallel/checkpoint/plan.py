@@ -62,7 +62,7 @@ class RankWrites(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     plan: SavePlan
-    speaks: bool
+    has_side_state: bool
 
 
 class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class WriteDivision(msgspec.Struct, frozen=True, kw_only=True):
     signature: tuple[object, ...]
     items: dict[str, WriteItem]
     file: FilePlan | None
-    speaks: bool
+    has_side_state: bool
     layout: StorageLayout
 
 
@@ -158,10 +158,10 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
         },
         files={},
     )
-    shares = []
+    writes = []
     known: set[str] = set()
     for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
-        shares.append(RankWrites(plan=plan, speaks=not known.issuperset(proposal.names)))
+        writes.append(RankWrites(plan=plan, has_side_state=not known.issuperset(proposal.names)))
         known.update(proposal.names)
         items = dict(_slots(plan))
         if not items:
@@ -172,17 +172,17 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
             at = _data(items[slot]).chunk.offsets
             chunk = Chunk(at=[*at], shape=[*slot.shape], file=name, start=start)
             layout.tensors[items[slot].index.fqn].chunks.append(chunk)
-    return shares, layout
+    return writes, layout
 
 
-def accept(state: State, share: RankWrites, layout: StorageLayout) -> WriteDivision:
+def accept(state: State, writes: RankWrites, layout: StorageLayout) -> WriteDivision:
     """Return the division of which `share` is this rank's part."""
-    items = dict(_slots(share.plan))
+    items = dict(_slots(writes.plan))
     return WriteDivision(
         signature=signature(state),
         items={slot.name: item for slot, item in items.items()},
         file=plan_file(items) if items else None,
-        speaks=share.speaks,
+        has_side_state=writes.has_side_state,
         layout=layout,
     )
 
@@ -197,13 +197,13 @@ def stage(state: State, division: WriteDivision, *, is_copied: bool) -> dict[str
         is_copied: As copies on the host, which the next step does not change.
     """
     planner = _Planner(state)
-    found = {}
+    staged = {}
     for name, item in division.items.items():
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is no tensor")
-        found[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
-    return found
+        staged[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
+    return staged
 
 
 def digests(state: State) -> dict[str, bytes]:
@@ -222,10 +222,10 @@ def compare(ranks: Iterable[Mapping[str, bytes]]) -> None:
         RanksDisagreeError: Tensors that are one by name differ.
     """
     first: dict[str, tuple[int, bytes]] = {}
-    for rank, own in enumerate(ranks):
-        for name, found in own.items():
-            other, expected = first.setdefault(name, (rank, found))
-            if found != expected:
+    for rank, digests_of_rank in enumerate(ranks):
+        for name, digest_here in digests_of_rank.items():
+            other, expected = first.setdefault(name, (rank, digest_here))
+            if digest_here != expected:
                 raise RanksDisagreeError(
                     f"{name} is not the same on rank {other} and rank {rank}",
                     hint="a tensor that a script divides itself is a DTensor, or has other names",

@@ -30,14 +30,14 @@ _SEED_BITS = 63
 
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Return kind of generator -> its state: torch, that of `device`, Python, numpy if loaded."""
-    found = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
+    states = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
     if device.type != "cpu":
-        found[device.type] = getattr(torch, device.type).get_rng_state(device)
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
     numpy_state = _numpy_state()
-    return found if numpy_state is None else {**found, NUMPY: numpy_state}
+    return states if numpy_state is None else {**states, NUMPY: numpy_state}
 
 
-def go_on(
+def continue_streams(
     states_of: Callable[[int], dict[str, Tensor]],
     saved: MeshLayout,
     here: tuple[MeshLayout, int],

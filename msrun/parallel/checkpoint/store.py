@@ -241,10 +241,10 @@ def find(path: Path) -> Path:
             return candidate
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint")
-    found = find_newest(path)
-    if found is None:
+    newest = find_newest(path)
+    if newest is None:
         raise CheckpointError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
-    return found
+    return newest
 
 
 def problem_of(path: Path) -> str | None:
@@ -318,14 +318,14 @@ def sync_directory(path: Path) -> None:
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
     """Return all that is called a checkpoint of a step, the highest first."""
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(folder.iterdir()):  # one that was being replaced comes first
             hidden = _HIDDEN.fullmatch(entry.name)
             name = hidden[1] if hidden and hidden[2] == "old" else entry.name
             if step := _STEP.fullmatch(name):
-                found[int(step[1])] = entry
-    return sorted(found.items(), reverse=True)
+                paths[int(step[1])] = entry
+    return sorted(paths.items(), reverse=True)
 
 
 def _hidden(target: Path, kind: str) -> Path:
@@ -334,10 +334,10 @@ def _hidden(target: Path, kind: str) -> Path:
 
 def _file_problem(path: Path, size: int) -> str | None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    return None if found == size else f"{path.name} has {found} bytes instead of {size}"
+    return None if actual == size else f"{path.name} has {actual} bytes instead of {size}"
 
 
 def _fits(tensor: StoredTensor, manifest: Manifest) -> bool:

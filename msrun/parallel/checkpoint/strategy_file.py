@@ -61,12 +61,12 @@ def describe(models: Models, stages: Sequence[int] = (0,)) -> Strategy:
         models: As of `Checkpoints.save`.
         stages: Number of each.
     """
-    found: Strategy = {}
+    strategy: Strategy = {}
     for (prefix, model), stage in zip(each_model(models), stages, strict=True):
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, Parameter):
-                found[prefix + clean(name)] = _describe(value, stage)
-    return found
+                strategy[prefix + clean(name)] = _describe(value, stage)
+    return strategy
 
 
 def _describe(tensor: Tensor, stage: int) -> ParameterStrategy:
@@ -149,12 +149,12 @@ def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:
     """Return `dim` with the axes alone that a plan may name."""
     axes = _axes(dim)
     known = plan_axes(layout)
-    found = [axis for axis in axes if axis in known]
+    planned = [axis for axis in axes if axis in known]
     for axis in axes:
         is_data = axis in layout.axes or axis.startswith(DATA_AXIS)
         if axis not in known and not is_data:
             raise ConfigError(f"{where}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})")
-    return dim_of(found)
+    return dim_of(planned)
 
 
 def _axes(dim: Dim) -> list[str]:

@@ -153,12 +153,12 @@ def _models_tensors(index: Index) -> list[str]:
 
 def _kept_keys(index: Index) -> dict[str, list[str]]:
     """Return parameter -> keys of the tensors that the optimizer keeps of it."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for name in index.tensors:
         if name.startswith(OPTIMIZER):
             prefix, _, key = name.rpartition(".")
-            found.setdefault(prefix, []).append(key)
-    return found
+            keys.setdefault(prefix, []).append(key)
+    return keys
 
 
 def _names_of(name: str) -> Iterator[str]:

@@ -171,25 +171,25 @@ def read_part(
     rows = chunk.shape[1:]
     top, count = (first[0], lengths[0]) if chunk.shape else (0, 1)
     shape = [count, *rows] if chunk.shape else []
-    found = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    view = _bytes_of(found)
+    part = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    view = _bytes_of(part)
     file.seek(chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype])
     if file.readinto(view) != len(view):  # type: ignore[attr-defined]  # a buffered file has it
         raise CheckpointError(f"{chunk.file} has become shorter")
     for dim in range(1, len(rows) + 1):
-        found = found.narrow(dim, first[dim], lengths[dim])
-    return found
+        part = part.narrow(dim, first[dim], lengths[dim])
+    return part
 
 
 def read_tensor(folder: Path, stored: StoredTensor) -> Tensor:
     """Return a whole tensor of the data files in `folder`."""
-    found = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+    tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
     for chunk in stored.chunks:
         with (folder / chunk.file).open("rb") as file:
             part = read_part(file, stored.dtype, chunk, [0] * len(chunk.shape), chunk.shape)
         place = tuple(slice(at, at + n) for at, n in zip(chunk.at, chunk.shape, strict=True))
-        found[place].copy_(part)
-    return found
+        tensor[place].copy_(part)
+    return tensor
 
 
 def read_header(path: Path) -> Index:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.border import Border, Borders, depart
 from msrun.parallel.pipeline.line import PipelineRanks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
@@ -41,7 +41,7 @@ def infer(
             pieces = division.padded(inputs, part)
             output = model(*pieces, *values, pipeline_chunk=chunk)
             if chunk == line.chunks.count - 1:
-                outputs.append(division.trim(map_leaves(whole, output), part))
+                outputs.append(division.trim(map_leaves(full_tensor, output), part))
                 continue
             sent = depart(output, borders[chunk], ())
             if line.holds(chunk + 1):

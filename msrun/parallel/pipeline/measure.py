@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 from msrun.parallel.pipeline.line import PipelineRanks
@@ -88,7 +88,7 @@ def measure(
             answer: list[tuple[Border, ...] | UsageError] = [()]
             if line.holds(chunk):
                 output = model(*pieces, *values, pipeline_chunk=chunk)
-                values = map_leaves(whole, output)
+                values = map_leaves(full_tensor, output)
                 answer = [_seen(plan, chunk, values)]
             dist.broadcast_object_list(answer, line.rank(chunk), line.group, device=line.device)
             if isinstance(answer[0], UsageError):

@@ -221,8 +221,10 @@ def test_rendering_reads_back():
         ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
         (
             {"cost": {}},
-            "parallel.cost: costs come from the topology "
-            "(choose topology: a preset, or a file of msrun calibrate)",
+            (
+                "parallel.cost: costs come from the topology "
+                "(choose topology: a preset, or a file of msrun calibrate)"
+            ),
         ),
         (
             {"pipeline": {"stages": "auto", "microbatches": 0}},
