@@ -1,8 +1,15 @@
 """Batches of one data-parallel rank: every sample once an epoch, resumable in the middle of it.
 
-The samples of an epoch, in their shuffled order, are cut into global batches as one process
-would read them; each is cut into one contiguous part a rank.  So the set of samples in a step
-does not depend on how many ranks share it.
+Samplers usually give each rank every n-th sample and repeat some at the end.  The samples of a step
+then depend on the number of ranks, the last step counts some samples twice, and a job cannot
+continue in the middle of an epoch on another number of ranks.
+
+Here the shuffled order of an epoch is cut into global batches, as one process would read them, and
+each global batch into one contiguous part a rank.  So the samples of a step are the same for every
+number of ranks, and the position in an epoch is one number: the samples that all ranks have read.
+If the last global batch does not divide evenly, earlier ranks get one sample more.  `rt.step` then
+weights the mean of each rank by its samples (`rt.batch_weight`).  A last batch with fewer samples
+than ranks is refused when the loader is made.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from msrun.parallel.rank_context import RankContext
 
 
 class SizedDataset(Protocol):
-    """A dataset of known length whose samples are taken by number."""
+    """A dataset of known length whose samples are read by index."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -53,11 +60,11 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands: enough to go on there, on any number of ranks.
+    """Position of a loader, from which any number of ranks can continue.
 
     Args:
-        epoch: The epoch.
-        samples: Samples that all ranks together have had of it.
+        epoch: Number of the epoch, from 0.
+        samples: Samples of this epoch that all ranks together have read.
         seed: Seed of the shuffling.
     """
 
@@ -67,13 +74,13 @@ class LoaderState(TypedDict):
 
 
 class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """How an epoch is divided.
+    """How an epoch is split into global batches, and these among ranks.
 
     Args:
         samples: Samples of the dataset.
         batch_size: Samples of one rank in a full batch.
         ranks: Ranks that share each global batch.
-        drop_last: Leave out the last batch where it is not full.
+        drop_last: Leave out the last batch if it is not full.
     """
 
     samples: int
@@ -108,7 +115,7 @@ class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Batches:
-    """Batch sampler: the indices of one rank's batches from where the loader stands."""
+    """Batch sampler: yields the indices of one rank's batches, from the loader's position on."""
 
     def __init__(self, loader: MeshLoader) -> None:
         self._loader = loader
@@ -123,17 +130,17 @@ class _Batches:
 class MeshLoader(DataLoader[Any]):
     """A `DataLoader` over this rank's part of a dataset.
 
-    Each pass is one epoch; the next pass takes the next epoch's order unless `set_epoch`
-    says another.
+    Each iteration is one epoch.  The next one uses the order of the next epoch, unless
+    `set_epoch` chooses another.
 
     Args:
         context: Rank whose data-parallel axis shards the samples.
-        dataset: Has a length.
+        dataset: A dataset with a length.
         batch_size: Samples of one batch of one data-parallel rank, at least 1.
-        shuffle: Another order each epoch, the same on every rank.
-        seed: Of the shuffling.
-        drop_last: Leave out the last batch where it is not full.
-        options: Of `DataLoader`.
+        shuffle: Use another order each epoch, the same on every rank.
+        seed: Seed of the shuffling.
+        drop_last: Leave out the last batch if it is not full.
+        options: Options of `DataLoader`.
     """
 
     def __init__(
@@ -163,17 +170,18 @@ class MeshLoader(DataLoader[Any]):
         self._epoch = 0
         self._first = 0
         self._next = 0
-        # The base class draws a number each pass: not from the stream that dropout uses.
+        # The base class draws a seed for its workers at each iteration.  Drawn from the global
+        # generator, that would shift the stream that dropout uses.
         options.setdefault("generator", torch.Generator().manual_seed(seed * ranks + self._rank))
         super().__init__(cast("Dataset[Any]", dataset), batch_sampler=_Batches(self), **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`; the one that is under way goes on."""
+        """Have the next iteration be `epoch`; one that is running continues."""
         if epoch != self._epoch:
             self._epoch, self._first, self._next = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
-        """Yield this rank's batches of one epoch, from where `load_state_dict` left it."""
+        """Yield this rank's batches of one epoch, from the position of `load_state_dict` on."""
         self._next = self._first
         try:
             for batch in super().__iter__():
@@ -185,21 +193,21 @@ class MeshLoader(DataLoader[Any]):
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the indices of each batch from where this pass begins."""
+        """Yield the indices of each batch, from the first batch of this iteration on."""
         order = self._order()
         for batch in range(self._first, self.split.batches):
             yield [order[position] for position in self.split.part(batch, self._rank)]
 
     def state_dict(self) -> LoaderState:
-        """Return where this loader stands, after the last batch that it yielded."""
+        """Return the position after the last batch that this loader yielded."""
         samples = min(self._next * self.split.global_batch, self.split.samples)
         return LoaderState(epoch=self._epoch, samples=samples, seed=self._seed)
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Have the next pass begin where `state` was taken, on any number of ranks.
+        """Have the next iteration begin at the position `state`, on any number of ranks.
 
         Raises:
-            UsageError: The global batch differs, and the place lies in the middle of one.
+            UsageError: The global batch differs, and the position is inside one of them.
         """
         batch, rest = divmod(state["samples"], self.split.global_batch)
         if rest and state["samples"] < self.split.samples:
@@ -213,7 +221,7 @@ class MeshLoader(DataLoader[Any]):
         self._first = self._next = 0 if is_over else batch
 
     def _batch_weight(self, batch: int) -> float:
-        """Return how much this rank's mean counts in the mean over all ranks."""
+        """Return the weight of this rank's mean in the mean over all ranks."""
         size = len(self.split.part(batch, self._rank))
         return size * self.split.ranks / self.split.size(batch)
 
@@ -237,7 +245,7 @@ def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> N
 
 
 def _check_last(split: EpochSplit) -> None:
-    """Refuse an epoch whose last batch has no sample for some rank, or that has no batch."""
+    """Refuse an epoch without a batch, or whose last batch has no sample for some rank."""
     if split.batches == 0:
         raise UsageError(
             f"rt.loader: {split.samples} samples are no batch of {split.batch_size} for each of "

@@ -1,4 +1,9 @@
-"""One training step on a local batch."""
+"""One training step on a local batch: forward, backward, reduction, clipping, optimizer step.
+
+Gradients of all micro-batches but the last accumulate on the rank, and the last backward pass
+reduces them.  The loss of each micro-batch is weighted by its samples, so uneven ones count each
+sample once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from msrun.parallel.local import scalar_loss
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
 
-# Output of the model and target of the batch, whatever types they have, to the mean loss.
+# Takes the output of the model and the target of the batch; returns the mean loss.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -44,7 +49,8 @@ def run_step(
     order = sharded.order
     with order.compared_later() if order else contextlib.nullcontext():
         loss = train(context, sharded, loss_fn, batch)
-    # Before any weight changes: ranks that gathered in another order are refused here.
+    # The loss is all-reduced before the optimizer step: ranks that gathered modules in different
+    # orders are refused here, while no weight has changed.
     if order:
         loss = order.sum_and_compare(loss.detach() * context.batch.value)
         loss = loss / context.layout.size(DATA_AXIS)
@@ -70,7 +76,7 @@ def clip(
     """Clip the gradients of a model by their global norm, and return the norm before.
 
     Raises:
-        ModelError: `mode: manual`: the script shards gradients in a way that is not known here.
+        ModelError: With `mode: manual` only the script knows how gradients are sharded.
     """
     check_clip(config, context)
     unreduced: dict[Parameter, dist.ProcessGroup] = {}
@@ -111,7 +117,8 @@ def _train(
         raise ModelError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=context.device)
-    # Others may have gradients where this rank has none; what gathers parameters needs them all.
+    # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
+    # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
     may_skip = context.layout.size(DATA_AXIS) > 1 and sharded.order is None
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
@@ -156,7 +163,7 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Return `batch` in `parts` pieces along its first dim, as equal as they can be.
+    """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
 
     Raises:
         ModelError: There are fewer samples than pieces.
