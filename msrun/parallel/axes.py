@@ -1,4 +1,8 @@
-"""What names of axes mean in this process: the groups of its runtime's mesh."""
+"""The process group of each mesh axis by name, for collectives that a script calls by hand.
+
+`collectives` takes axis names without a runtime object.  The runtime sets the lookup when it is
+made and clears it when it closes; this module imports no torch, so either side may import it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ _group_of: GroupOf | None = None
 
 
 def use_axes(group_of: GroupOf | None) -> None:
-    """Let names of axes mean the groups that `group_of` returns; None forgets them."""
+    """Have `axis_group` look names up with `group_of`; None removes the lookup."""
     global _group_of  # noqa: PLW0603 - the process has one runtime, and this is its mesh
     _group_of = group_of
 
 
 def axis_group(axis: str) -> dist.ProcessGroup | None:
-    """Return the group of `axis`; None where there is no runtime."""
+    """Return the process group of `axis`; None if this process has no runtime."""
     return None if _group_of is None else _group_of(axis)

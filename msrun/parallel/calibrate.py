@@ -1,6 +1,8 @@
-"""What this job's devices and links can do, measured on them: a topology of `msrun search`.
+"""Measures the devices and links of a job and writes them as a topology for `msrun search`.
 
-Runs as a program in every rank, started like any other.
+Every rank runs this module as a program, started like any training script.  Collectives are timed
+with the executor's own redistribution, so that the figures include the copies that it makes before
+and after each collective.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from msrun.parallel.runtime import Runtime
 from msrun.parallel.search.cost.topology import CollectiveKind, Measured, NetworkLevel, Topology
 from msrun.parallel.search.graph.axis_placement import PARTIAL, REPLICATED
 
-# Placement before and after: what is measured is what an executor does, packing included.
+# Placement codes before and after, as the executor of a plan redistributes.
 _CHANGES: dict[CollectiveKind, tuple[int, int]] = {
     "gather": (0, REPLICATED),
     "scatter": (PARTIAL, 0),
@@ -38,24 +40,25 @@ _DEVICE_SIZES = (64 * _KIB, _KIB**2, 16 * _KIB**2, 128 * _KIB**2)
 _TURNS = 5
 _TURN_SECONDS = 0.02
 _CALLS_MAX = 200
-# Turns, and calls of each, that say what hides; never all of it, which no cost could stand for.
+# Turns of an overlap measurement, and calls in each turn.  The fraction is capped, so that no
+# gradient reduction is free for the search.
 _OVERLAP, _PAIRS, _HIDDEN_MAX = range(7), 4, 0.95
 
 
 def main(path: str) -> None:
-    """Measure, and write what was found to the YAML file `path` on the first rank.
+    """Measure on all ranks; rank 0 writes the topology to the YAML file `path`.
 
     Raises:
         UsageError: The nodes have different numbers of ranks, or the file cannot be written.
     """
     with msrun.init() as runtime:
-        found = measure(runtime)
+        topology = measure(runtime)
         if runtime.is_main:
-            write(found, Path(path))
+            write(topology, Path(path))
 
 
 def measure(runtime: Runtime) -> Topology:
-    """Return what the devices of all ranks and the links between them can do together."""
+    """Return the topology of this job, measured while all ranks work at the same time."""
     per_node = runtime.local_world_size or runtime.world_size
     if runtime.world_size % per_node:
         raise UsageError(
@@ -86,8 +89,8 @@ def measure(runtime: Runtime) -> Topology:
     )
 
 
-def write(found: Topology, path: Path) -> None:
-    """Write `found` as a file that `--topology` and `topology:` take.
+def write(topology: Topology, path: Path) -> None:
+    """Write `topology` as a file that `--topology` and the key `topology` read.
 
     Raises:
         UsageError: It cannot be written.
@@ -95,13 +98,13 @@ def write(found: Topology, path: Path) -> None:
     import yaml
 
     try:
-        path.write_text(yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False))
+        path.write_text(yaml.safe_dump(msgspec.to_builtins(topology), sort_keys=False))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 class Clock:
-    """Times what all ranks do at the same time; every rank gets the time of the slowest.
+    """Times actions that all ranks run at the same time; every rank gets the slowest time.
 
     Args:
         runtime: Of this rank.
@@ -111,16 +114,17 @@ class Clock:
         self.device, self.world_size = runtime.device, runtime.world_size
 
     def seconds(self, action: Callable[[], object]) -> float:
-        """Return the seconds of one of many calls in a row: the median of several turns."""
+        """Return the seconds of one call among many in a row, as the median of several turns."""
         action()
         once = self._turn(action, 1)
         calls = max(1, min(_CALLS_MAX, int(_TURN_SECONDS / max(once, 1e-7))))
         return float(np.median([self._turn(action, calls) for _ in range(_TURNS)]))
 
     def hidden(self, first: Callable[[], object], second: Callable[[], object]) -> float:
-        """Return the share of `first` that hides behind `second`, which follows at once.
+        """Return the fraction of `first` that overlaps with `second`, which starts right after.
 
-        The three are timed in turns, so that what else the machine does meets all of them.
+        `first`, `second` and both together are timed in turns, so that other load on the machine
+        affects all three alike.
         """
         times = max(1, round(self.seconds(first) / max(self.seconds(second), 1e-7)))
 
@@ -133,7 +137,7 @@ class Clock:
             work()
 
         turns = [[self._turn(action, _PAIRS) for action in (first, work, both)] for _ in _OVERLAP]
-        return float(np.median([hidden_share(*turn) for turn in turns]))
+        return float(np.median([hidden_fraction(*turn) for turn in turns]))
 
     def _turn(self, action: Callable[[], object], calls: int) -> float:
         if self.world_size > 1:
@@ -153,13 +157,13 @@ class Clock:
             torch.get_device_module(self.device).synchronize()
 
 
-def hidden_share(first: float, second: float, both: float) -> float:
-    """Return the share of the shorter of two times that is saved where both take `both`."""
+def hidden_fraction(first: float, second: float, both: float) -> float:
+    """Return the fraction of the shorter time that overlap saves if both together take `both`."""
     return min(max((first + second - both) / min(first, second), 0.0), _HIDDEN_MAX)
 
 
 def fit(nbytes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Return the start and the seconds a byte that miss all of `seconds` by the least share."""
+    """Return start-up seconds and seconds a byte, by least squares of the relative errors."""
     sizes, weights = np.array(nbytes, dtype=float), 1 / np.array(seconds)
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, None]
     start, per_byte = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)[0]
@@ -171,18 +175,18 @@ def fit(nbytes: list[int], seconds: list[float]) -> tuple[float, float]:
 
 
 def _inside(clock: Clock, per_node: int) -> list[Measured]:
-    """Return the collectives of 2, 4, 8, ... neighbours on a node, in all groups at once."""
+    """Measure collectives of 2, 4, 8, ... neighbours on a node, in all groups at once."""
     sizes = [n for n in _powers(per_node) if per_node % n == 0]
-    found: list[Measured] = []
+    measured: list[Measured] = []
     for ranks in sizes:
         shape = (clock.world_size // ranks, ranks)
         mesh = init_device_mesh(clock.device.type, shape, mesh_dim_names=("outer", "inner"))
-        found += _collectives(clock, mesh["inner"], across=False)
-    return found
+        measured += _collectives(clock, mesh["inner"], across=False)
+    return measured
 
 
 def _across(clock: Clock, per_node: int) -> list[Measured]:
-    """Return the collectives of one rank of each node, of all ranks at once."""
+    """Measure collectives over one rank of each node, in all such groups at once."""
     nodes = clock.world_size // per_node
     if nodes == 1:
         return []
@@ -197,7 +201,7 @@ def _powers(most: int) -> list[int]:
 def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measured]:
     redistributor, ranks = Redistributor(mesh), mesh.size()
     sizes = _CPU_SIZES if clock.device.type == "cpu" else _DEVICE_SIZES
-    found = []
+    measured = []
     for kind, (source, target) in _CHANGES.items():
         nbytes, seconds = [], []
         for size in sizes:
@@ -208,14 +212,14 @@ def _collectives(clock: Clock, mesh: DeviceMesh, *, across: bool) -> list[Measur
             nbytes.append(4 * side * side)
             seconds.append(clock.seconds(action))
         start, per_byte = fit(nbytes, seconds)
-        found.append(
+        measured.append(
             Measured(kind=kind, ranks=ranks, across=across, start=start, per_byte=per_byte)
         )
-    return found
+    return measured
 
 
 def _link(measured: list[Measured]) -> NetworkLevel | None:
-    """Return the link that gathering among most ranks shows."""
+    """Return bandwidth and latency from the all-gather over the most ranks; None without one."""
     gathers = [one for one in measured if one.kind == "gather" and one.per_byte]
     if not gathers:
         return None
@@ -227,7 +231,7 @@ def _link(measured: list[Measured]) -> NetworkLevel | None:
 
 
 def _products(clock: Clock) -> float:
-    """Return the operations a second of large matrix products."""
+    """Return the floating-point operations a second of large matrix products."""
     is_cpu = clock.device.type == "cpu"
     side, dtype = (512, torch.float32) if is_cpu else (8192, torch.bfloat16)
     x = torch.ones(side, side, device=clock.device, dtype=dtype)
@@ -235,22 +239,22 @@ def _products(clock: Clock) -> float:
 
 
 def _copies(clock: Clock) -> float:
-    """Return the bytes a second that are read and written."""
+    """Return the bytes a second that a copy reads and writes."""
     x = torch.ones((4 if clock.device.type == "cpu" else 256) * _KIB**2, device=clock.device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / clock.seconds(lambda: y.copy_(x))
 
 
 def _launch(clock: Clock) -> float:
-    """Return the seconds of an operator that has nothing to do."""
+    """Return the seconds of an operator on one element: the cost of its launch."""
     x = torch.ones(1, device=clock.device)
     return clock.seconds(lambda: x + 1)
 
 
 def _overlap(clock: Clock, per_node: int) -> float:
-    """Return the share of a gradient's sum that hides behind the next product, as plans run both.
+    """Return the fraction of a gradient all-reduce that overlaps with the next matrix product.
 
-    Among the ranks of a node; of one rank of each, where a node has one.
+    Measured over the ranks of a node, or over the nodes if each has one rank.
     """
     if clock.world_size == 1:
         return 0.0

@@ -1,15 +1,19 @@
 """Collectives that gradients flow through, over the ranks of a mesh axis or a process group.
 
-The loss is the sum of what every rank of the group computes, and the gradient of a tensor on one
-rank is that of this sum.  So the gradient of every collective is another one, and it also holds
-for a mean of the ranks' losses, which is how gradients are reduced here.  A loss that every rank
-computes whole counts once for each rank: divide it by their number.
+The loss of a group is the sum of the losses of its ranks, and a gradient on one rank is the
+gradient of this sum.  So the gradient of every collective is another collective.  This also holds
+for the mean of the losses, which is how data parallelism reduces gradients.  A loss that every
+rank computes in full counts once for each rank: divide it by their number.
 
-All ranks of the group call the same collectives in the same order with tensors of equal shape,
-and their gradients too: what needs a gradient on one rank needs it on all, and what one rank
-receives must take part in its loss, if only times zero.  One rank is the identity.
+All ranks of the group must call the same collectives in the same order with tensors of equal
+shape, forward and backward: a tensor that needs a gradient on one rank must need it on all, and a
+received tensor must take part in the loss of its rank, if only multiplied by 0.  In a group of one
+rank every collective is the identity.
 
-Example: a linear layer whose weight is cut by columns, and one cut by rows after it::
+The operators are torch's functional collectives.  They return new tensors, so a recomputation can
+save their results; the public ones write in place (see `torch_compat.functional_collective`).
+
+Example: a linear layer with a weight sharded by columns, followed by one sharded by rows::
 
     hidden = all_gather(x, "tp", dim=0) @ columns
     y = reduce_scatter(hidden @ rows, "tp", dim=0)
@@ -36,8 +40,8 @@ _Peers = tuple[int | None, int | None]
 def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "mean", "max"] = "sum") -> Tensor:
     """Return the sum, mean or elementwise maximum of `x` over `axis`, on each of its ranks.
 
-    The gradient is an all-reduce with the same `op`; that of `max` is a sum which goes to the
-    ranks that have the maximum, in equal parts.
+    The gradient is an all-reduce with the same `op`.  With `max` it is summed and split equally
+    among the ranks that hold the maximum.
     """
     group = _group(x, axis, "all_reduce")
     if op not in ("sum", "mean", "max"):
@@ -49,9 +53,9 @@ def all_reduce(x: Tensor, axis: Axis, op: Literal["sum", "mean", "max"] = "sum")
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Return `x` of all ranks of `axis`, one after the other along `dim`.
+    """Return `x` of all ranks of `axis`, concatenated along `dim` in rank order.
 
-    The gradient is a reduce-scatter: each rank used every part.
+    The gradient is a reduce-scatter, since every rank used every part.
     """
     group = _group(x, axis, "all_gather")
     dim = _dim(x, dim, "all_gather", axis)
@@ -74,8 +78,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
     """Return this rank's part of `x` along `split_dim` from all ranks, joined along `concat_dim`.
 
-    What was cut along `concat_dim` is then cut along `split_dim`.  The gradient is an all-to-all
-    with the two exchanged.
+    A tensor that was sharded along `concat_dim` is then sharded along `split_dim`.  The gradient
+    is an all-to-all with the two dims exchanged.
 
     Raises:
         UsageError: The ranks do not divide `split_dim`.
@@ -87,12 +91,12 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 
 
 def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
-    """Return `x` of rank `src` of `axis`; that of the others gives only its shape and type.
+    """Return `x` of rank `src` of `axis`; other ranks' `x` gives only the shape and the type.
 
-    The gradient is a reduction: the sum goes to `src`, and zero to the others.
+    The gradient is a reduction: `src` gets the sum of gradients, the other ranks get zeros.
 
     Args:
-        x: Needs a gradient on all ranks or on none.
+        x: Must need a gradient on all ranks or on none.
         axis: Axis or group.
         src: Rank inside `axis`, from 0.
     """
@@ -107,10 +111,10 @@ def broadcast(x: Tensor, axis: Axis, src: int = 0) -> Tensor:
 def neighbor_exchange(
     to_previous: Tensor, to_next: Tensor, axis: Axis, *, ring: bool = False, fill: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Send to both neighbors along `axis`; return what the previous and the next one sent here.
+    """Send a tensor to each neighbor along `axis`; return those of the previous and next rank.
 
-    An empty tensor sends nothing that way.  The gradient is the same exchange: what came from a
-    neighbor returns to it.
+    An empty tensor sends nothing in its direction.  The gradient is the same exchange: the gradient
+    of a received tensor goes back to its sender.
 
     Example: rows around an image block, `lo` before it and `hi` after it::
 
@@ -118,11 +122,11 @@ def neighbor_exchange(
         x = torch.cat([above, x, below])
 
     Args:
-        to_previous: For the rank before this one; what comes from the next has its shape.
-        to_next: For the rank after this one; what comes from the previous has its shape.
+        to_previous: For the rank before this one.  The tensor from the next rank has its shape.
+        to_next: For the rank after this one.  The tensor from the previous rank has its shape.
         axis: Axis or group.
-        ring: The last and the first rank are neighbors too.
-        fill: What a missing neighbor sends.
+        ring: Whether the last and the first rank are neighbors too.
+        fill: Value of the elements that a missing neighbor would send.
     """
     group = _group(to_previous, axis, "neighbor_exchange")
     _group(to_next, axis, "neighbor_exchange")
@@ -144,7 +148,7 @@ def neighbor_exchange(
 def shift(
     x: Tensor, axis: Axis, step: Literal[1, -1] = 1, *, ring: bool = True, fill: float = 0.0
 ) -> Tensor:
-    """Send `x` to the next rank of `axis`, with `step` -1 to the previous; return what came.
+    """Send `x` to the next rank of `axis`, or with `step` -1 to the previous; return the received.
 
     The gradient is a shift by -`step`.
 
@@ -264,14 +268,15 @@ class _Exchange(Function):
 def _exchange(
     to_previous: Tensor, to_next: Tensor, group: dist.ProcessGroup, peers: _Peers
 ) -> tuple[Tensor, Tensor]:
-    """Do `neighbor_exchange` as one all-to-all in which most pairs have nothing to say.
+    """Run `neighbor_exchange` as one all-to-all in which most pairs of ranks send nothing.
 
-    Unlike single sends it is one operator, whose result a recomputation can keep and whose order
-    cannot differ between ranks.
+    Separate sends would be several operators, in an order that could differ between ranks.  One
+    operator cannot, and a recomputation can save its result.
     """
     previous, following = peers
     sent, received = [0] * group.size(), [0] * group.size()
-    # In a ring of two, both parts go to one rank: first the one that comes from its previous.
+    # In a ring of two both neighbors are one rank, which gets both parts.  Every rank sends the
+    # part for its next rank first, so the receiver can tell the two apart.
     parts = [(following, to_next, to_previous), (previous, to_previous, to_next)]
     flat: list[Tensor] = [to_next.new_empty(0)]
     for peer in range(group.size()):
@@ -301,17 +306,20 @@ def _neighbors(group: dist.ProcessGroup, *, ring: bool) -> _Peers:
 
 
 def _cut(x: Tensor, size: int, dim: int) -> Tensor:
-    """Return the `size` equal parts of `x` along `dim`, joined along the first dim."""
+    """Return `size` equal parts of `x` along `dim`, concatenated along dim 0.
+
+    The collectives split and join along dim 0 only.
+    """
     return torch.cat(x.tensor_split(size, dim)) if dim else x.contiguous()
 
 
 def _join(parts: Tensor, size: int, dim: int) -> Tensor:
-    """Return `size` parts, joined along the first dim, joined along `dim` instead."""
+    """Return `size` parts, which are concatenated along dim 0, concatenated along `dim`."""
     return torch.cat(parts.tensor_split(size), dim) if dim else parts
 
 
 def _group(x: Tensor, axis: Axis, name: str) -> dist.ProcessGroup:
-    """Return the group of `axis`, after checking what all collectives ask of `x`."""
+    """Return the group of `axis`, after checking that `x` is a plain tensor."""
     if is_sharded(x):
         raise UsageError(
             f"{name} over {_shown(axis)}: a DTensor already knows its mesh",
@@ -326,7 +334,7 @@ def _group(x: Tensor, axis: Axis, name: str) -> dist.ProcessGroup:
 
 
 def _dim(x: Tensor, dim: int, name: str, axis: Axis, parts: int = 1) -> int:
-    """Return `dim` counted from the first, after checking that it can be cut into `parts`."""
+    """Return `dim` as a non-negative number, after checking that `parts` divides its size."""
     if not -x.dim() <= dim < x.dim():
         raise UsageError(f"{name} over {_shown(axis)}: a {x.dim()}-dim tensor has no dim {dim}")
     if x.size(dim) % parts:

@@ -1,6 +1,7 @@
-"""The parallel configuration: what it can say, each section checked by itself.
+"""The parallel configuration as data: one class for each section, one field for each key.
 
-`config_file` reads it.  What depends on the number of ranks is checked in `layout`.
+A section checks its own values when it is made.  `config_file` reads sections from YAML, and
+`layout` checks everything that depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ REST = -1
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
 
-# Stands in a list of dims for as many as there are beside the others, none of them cut.
-WHOLE = "..."
+# In a list of dims: as many unsharded dims as the tensor has beyond those that are listed.
+UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
@@ -45,7 +46,7 @@ _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class ConfigSection(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One mapping of the file; unknown keys are refused."""
+    """One mapping of the configuration file; an unknown key is an error."""
 
 
 def _size(section: ConfigSection, name: str) -> int:
@@ -60,7 +61,7 @@ def _size(section: ConfigSection, name: str) -> int:
 
 
 def _given(section: ConfigSection) -> list[str]:
-    """Return the keys of `section` that do not have their defaults, in order."""
+    """Return the keys of `section` whose values differ from the defaults, in order."""
     return list(msgspec.to_builtins(section))
 
 
@@ -71,15 +72,20 @@ def _at_least(section: ConfigSection, name: str, least: int) -> None:
 
 
 class LayoutRule(ConfigSection, frozen=True, kw_only=True):
-    """A rule in MindSpore's `Layout` notation, with aliases of its own for the devices.
+    """A rule in MindSpore's `Layout` notation, which names the devices by aliases of its own.
+
+    One of `params`, `in` and `out` must be given.
 
     Args:
-        device_matrix: Sizes of the aliases, the slowest-varying first.
-        alias_name: The aliases.
-        rank_list: Order of the ranks; None is theirs.
-        params: Parameter -> aliases of each dim.
-        inputs: Of the first positional input.  Key `in`.
-        out: Of the output.
+        device_matrix: Sizes of the device axes, the slowest-varying first.
+        alias_name: Names of the device axes, as many as `device_matrix` has sizes.
+        rank_list: Ranks of `device_matrix` in row-major order, which must be consecutive and
+            ascending; None is 0, 1 and so on.
+        params: Parameter name -> aliases that shard each of its dims; `"None"` leaves a dim
+            unsharded.
+        inputs: Key `in`: aliases that shard each dim of the first positional input; None leaves
+            the input as it comes.
+        out: Aliases that shard each dim of the output; None leaves the output as it comes.
     """
 
     device_matrix: list[int]
@@ -95,18 +101,28 @@ class LayoutRule(ConfigSection, frozen=True, kw_only=True):
 
 
 class PlanRule(ConfigSection, frozen=True, kw_only=True):
-    """How the modules that `match` names compute, at operator level.
+    """How the modules that `match` matches shard their parameters, input and output.
+
+    A rule has one of four forms: `style`, `strategy`, `layout`, or any of `params`, `in` and
+    `out`.  In a list of dims, each entry is null for an unsharded dim, the name of one mesh axis,
+    or a list of names, the most significant first; `...` stands for as many unsharded dims as fit.
 
     Args:
-        match: Pattern of module names, such as `layers.*.up`; `*` also crosses dots.
-        style: A common pattern by name instead of `params`, `in` and `out`.
-        axis: Mesh axis of `style`; None takes the only one there is.
-        strategy: The same in MindSpore's notation: parts of each dim of each input.
-        out_strategy: With `strategy`, parts of each dim of the output.
-        layout: The same in MindSpore's `Layout` notation.
-        params: Parameter name -> axis names of each of its dims.
-        inputs: Axis names of each dim of the first positional input.  Key `in`.
-        out: Axis names of each dim of the output.
+        match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
+        style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
+            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
+            dim 1 of input and output.
+        axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
+        strategy: MindSpore's notation: into how many parts each dim of each input is split,
+            weights included.
+        out_strategy: With `strategy`: into how many parts each dim of the output is split; None
+            derives it from `strategy`.
+        layout: MindSpore's `Layout` notation.
+        params: Parameter name -> axes that shard each of its dims; a parameter that is not named
+            is replicated.
+        inputs: Key `in`: axes that shard each dim of the first tensor input; None leaves the
+            input as it comes.
+        out: Axes that shard each dim of the output; None leaves the output as it comes.
     """
 
     match: str
@@ -138,16 +154,24 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
 
 
 class Optimizer(ConfigSection, frozen=True, kw_only=True):
-    """Optimizer parallel (ZeRO) over the data-parallel axis.
+    """Optimizer parallel (ZeRO): shards parameters and optimizer state over the axis `dp`.
+
+    Every key but `zero` needs `zero` 1, 2 or 3.
 
     Args:
-        zero: 0 nothing is sharded; 1 parameters outside the step and optimizer state; 2 also
-            gradients between micro-batches; 3 also parameters between forward and backward.
-        shard_size: Ranks that share one copy; -1 all.  Fewer means hybrid sharding.
-        threshold: Parameters of fewer bytes stay whole.
-        modules: Patterns of modules gathered as one; empty takes each repeated block.
-        dtype: Type of gathered parameters and of the computation; None keeps theirs.
-        offload: Shards and optimizer state stay in host memory.
+        zero: Level.  0 shards nothing; 1 shards optimizer state, and parameters between steps;
+            2 also gradients between micro-batches; 3 also parameters between forward and backward.
+        shard_size: Ranks that share one copy of the model, a divisor of `dp`; -1 is all of them.
+            A smaller number is hybrid sharding: fewer ranks take part in each gather, and each
+            rank holds more.
+        threshold: Parameters of fewer bytes stay replicated, as a number or text such as `64KiB`;
+            0 shards all.
+        modules: Patterns of modules whose parameters are gathered together.  An empty list takes
+            each member of a `ModuleList` or `Sequential`, or each child of the model if it has
+            none.
+        dtype: Type of gathered parameters and of the computation; None keeps the type of the
+            parameters.
+        offload: Whether sharded parameters and optimizer state stay in host memory.
     """
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -167,13 +191,16 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
 
 
 class Pipeline(ConfigSection, frozen=True, kw_only=True):
-    """Pipeline parallel over the axis `pp`.
+    """Pipeline parallel: cuts the model into stages over the axis `pp`.
 
     Args:
-        stages: Module pattern -> stage, in execution order; with several segments a stage is
-            `[stage, segment]`.  `auto` balances them.
-        microbatches: Parts of one local batch.
-        schedule: Order of forwards and backwards.
+        stages: Module pattern -> stage from 0, in execution order.  Schedules with several
+            segments a rank take `[stage, segment]`.  `auto` balances the stages by parameters, or
+            by the work of one batch if `rt.shard` gets a `sample`.
+        microbatches: Number of micro-batches that a local batch is split into, at least 1.
+        schedule: Order of forwards and backwards.  `gpipe` and `1f1b` have one segment a rank,
+            the others several; `interleaved_zb`, `zbv` and `dualpipev` also compute gradients of
+            weights separately, to fill the waits.
     """
 
     stages: dict[str, int | tuple[int, int]] | Literal["auto"]
@@ -185,14 +212,17 @@ class Pipeline(ConfigSection, frozen=True, kw_only=True):
 
 
 class Reduce(ConfigSection, frozen=True, kw_only=True):
-    """Reduction of gradients over the data-parallel axis.
+    """Reduction of gradients over the axis `dp`.
 
     Args:
-        op: `mean` as torch, or `sum` as MindSpore's default.
-        dtype: Type on the wire; None keeps the gradients'.
-        fuse: Bytes of a bucket, or ascending parameter indices at which a new one begins, or
-            `module` for one of each module that has parameters of its own.
-        exclude: Patterns of parameter names that are not reduced.
+        op: `mean` averages gradients over ranks, as torch does; `sum` adds them, as MindSpore does
+            by default.
+        dtype: Type in which gradients are sent; None keeps their own.
+        fuse: Size of a bucket in bytes, as a number or text such as `25MiB`; or `module` for one
+            bucket a module; or the ascending indices, from 1, of the parameters at which a new
+            bucket begins.  With `zero` it applies to the parameters that `threshold` leaves
+            replicated.
+        exclude: Patterns of parameters whose gradients are not reduced: each rank keeps its own.
     """
 
     op: Literal["mean", "sum"] = "mean"
@@ -212,11 +242,12 @@ class Reduce(ConfigSection, frozen=True, kw_only=True):
 
 
 class Recompute(ConfigSection, frozen=True, kw_only=True):
-    """Activations that are computed again in the backward pass.
+    """Recomputation: modules that run forward again in the backward pass, to save memory.
 
     Args:
-        modules: Patterns of modules that keep only their inputs.
-        save: What is kept all the same: results of communication, of matrix products.
+        modules: Patterns of modules that save only their inputs.
+        save: Results that these modules save all the same: `comm` those of collectives, `matmul`
+            those of matrix products.  An empty list saves none.
     """
 
     modules: list[str]
@@ -227,11 +258,13 @@ class Checkpoint(ConfigSection, frozen=True, kw_only=True):
     """Checkpoints of `rt.save` and `rt.resume`.
 
     Args:
-        dir: Directory of all checkpoints.
-        every: Steps between two automatic ones; 0 makes none.
-        keep: Newest ones that stay; 0 keeps all.
-        is_async: Write in the background.  Key `async`.
-        strategy: File that takes the layout of every parameter; None writes none.
+        dir: Directory that holds all checkpoints of the job, on a file system that all nodes share.
+        every: Steps between two automatic checkpoints; 0 writes none automatically.
+        keep: Number of newest checkpoints to keep, at least 0; 0 keeps all.
+        is_async: Key `async`: whether files are written in the background while training
+            continues.
+        strategy: File to which the first save writes the layout of every parameter; None writes
+            none.
     """
 
     dir: str
@@ -249,23 +282,32 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
     Args:
-        mesh: Axis name -> size, the slowest first; one may be -1, the rest; `auto` finds all.
-        mode: What is allowed beside the mesh; None follows from the rest.
-        search: With mode auto, how a plan is found; None is exact.
-        memory: With mode auto, bytes that a plan may take on a rank; None is any.
-        topology: With mode auto, what costs are of: a preset, or a file of `msrun calibrate`;
-            None follows the device.
-        plan: Operator-level rules; the first that matches a module counts.  With mode auto, wishes
-            for parameters.  Or a file: how each parameter is divided, or a plan of mode auto.
-        optimizer: Optimizer parallel.
-        pipeline: Pipeline parallel; None without.
-        recompute: Recomputation; None without.
-        accumulate: Micro-batches of one step.
-        reduce: Reduction of gradients.
-        batch_norm: Statistics of batch norms over the whole batch, or each rank's own.
-        dropout: Masks of data-parallel ranks: drawn by each for itself, or those of one process.
-        checkpoint: Checkpoints; None leaves them to `rt.save(path)`.
-        seed: Seed of all random generators; None leaves them as they are.
+        mesh: Axis name -> size, the slowest-varying first.  One size may be -1: the ranks that are
+            left.  `auto`, with mode auto, has the search choose the mesh.
+        mode: Check of what the configuration may use.  `stand_alone` allows one rank, `data` only
+            the axis `dp`, `semi_auto` everything; `manual` leaves axes beside `dp` to the script;
+            `auto` searches the plan.  None allows what `semi_auto` does.
+        search: With mode auto, the algorithm that searches the plan; None is `exact`.
+        memory: With mode auto, bytes that a plan may use on a rank, as a number or text such as
+            `32GiB`; None sets no limit.
+        topology: With mode auto, the devices and links whose costs are minimised: the name of a
+            preset, or a file of `msrun calibrate`; None takes the preset of the device.
+        plan: Operator-level rules; the first rule that matches a module applies.  With mode auto,
+            rules fix the layout of parameters.  A path names a strategy file, or with mode auto a
+            plan file.
+        optimizer: Optimizer parallel (ZeRO).
+        pipeline: Pipeline parallel; None runs without.
+        recompute: Recomputation; None recomputes nothing.
+        accumulate: Micro-batches that a step splits its local batch into, at least 1; gradients
+            are reduced once a step.
+        reduce: Reduction of gradients over data-parallel ranks.
+        batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
+            each rank's own batch.
+        dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
+            one process, and each rank takes the time to draw those of the global batch.
+        checkpoint: Checkpoints; None writes only those that the script asks for by path.
+        seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
+            they are.
     """
 
     mesh: dict[str, int] | Literal["auto"] = msgspec.field(
@@ -292,8 +334,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             _at_least(self, "seed", 0)
         if self.plan == "":
             raise ValueError("plan: '' names no file")
-        is_all_divided = self.optimizer.zero and not self.optimizer.threshold
-        if is_all_divided and self.reduce.fuse != Reduce().fuse:
+        is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
+        if is_all_sharded and self.reduce.fuse != Reduce().fuse:
             raise ValueError("reduce: fuse needs what optimizer.threshold leaves whole; it is 0")
         self._check_search()
         self._check_mesh()
@@ -302,7 +344,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
 
     def _check_mesh(self) -> None:
-        """Check the names of axes, or what a mesh that is found leaves to say."""
+        """Check the names of axes, or with `mesh: auto` refuse keys that the search decides."""
         if self.mesh != "auto":
             for name in self.mesh:
                 if not _KEY.fullmatch(name):
@@ -315,7 +357,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             raise ValueError("plan: its rules name axes, which mesh auto finds (name the mesh)")
 
     def _check_search(self) -> None:
-        """Check what mode auto has, and what it has not."""
+        """Refuse keys of the search in other modes, and in mode auto keys that it decides."""
         asked = [key for key in ("search", "memory", "topology") if getattr(self, key) is not None]
         if self.mode != "auto":
             if asked:
@@ -331,7 +373,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
 
 
 def preloads(config: ParallelConfig) -> tuple[str, ...]:
-    """Return the modules that a rank with `config` will import, which a parent may do for all."""
+    """Return the modules that a rank with `config` imports; a forkserver imports them once."""
     is_sharded = config.optimizer.zero > 0
     needed = {
         "torch.distributed.tensor": bool(config.plan) or is_sharded,

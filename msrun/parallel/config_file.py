@@ -1,7 +1,8 @@
-"""Reads the parallel configuration: one mapping, checked before anything is built.
+"""Reads the parallel configuration from YAML or a mapping, and checks it before anything is made.
 
-A wrong key, type or range is one `UsageError` that starts with the key's path, such as
-`parallel.optimizer.zero`.
+A wrong key, type or value raises a `ConfigError` of one sentence that starts with the path of the
+key, such as `parallel.optimizer.zero`.  msgspec does the checking; this module rewrites its
+messages with the value and the choices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
-# Keys that MindSpore's configuration has, or that a reader of its manual would try.
+# Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
 _REFUSED = {
     "alltoall": "the search picks all-to-all itself where it is cheaper",
     "copies": "multiple-copy parallel is not part of this version",
@@ -51,7 +52,7 @@ def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) 
             stand under one key `parallel`.
 
     Raises:
-        ConfigError: It cannot be read, or says something that cannot be done.
+        ConfigError: It cannot be read, or a key or value is wrong.
     """
     match source:
         case None:
@@ -65,9 +66,9 @@ def read_config(source: str | Path | Mapping[str, Any] | ParallelConfig | None) 
 
 
 def parse_config(tree: object) -> ParallelConfig:
-    """Return the configuration that `tree`, plain values as of YAML, says.
+    """Return the configuration in `tree`, plain values such as YAML gives.
 
-    Numbers may be text, as they are in a job file.
+    Numbers may be given as text, as in a job file.
 
     Raises:
         ConfigError: As of `read_config`.
@@ -119,12 +120,12 @@ def load_yaml(path: Path) -> object:
 
 
 def _check_aliases(events: Iterable[object], path: Path) -> None:
-    """Refuse aliases, which could make a small file endless."""
+    """Refuse aliases: nested ones expand a small file without bound."""
     if any(type(event).__name__ == "AliasEvent" for event in events):
         raise ConfigError(f"{path}: aliases (*name) are not used here: write the value out")
 
 
-# Used for errors alone, so compiled by the first.
+# Patterns of msgspec's messages.  `re` compiles and caches them at the first error, not on import.
 _WHERE = r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`"
 _UNKNOWN = r"Object contains unknown field `(.*)`"
 _MISSING = r"Object missing required field `(.*)`"
@@ -133,7 +134,7 @@ _STEP = r"\.([^.\[]+)|\[(\d+)\]"
 
 
 def _sentence(text: str, tree: object) -> str:
-    """Return msgspec's message as one of ours: path, value, problem."""
+    """Return msgspec's message `text` as one sentence: path of the key, value, problem."""
     match = re.fullmatch(_WHERE, text)
     problem, path = (match[1], match[2].replace("[...]", "")) if match else (text, "")
     value, section, key = _follow(tree, path)
@@ -169,15 +170,15 @@ def _follow(tree: object, path: str) -> tuple[object, type[ConfigSection], str]:
 
 def _choices(section: type[ConfigSection], key: str) -> str:
     """Return the values that the literal type of `key` allows."""
-    found: list[object] = []
+    choices: list[object] = []
     pending = [f.type for f in msgspec.structs.fields(section) if f.encode_name == key]
     while pending:
         kind = pending.pop(0)
         if get_origin(kind) is Literal:
-            found += get_args(kind)
+            choices += get_args(kind)
         else:
             pending += get_args(kind)
-    return ", ".join(map(str, found))
+    return ", ".join(map(str, choices))
 
 
 _SECTIONS: dict[str, type[ConfigSection]] = {

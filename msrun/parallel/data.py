@@ -1,8 +1,15 @@
 """Batches of one data-parallel rank: every sample once an epoch, resumable in the middle of it.
 
-The samples of an epoch, in their shuffled order, are cut into global batches as one process
-would read them; each is cut into one contiguous part a rank.  So the set of samples in a step
-does not depend on how many ranks share it.
+Samplers usually give each rank every n-th sample and repeat some at the end.  The samples of a step
+then depend on the number of ranks, the last step counts some samples twice, and a job cannot
+continue in the middle of an epoch on another number of ranks.
+
+Here the shuffled order of an epoch is cut into global batches, as one process would read them, and
+each global batch into one contiguous part a rank.  So the samples of a step are the same for every
+number of ranks, and the position in an epoch is one number: the samples that all ranks have read.
+If the last global batch does not divide evenly, earlier ranks get one sample more.  `rt.step` then
+weights the mean of each rank by its samples (`rt.batch_weight`).  A last batch with fewer samples
+than ranks is refused when the loader is made.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ from msrun.parallel.rank_context import RankContext
 
 
 class SizedDataset(Protocol):
-    """A dataset of known length whose samples are taken by number."""
+    """A dataset of known length whose samples are read by index."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -53,11 +60,11 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands: enough to go on there, on any number of ranks.
+    """Position of a loader, from which any number of ranks can continue.
 
     Args:
-        epoch: The epoch.
-        samples: Samples that all ranks together have had of it.
+        epoch: Number of the epoch, from 0.
+        samples: Samples of this epoch that all ranks together have read.
         seed: Seed of the shuffling.
     """
 
@@ -67,13 +74,13 @@ class LoaderState(TypedDict):
 
 
 class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """How an epoch is divided.
+    """How an epoch is split into global batches, and these among ranks.
 
     Args:
         samples: Samples of the dataset.
         batch_size: Samples of one rank in a full batch.
         ranks: Ranks that share each global batch.
-        drop_last: Leave out the last batch where it is not full.
+        drop_last: Leave out the last batch if it is not full.
     """
 
     samples: int
@@ -108,7 +115,7 @@ class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Batches:
-    """Batch sampler: the indices of one rank's batches from where the loader stands."""
+    """Batch sampler: yields the indices of one rank's batches, from the loader's position on."""
 
     def __init__(self, loader: MeshLoader) -> None:
         self._loader = loader
@@ -117,23 +124,23 @@ class _Batches:
         return self._loader.indices()
 
     def __len__(self) -> int:
-        return self._loader.cut.batches
+        return self._loader.split.batches
 
 
 class MeshLoader(DataLoader[Any]):
     """A `DataLoader` over this rank's part of a dataset.
 
-    Each pass is one epoch; the next pass takes the next epoch's order unless `set_epoch`
-    says another.
+    Each iteration is one epoch.  The next one uses the order of the next epoch, unless
+    `set_epoch` chooses another.
 
     Args:
         context: Rank whose data-parallel axis shards the samples.
-        dataset: Has a length.
+        dataset: A dataset with a length.
         batch_size: Samples of one batch of one data-parallel rank, at least 1.
-        shuffle: Another order each epoch, the same on every rank.
-        seed: Of the shuffling.
-        drop_last: Leave out the last batch where it is not full.
-        options: Of `DataLoader`.
+        shuffle: Use another order each epoch, the same on every rank.
+        seed: Seed of the shuffling.
+        drop_last: Leave out the last batch if it is not full.
+        options: Options of `DataLoader`.
     """
 
     def __init__(
@@ -149,13 +156,13 @@ class MeshLoader(DataLoader[Any]):
     ) -> None:
         _check(dataset, batch_size, options)
         ranks = context.layout.size(DATA_AXIS)
-        self.cut = EpochSplit(
+        self.split = EpochSplit(
             samples=len(dataset),
             batch_size=batch_size,
             ranks=ranks,
             drop_last=drop_last,
         )
-        _check_last(self.cut)
+        _check_last(self.split)
         self._weight = context.batch
         self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
@@ -163,21 +170,22 @@ class MeshLoader(DataLoader[Any]):
         self._epoch = 0
         self._first = 0
         self._next = 0
-        # The base class draws a number each pass: not from the stream that dropout uses.
+        # The base class draws a seed for its workers at each iteration.  Drawn from the global
+        # generator, that would shift the stream that dropout uses.
         options.setdefault("generator", torch.Generator().manual_seed(seed * ranks + self._rank))
         super().__init__(cast("Dataset[Any]", dataset), batch_sampler=_Batches(self), **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass that of `epoch`; the one that is under way goes on."""
+        """Have the next iteration be `epoch`; one that is running continues."""
         if epoch != self._epoch:
             self._epoch, self._first, self._next = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
-        """Yield this rank's batches of one epoch, from where `load_state_dict` left it."""
+        """Yield this rank's batches of one epoch, from the position of `load_state_dict` on."""
         self._next = self._first
         try:
             for batch in super().__iter__():
-                self._weight.value = self._share(self._next)
+                self._weight.value = self._batch_weight(self._next)
                 self._next += 1
                 yield batch
         finally:
@@ -185,43 +193,43 @@ class MeshLoader(DataLoader[Any]):
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield the indices of each batch from where this pass begins."""
+        """Yield the indices of each batch, from the first batch of this iteration on."""
         order = self._order()
-        for batch in range(self._first, self.cut.batches):
-            yield [order[position] for position in self.cut.part(batch, self._rank)]
+        for batch in range(self._first, self.split.batches):
+            yield [order[position] for position in self.split.part(batch, self._rank)]
 
     def state_dict(self) -> LoaderState:
-        """Return where this loader stands, after the last batch that it yielded."""
-        samples = min(self._next * self.cut.global_batch, self.cut.samples)
+        """Return the position after the last batch that this loader yielded."""
+        samples = min(self._next * self.split.global_batch, self.split.samples)
         return LoaderState(epoch=self._epoch, samples=samples, seed=self._seed)
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Have the next pass begin where `state` was taken, on any number of ranks.
+        """Have the next iteration begin at the position `state`, on any number of ranks.
 
         Raises:
-            UsageError: The global batch differs, and the place lies in the middle of one.
+            UsageError: The global batch differs, and the position is inside one of them.
         """
-        batch, rest = divmod(state["samples"], self.cut.global_batch)
-        if rest and state["samples"] < self.cut.samples:
+        batch, rest = divmod(state["samples"], self.split.global_batch)
+        if rest and state["samples"] < self.split.samples:
             raise UsageError(
                 f"the loader stopped after {state['samples']} samples, which is no multiple of "
-                f"the global batch of {self.cut.global_batch}"
+                f"the global batch of {self.split.global_batch}"
             )
-        is_over = state["samples"] >= self.cut.samples or batch >= self.cut.batches
+        is_over = state["samples"] >= self.split.samples or batch >= self.split.batches
         self._seed = state["seed"]
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
 
-    def _share(self, batch: int) -> float:
-        """Return how much this rank's mean counts in the mean over all ranks."""
-        size = len(self.cut.part(batch, self._rank))
-        return size * self.cut.ranks / self.cut.size(batch)
+    def _batch_weight(self, batch: int) -> float:
+        """Return the weight of this rank's mean in the mean over all ranks."""
+        size = len(self.split.part(batch, self._rank))
+        return size * self.split.ranks / self.split.size(batch)
 
     def _order(self) -> range | list[int]:
         if not self._shuffle:
-            return range(self.cut.samples)
+            return range(self.split.samples)
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order: list[int] = torch.randperm(self.cut.samples, generator=generator).tolist()
+        order: list[int] = torch.randperm(self.split.samples, generator=generator).tolist()
         return order
 
 
@@ -236,16 +244,16 @@ def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> N
             raise UsageError(f"rt.loader: {name} is what rt.loader makes (use a DataLoader for it)")
 
 
-def _check_last(cut: EpochSplit) -> None:
-    """Refuse an epoch whose last batch has no sample for some rank, or that has no batch."""
-    if cut.batches == 0:
+def _check_last(split: EpochSplit) -> None:
+    """Refuse an epoch without a batch, or whose last batch has no sample for some rank."""
+    if split.batches == 0:
         raise UsageError(
-            f"rt.loader: {cut.samples} samples are no batch of {cut.batch_size} for each of "
-            f"{cut.ranks} ranks"
+            f"rt.loader: {split.samples} samples are no batch of {split.batch_size} for each of "
+            f"{split.ranks} ranks"
         )
-    last = cut.size(cut.batches - 1)
-    if last < cut.ranks:
+    last = split.size(split.batches - 1)
+    if last < split.ranks:
         raise UsageError(
-            f"rt.loader: the last batch has {last} of {cut.samples} samples, fewer than the "
-            f"{cut.ranks} data-parallel ranks (choose drop_last=True or another batch_size)"
+            f"rt.loader: the last batch has {last} of {split.samples} samples, fewer than the "
+            f"{split.ranks} data-parallel ranks (choose drop_last=True or another batch_size)"
         )

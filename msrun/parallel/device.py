@@ -1,4 +1,4 @@
-"""Kinds of devices and the process-group backend of each: a new accelerator is one entry."""
+"""Kinds of devices and the process-group backend of each; a new one is an entry of `KINDS`."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ class DeviceType(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of device.
 
     Args:
-        backend: Process-group backend of its tensors.
-        plugin: Package that adds the kind to torch; empty when torch has it built in.
+        backend: Process-group backend for its tensors.
+        plugin: Package that adds the kind to torch; empty if torch has it built in.
     """
 
     backend: str
     plugin: str = ""
 
 
-# In the order of preference when the machine has several.
+# In order of preference if a node has several kinds.
 KINDS: dict[str, DeviceType] = {
     "cuda": DeviceType(backend="nccl"),
     "npu": DeviceType(backend="hccl", plugin="torch_npu"),
     "xpu": DeviceType(backend="xccl"),
     "cpu": DeviceType(backend="gloo"),
 }
-# Their ranks all see every device of the node; another starter may show each rank its own.
+# Starters whose ranks all see every device of the node.  Other starters may show each rank only its
+# own device, as index 0.
 _SAME_VIEW = ("msrun", "torchrun")
 
 
 def pick_device(wanted: str | torch.device | None, identity: RankIdentity) -> torch.device:
-    """Return this rank's own device and make it the current one.
+    """Return this rank's device and make it the current one.
 
-    Without a wish: the accelerator of this rank's number on its node when there is one for
-    each rank of the node, or the only one that its starter shows it, else the CPU.
+    Args:
+        wanted: Device or kind of device.  None takes the accelerator with this rank's number on
+            its node if every rank of the node has one, or the only one that its starter shows it;
+            otherwise the CPU.
+        identity: Identity of this rank.
 
     Raises:
-        UsageError: The device is not there.
+        UsageError: The node has no such device.
     """
     if wanted is None:
         return _make_current(_own_accelerator(identity) or torch.device("cpu"))
@@ -66,7 +70,7 @@ def device_count(kind: str) -> int:
     """Return how many devices of `kind`, one of `KINDS`, this process sees; 1 for the CPU."""
     if kind == "cpu":
         return 1
-    # Where the driver of a plugin is missing, its import fails.
+    # The import of a plugin fails on a node without its driver: then it has no such device.
     with contextlib.suppress(ImportError, OSError, RuntimeError):
         _load_plugin(kind)
     module: Any = getattr(torch, kind, None)
@@ -74,13 +78,13 @@ def device_count(kind: str) -> int:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of `device`, with gloo beside it for tensors on the host."""
+    """Return the backend for `device`, and gloo for tensors on the host."""
     own = KINDS[device.type].backend
     return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 def _known(wanted: str | torch.device) -> torch.device:
-    """Return `wanted` as a device of one of our kinds."""
+    """Return `wanted` as a device of one of the `KINDS`."""
     kind = str(wanted).partition(":")[0]
     try:
         if kind in KINDS:

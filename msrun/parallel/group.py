@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: torch's default process group, whoever started them."""
+"""Rendezvous of the ranks: joins torch's default process group under any starter."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from msrun.environ import RankIdentity
 from msrun.identity import find_master
 from msrun.supervise import network
 
-# How often this process met the others, as they did with it.
+# Number of groups that this process has joined.  All ranks join the same ones, so they agree on it.
 _meetings = itertools.count()
 
 
 def join(
     identity: RankIdentity, env: Mapping[str, str], backend: str, timeout: float | None
 ) -> None:
-    """Make the default process group.
+    """Join the default process group; every rank of the job calls it.
 
     Args:
-        identity: Who this rank is.
-        env: The environment, which says where ranks meet.
-        backend: Of the group.
+        identity: Identity of this rank.
+        env: Environment with the address of the rendezvous.
+        backend: Backend of the group.
         timeout: Seconds that a collective may take; None is torch's default.
 
     Raises:
-        UsageError: Nobody says where ranks meet.
+        UsageError: The environment names no address.
     """
     limit = None if timeout is None else timedelta(seconds=timeout)
     rank, world_size = identity.rank, identity.world_size
     if world_size == 1:
-        # Nobody else is to be met, whatever MASTER_ADDR a shell has left.
+        # A single rank needs no rendezvous, and a shell may have left a stale MASTER_ADDR.
         store = dist.HashStore()  # type: ignore[attr-defined]  # in torch's documentation
         dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
         return
@@ -46,12 +46,13 @@ def join(
         served, rank, world_size = next(meeting)
         if limit is not None:
             served.set_timeout(limit)
-        # It outlives groups: without a prefix one would find the addresses of that before it.
+        # The store outlives a group: without a prefix of its own, a second group would read the
+        # addresses that the ranks wrote for the first.
         own = dist.PrefixStore(f"msrun_{next(_meetings)}", served)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, timeout=limit, rank=rank, world_size=world_size)
         return
     if identity.local_world_size < world_size and not network.is_named():
-        environ.choose_interface(network.interface_to(host))  # Gloo would take loopback.
+        environ.choose_interface(network.interface_to(host))  # Gloo would choose loopback.
     address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
     dist.init_process_group(
         backend, init_method=address, timeout=limit, rank=rank, world_size=world_size

@@ -1,7 +1,27 @@
-"""The device mesh by arithmetic: axes, coordinates, groups, and what a configuration needs of them.
+"""The device mesh by arithmetic: axes, coordinates and groups, and checks that need them.
 
-Ranks are laid out in row-major order over the axes, the first varying slowest, as in
-`torch.distributed.device_mesh`; nothing here builds a group.
+The same mesh exists twice.  `MeshLayout` is arithmetic: axis sizes, and from them the coordinate of
+any rank and the ranks of any group.  torch's `DeviceMesh` (see `rank_context`) has the process
+groups of one rank.  The arithmetic comes first, since everything that can be refused is refused
+before a process group exists, and `msrun plan` prints the groups of a job of any size without
+starting it.  This module imports no torch.
+
+Ranks are numbered in row-major order over the axes: the first axis varies slowest, the last one
+fastest, as in `torch.distributed.device_mesh`.  So the ranks of the last axis are neighbours, and
+usually share a node.  With sizes (s0, s1, ..., sk) the rank at coordinate (c0, ..., ck) is
+((c0 s1 + c1) s2 + ...) sk + ck, and a step along axis i changes the rank by the product of the
+sizes after it, its stride.
+
+Axis names: `dp` shards the batch, `pp` the layers; every other axis is for operator plans or, with
+`mode: manual`, for the script.  A name that is missing from the mesh counts as an axis of size 1.
+
+`resolve` turns a configuration and a number of ranks into a layout and makes every check that
+depends on that number: sizes, the axes that rules name, the mode, pipeline, optimizer, dropout.
+Checks that need the model follow in `rt.shard`.
+
+A tensor dim may be sharded over several axes, the most significant first: over [a, b] the index of
+a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh axis instead;
+`tensor.placements` translates.
 """
 
 from __future__ import annotations
@@ -17,7 +37,7 @@ from msrun.parallel.config import (
     PIPELINE_AXIS,
     REST,
     ROOT,
-    WHOLE,
+    UNSHARDED_DIMS,
     Dim,
     ParallelConfig,
     PlanRule,
@@ -26,10 +46,10 @@ from msrun.parallel.notation.dims import axes_of_dims, shown_dims
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
 
-# Of a plan, where `fully_shard` divides its parameters once more.
+# Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
 _SHARDED_AXES_MAX = 2
 
-# Modes in which axes need no rule.
+# Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
 
 
@@ -48,29 +68,32 @@ class MeshLayout(msgspec.Struct, frozen=True):
         return math.prod(self.axes.values())
 
     def size(self, axis: str) -> int:
-        """Return the size of `axis`; 1 when the mesh has none of that name."""
+        """Return the size of `axis`; 1 if the mesh has no axis of that name."""
         return self.axes.get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return axis name -> index of `rank` on it."""
-        found: dict[str, int] = {}
+        indices: dict[str, int] = {}
         for name, size in reversed(self.axes.items()):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.axes}
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.axes}
 
     def stream(self, rank: int) -> int:
-        """Return a number that ranks with the same samples and the same layers share, from 0."""
+        """Return the number of the random stream of `rank`, from 0.
+
+        Ranks with the same samples and the same layers share a stream.
+        """
         place = self.coordinate(rank)
         return place.get(DATA_AXIS, 0) + self.size(DATA_AXIS) * place.get(PIPELINE_AXIS, 0)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` in `axis` alone, itself included."""
+        """Return the ranks that differ from `rank` only in `axis`, `rank` included."""
         stride = self._stride(axis)
         first = rank - self.coordinate(rank)[axis] * stride
         return tuple(first + i * stride for i in range(self.axes[axis]))
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield the groups of `axis`, each once, by their first rank."""
+        """Yield each group of `axis` once, in the order of their first ranks."""
         stride = self._stride(axis)
         for rank in range(self.world_size):
             if rank // stride % self.axes[axis] == 0:
@@ -84,16 +107,16 @@ class MeshLayout(msgspec.Struct, frozen=True):
 def local_slices(
     shape: Sequence[int], dims: Sequence[Dim], layout: MeshLayout, rank: int
 ) -> tuple[slice, ...]:
-    """Return the part of a tensor of `shape` that lies on `rank`, one slice for each dim.
+    """Return the part of a tensor of `shape` that `rank` holds, one slice for each dim.
 
-    Example: (2, 8) cut as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
+    Example: (2, 8) sharded as ["mp", ["sp", "dp"]] on dp 2, sp 2, mp 2: rank 4 holds row 0 and
     columns 2 and 3.
 
     Raises:
-        ConfigError: The dims do not fit the tensor or the mesh, or one is not cut evenly.
+        ConfigError: The dims do not fit the tensor or the mesh, or a dim does not divide evenly.
     """
     coordinate = layout.coordinate(rank)
-    found: list[slice] = []
+    slices: list[slice] = []
     for dim, axes in enumerate(axes_of_dims(dims, len(shape), tuple(layout.axes))):
         parts = math.prod(layout.size(axis) for axis in axes)
         if shape[dim] % parts:
@@ -104,15 +127,15 @@ def local_slices(
         for axis in axes:
             index = index * layout.size(axis) + coordinate[axis]
         length = shape[dim] // parts
-        found.append(slice(index * length, (index + 1) * length))
-    return tuple(found)
+        slices.append(slice(index * length, (index + 1) * length))
+    return tuple(slices)
 
 
 def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
-    """Return the mesh of `config` over `world_size` ranks, after checking all that depends on it.
+    """Return the mesh of `config` over `world_size` ranks, after all checks that depend on it.
 
     Raises:
-        ConfigError: A size does not fit, or a key names an axis that is not there.
+        ConfigError: A size does not fit, or a key names an axis that the mesh does not have.
     """
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is found by rt.shard: call it first")
@@ -133,22 +156,22 @@ def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
 
 
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
-    """Return the axes with the data-parallel one in two where its copies are sharded apart.
+    """Return the axes of the mesh, with `dp` split in two if ZeRO keeps several copies.
 
-    `dp_replicate` numbers the copies, `dp_shard` the ranks that share one.
+    `dp_replicate` numbers the copies, `dp_shard` the ranks that share a copy.
     """
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
     if size in (REST, degree):
         return dict(layout.axes)
     parts = {"dp_replicate": degree // size, "dp_shard": size}
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     for name, axis_size in layout.axes.items():
-        found |= parts if name == DATA_AXIS else {name: axis_size}
-    return found
+        axes |= parts if name == DATA_AXIS else {name: axis_size}
+    return axes
 
 
 def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return `mesh` with the one -1 replaced by what is left."""
+    """Return `mesh` with the one -1 replaced by the number of ranks that are left."""
     for name, size in mesh.items():
         if size != REST and size < 1:
             raise ConfigError(f"{ROOT}.mesh.{name}: {size} must be -1 or at least 1")
@@ -168,7 +191,7 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
 
 
 def rules_of(config: ParallelConfig) -> list[PlanRule]:
-    """Return the rules that the configuration itself has: none where it names a file."""
+    """Return the rules in the configuration; none if `plan` names a file."""
     return [] if isinstance(config.plan, str) else config.plan
 
 
@@ -193,7 +216,7 @@ def _check_mode(config: ParallelConfig, layout: MeshLayout) -> None:
         )
     named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
     if isinstance(config.plan, str):
-        named |= set(plan_axes(layout))  # the file is read with the model
+        named |= set(plan_axes(layout))  # the file is read in rt.shard, with the model
     for name in others:
         if name != PIPELINE_AXIS and name not in named and config.mode not in _FREE:
             hint = (
@@ -246,7 +269,7 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
 
 
 def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
-    """Refuse parameters of two types: those that are left whole are not cast."""
+    """Refuse `optimizer.dtype` with replicated parameters: `fully_shard` does not cast those."""
     dtype = config.optimizer.dtype
     whole = {
         "optimizer.threshold": config.optimizer.threshold,
@@ -298,10 +321,10 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
 
 
 def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
-    """Return the axis of a rule with a style.
+    """Return the mesh axis of a rule with a style.
 
     Raises:
-        ConfigError: None is named, and there is not exactly one to choose.
+        ConfigError: The rule names no axis, and the mesh does not have exactly one to choose.
     """
     if rule.axis:
         return rule.axis
@@ -316,13 +339,13 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
 
 def _axes_of(rule: PlanRule, layout: MeshLayout) -> set[str]:
     if rule.strategy or rule.layout:
-        # Which axes numbers of parts take is found out with the modules.
+        # Numbers of parts become axes only in rt.shard, with the kind of the module.
         return set(plan_axes(layout))
     return {axis for _, axes in _named(rule, layout) for axis in axes}
 
 
 def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
-    """Yield each key of `rule` that names axes, with them in order."""
+    """Yield each key of `rule` that names axes, with its axes in order."""
     if rule.style:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
@@ -334,7 +357,7 @@ def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]
 
 
 def _flat(dims: list[str | list[str] | None]) -> list[str]:
-    found: list[str] = []
+    axes: list[str] = []
     for dim in dims:
-        found += [dim] if isinstance(dim, str) else dim or []
-    return [axis for axis in found if axis != WHOLE]
+        axes += [dim] if isinstance(dim, str) else dim or []
+    return [axis for axis in axes if axis != UNSHARDED_DIMS]

@@ -1,7 +1,7 @@
-"""The part of a tensor that lies on this rank, for plain tensors and sharded ones alike.
+"""This rank's part of a tensor, for plain tensors and DTensors alike.
 
-`torch.distributed.tensor` takes a second to import, so it is looked at only where something
-has imported it: without it there are no sharded tensors.
+`torch.distributed.tensor` takes a second to import.  A process that has not imported it has no
+DTensor, so these functions look it up in `sys.modules` and never import it themselves.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of `tensor` lies here, without a copy."""
+    """Return this rank's part of `tensor`, without a copy; all of it if it is a plain tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of `tensor`, on every rank; gradients flow through."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return all of `tensor` on every rank; gradients flow through the gather."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def scalar_loss(loss: Any) -> Tensor:
-    """Return all of a loss.
+    """Return `loss` as a plain tensor of one number.
 
     Raises:
-        ModelError: It is not one number that gradients can come from.
+        ModelError: It is not a tensor of one number.
     """
     if not isinstance(loss, Tensor):
         raise ModelError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
     if loss.numel() != 1:
         raise ModelError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
-    return whole(loss)
+    return full_tensor(loss)
 
 
 def local_gradient(param: Parameter) -> Tensor | None:
-    """Return this rank's part of the gradient of `param`, None without one.
+    """Return this rank's part of the gradient of `param`; None without a gradient.
 
-    A gradient that is still a sum over ranks is summed first.
+    A partial gradient, of which each rank holds one summand, is reduced first.
     """
     gradient = param.grad
     if gradient is None or not is_sharded(param):

@@ -1,4 +1,4 @@
-"""Names by pattern, as the configuration gives them; a pattern that matches nothing is an error."""
+"""Matches names of modules and parameters; a pattern that matches nothing is an error."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def matching(patterns: Iterable[str], names: Sequence[str], key: str) -> set[str
     """Return the `names` that any of `patterns` matches.
 
     Args:
-        patterns: As of `fnmatch`; `*` also crosses dots.
+        patterns: Patterns of `fnmatch`; `*` also matches dots.
         names: Names of modules or parameters.
-        key: Where the patterns stand in the configuration, for messages.
+        key: Path of the patterns in the configuration, for messages.
 
     Raises:
-        ConfigError: A pattern matches none.
+        ConfigError: A pattern matches no name.
     """
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in names if fnmatchcase(name, pattern)}
-        if not matched:
+        hits = {name for name in names if fnmatchcase(name, pattern)}
+        if not hits:
             raise ConfigError(
                 f"{ROOT}.{key}: {pattern!r} matches nothing ({_choices(pattern, names)})"
             )
-        found |= matched
-    return found
+        matched |= hits
+    return matched
 
 
 def _choices(pattern: str, names: Sequence[str]) -> str:
-    """Return the names that were most likely meant."""
+    """Return the names that are most similar to `pattern`."""
     real = [name for name in names if name]
     close = difflib.get_close_matches(pattern, real, n=_SHOWN_MAX, cutoff=0.5) or real[:_SHOWN_MAX]
     return f"choose such as {', '.join(close)}" if close else "there are no names"

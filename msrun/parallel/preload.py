@@ -1,4 +1,8 @@
-"""Imports, for the parent of forked ranks, what would be imported in each of them later."""
+"""Imports in the forkserver what every forked rank would otherwise import by itself.
+
+`runtime` imports `shard` and `step` only inside functions, and scripts import `collectives`.
+`config.preloads` names this module and those that a configuration needs beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import torch
 
 import msrun.parallel.collectives
 import msrun.parallel.shard
-import msrun.parallel.step  # noqa: F401 - to be there
+import msrun.parallel.step  # noqa: F401 - imported for the forked ranks
 
 # The first optimizer of a process imports torch's compiler: 1.2 CPU-s, a third more than torch.
 torch.optim.SGD([torch.zeros(())])

@@ -1,4 +1,9 @@
-"""One rank and its place on the mesh: all that the parts of the runtime know of their job."""
+"""One rank and its position on the mesh.
+
+The features of the runtime take a `RankContext` and the configuration instead of the `Runtime`, so
+that none of them depends on the others, and a test can make a context without `msrun.init`.  With
+`mesh: auto` the first model decides the mesh: until then there is only a `Rank`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +21,11 @@ from msrun.parallel.layout import MeshLayout, resolve, root_axes
 
 @dataclass(slots=True)
 class BatchWeight:
-    """How much the current batch of this rank counts in a mean over the job.
+    """Weight of this rank's current batch in a mean over the job; shared by loader and step.
 
     Attributes:
-        value: Samples of this rank times ranks, over the samples of all ranks; 1 where every rank
-            has equally many.  The loader sets it while its batch is in use.
+        value: Samples of this rank, times the number of ranks, divided by the samples of all
+            ranks; 1 if all ranks have equally many.  The loader sets it while its batch is in use.
     """
 
     value: float = 1.0
@@ -28,7 +33,7 @@ class BatchWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rank:
-    """One rank whose mesh is not known yet: `mesh: auto` finds it with the first model.
+    """One rank whose mesh is not known yet, since `mesh: auto` chooses it with the first model.
 
     Attributes:
         rank: Global rank, 0 to `world_size` - 1.
@@ -43,7 +48,9 @@ class Rank:
     batch: BatchWeight
 
     def place(self, config: ParallelConfig) -> RankContext:
-        """Make the mesh of `config` and return this rank on it; all ranks call it together.
+        """Make the process groups of the mesh of `config`; return this rank on that mesh.
+
+        All ranks call it together.
 
         Raises:
             ConfigError: The mesh does not fit the number of ranks.
@@ -83,14 +90,14 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankContext(Rank):
-    """One rank on its mesh; made by `Rank.place`.
+    """One rank on its mesh, as `Rank.place` makes it.
 
     Attributes:
         layout: The mesh by arithmetic.
         mesh: The mesh with its process groups.
-        root_mesh: The same with axis `dp` split in two, where optimizer parallel keeps copies.
-        stream: Number of this rank's random stream; 0 continues the stream of rank 0, as one
-            process would.
+        root_mesh: The same mesh with axis `dp` split in two if ZeRO keeps several copies.
+        stream: Number of this rank's random stream.  Stream 0 continues the numbers of rank 0, as
+            one process would.
     """
 
     layout: MeshLayout
@@ -118,10 +125,10 @@ def placed(rank: Rank, config: ParallelConfig) -> RankContext:
     """Return `rank` with its mesh.
 
     Raises:
-        ConfigError: `mesh: auto` has `Runtime.shard` find the mesh, which was not called.
+        ConfigError: With `mesh: auto`, `Runtime.shard` was not called yet.
     """
     if not isinstance(rank, RankContext):
-        resolve(config, rank.world_size)  # refuses in the words of the configuration
+        resolve(config, rank.world_size)  # raises the ConfigError of `mesh: auto`
         raise TypeError("a rank whose mesh is known was never placed on it")
     return rank
 

@@ -1,4 +1,4 @@
-"""What replicas of a model have in common before the first step: weights and random streams."""
+"""Starts replicas of a model: weights of rank 0, and random streams by mesh position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seed_everything(seed: int) -> None:
 
 @torch.no_grad()
 def broadcast_weights(model: nn.Module, excluded: Collection[str]) -> None:
-    """Give every rank the parameters and buffers of rank 0, but the `excluded` parameters."""
+    """Copy parameters and buffers of rank 0 to every rank, except the `excluded` parameters."""
     params = [param for name, param in model.named_parameters() if name not in excluded]
     tensors = [tensor for tensor in (*params, *model.buffers()) if not tensor.is_meta]
     for run in _runs(tensors):
@@ -38,7 +38,7 @@ def broadcast_weights(model: nn.Module, excluded: Collection[str]) -> None:
 
 
 def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield `tensors` in runs of one type that are worth one message."""
+    """Yield `tensors` in runs of one dtype and about 25 MiB, each sent as one message."""
     run: list[Tensor] = []
     size = 0
     for tensor in sorted(tensors, key=lambda t: str(t.dtype)):
@@ -52,10 +52,10 @@ def _runs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def split_random_streams(context: RankContext) -> None:
-    """Give each random stream of the mesh numbers of its own; ranks of one stream draw the same.
+    """Set the generators so that ranks of one stream draw equal numbers, and others different ones.
 
-    Ranks that see the same samples in the same layers share a stream.  Stream 0 continues that of
-    rank 0, as one process would.
+    Ranks that see the same samples in the same layers share a stream: over `tp`, dropout must drop
+    the same elements on all ranks.  Stream 0 continues the numbers of rank 0, as one process would.
     """
     own = [torch.get_rng_state(), torch.tensor([torch.initial_seed()], dtype=torch.uint64)]
     states = own if context.device.type == "cpu" else [*own, _device_state(context)]
@@ -64,6 +64,8 @@ def split_random_streams(context: RankContext) -> None:
         dist.broadcast(there, src=0)
         state.view(torch.uint8).copy_(there)
     if context.stream:
+        # Multiples of the golden ratio spread the seeds of streams over 2**63, away from
+        # neighbours such as seed + 1.
         torch.manual_seed((int(states[1].item()) + context.stream * _GOLDEN) % 2**63)
     else:
         torch.set_rng_state(states[0])

@@ -1,4 +1,29 @@
-"""`msrun.init()`: the object that each rank is handed."""
+"""`msrun.init()` and the runtime, the one object that a training script uses.
+
+The life of a rank:
+
+1. `init` reads identity and configuration, and checks both by arithmetic.  Only then does it pick
+   the device and join the process group, so a refusal leaves nothing behind.  An existing process
+   group is adopted, and not destroyed at the end.  `Runtime` makes the mesh with its groups; with
+   `mesh: auto` the first `shard` does.
+2. `shard` makes a model parallel and keeps a `ShardedModel` with what its steps need, in a weak
+   mapping: the script owns the model, and the runtime must not keep it alive.
+3. `step` trains on one batch.  A checkpoint that became due after a step is written at the start of
+   the next one, so that a learning-rate scheduler, which moves between the two, has moved.
+4. `close` leaves the process group.  At the end of a `with` block or of the process, checkpoints
+   are finished first.  After an uncaught exception a rank with peers does neither: its peers learn
+   of the failure from the death of the process.
+
+A process has one runtime, `_current`, as it has one default process group.
+
+The runtime decides little: each method hands the `RankContext` and the configuration to the module
+of its feature, which does not know the runtime.  These modules are imported inside the methods.  A
+rank of torchrun waits for every import by itself (`torch.distributed.tensor` alone takes a second),
+so a script pays only for features that it uses.  Under msrun the forkserver has done the imports
+before it forks the ranks (`preload`, `config.preloads`).
+"""
+
+# tidy: long file, the public methods of one object: each is a docstring and a call of its feature
 
 from __future__ import annotations
 
@@ -31,7 +56,7 @@ from msrun.parallel.rank_context import BatchWeight, Rank, RankContext, placed
 from msrun.parallel.replicas import seed_everything
 from msrun.worker.beat import beat
 
-# What only later calls need they import themselves: a rank that nobody forked waits for each.
+# Methods import their features themselves: see the end of the docstring.
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.checkpoint.api import Checkpoints
@@ -45,18 +70,18 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class Runtime:
-    """One rank of a job: its device, its mesh, and what the configuration makes of a model.
+    """One rank of a job: its device, its mesh, and models made parallel by the configuration.
 
     Made by `init`.  As a context manager it leaves the process group at the end of the block.
 
     Attributes:
         rank: Global rank, 0 to `world_size` - 1.
         world_size: Ranks in the job.
-        local_rank: Rank on its node.
+        local_rank: Rank on its node, from 0.
         local_world_size: Ranks on its node.
-        node_rank: Its node; None where its starter does not say.
-        generation: How many times the job re-formed before.
-        device: Its device.
+        node_rank: Number of its node, from 0; None if its starter does not give it.
+        generation: Number of times the job has formed again; 0 first.
+        device: Device of this rank.
         config: The parallel configuration.
     """
 
@@ -79,13 +104,14 @@ class Runtime:
         self._unplaced = Rank(
             rank=self.rank, world_size=self.world_size, device=device, batch=BatchWeight()
         )
-        # `mesh: auto` has the mesh found by the first `shard`.
+        # With `mesh: auto` the first `shard` makes the mesh.
         self._place = self._unplaced if config.mesh == "auto" else self._unplaced.place(config)
         self._owns_group = owns_group
         self._models: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = (
             weakref.WeakKeyDictionary()
         )
-        # Of each model that a plan of mode auto runs, in the order of `shard`, for checkpoints.
+        # Generators of each model that a plan of mode auto runs, in the order of `shard`: a
+        # checkpoint stores and restores them by this position.
         self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
         use_axes(self.group)
@@ -94,19 +120,19 @@ class Runtime:
 
     @property
     def context(self) -> RankContext:
-        """This rank on its mesh, as the parts of the runtime take it.
+        """This rank on its mesh.
 
         Raises:
-            UsageError: `mesh: auto` has the mesh found by `shard`, which was not called.
+            UsageError: With `mesh: auto`, `shard` was not called yet.
         """
         return placed(self._place, self.config)
 
     @property
     def layout(self) -> MeshLayout:
-        """The mesh by arithmetic.
+        """The mesh by arithmetic: sizes, coordinates and groups of all ranks.
 
         Raises:
-            UsageError: As of `context`.
+            UsageError: With `mesh: auto`, `shard` was not called yet.
         """
         return self.context.layout
 
@@ -115,16 +141,16 @@ class Runtime:
         """The mesh with its process groups.
 
         Raises:
-            UsageError: As of `context`.
+            UsageError: With `mesh: auto`, `shard` was not called yet.
         """
         return self.context.mesh
 
     @property
     def batch_weight(self) -> float:
-        """Weight of the current batch of `loader` in a mean over the job; 1 is an equal share.
+        """Weight of the current batch of `loader` in a mean over the job; 1 if all are equal.
 
-        A loop that sums its own means multiplies each by it, so that an uneven last batch counts
-        every sample once.
+        A plain loop multiplies its loss by this weight, so that every sample of an uneven last
+        batch counts once.  `step` does so by itself.
         """
         return self._unplaced.batch.value
 
@@ -159,19 +185,18 @@ class Runtime:
             print(*values, sep=sep, end=end, file=file, flush=flush)
 
     def barrier(self) -> None:
-        """Wait until every rank of the job is here."""
+        """Wait until every rank of the job has called this."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index or 0])
 
     def beat(self) -> None:
-        """Say that this rank makes progress, as `step` does by itself; see `msrun.beat`."""
+        """Report that this rank makes progress, as `step` does by itself; see `msrun.beat`."""
         beat()
 
     @contextlib.contextmanager
     def init_on_meta(self) -> Iterator[None]:
-        """Build a model inside that is larger than the memory of a rank.
+        """Make a model without memory inside the block, so that it may be larger than a rank.
 
-        Its tensors have no memory until `shard` gives each rank its part, with the values that
-        one process would have drawn.
+        `shard` then gives each rank its part, with the values that one process would have drawn.
         """
         from msrun.parallel.deferred.fill import share_random_state
         from msrun.parallel.deferred.init import DeferredInit
@@ -185,17 +210,17 @@ class Runtime:
             yield
 
     def shard(self, model: nn.Module, sample: Sequence[object] | None = None) -> nn.Module:
-        """Make `model` parallel as configured and return what is to be trained.
+        """Make `model` parallel as configured and return the module to train.
 
-        All ranks call it with the same model; parameters and buffers become those of the
-        first rank, whatever this one has.  With a pipeline the result is this rank's part,
-        under the names it had; otherwise it is `model`.
+        All ranks call it with the same model; parameters and buffers get the values of rank 0.
+        With a pipeline the result has this rank's modules, under their original names; otherwise
+        it is `model`, changed in place.
 
         Args:
-            model: Is used up.
-            sample: Inputs of one local batch, by which `pipeline: {stages: auto}` balances the
-                stages and `mode: auto` finds a plan.  With `mesh: auto`, of the whole batch of a
-                step: what is local is not known before.
+            model: The model; with a pipeline it is consumed.
+            sample: Inputs of one local batch, from which `pipeline: {stages: auto}` balances the
+                stages and `mode: auto` searches a plan.  With `mesh: auto` the inputs of a global
+                batch, since the mesh decides the size of a local one.
 
         Raises:
             UsageError: The configuration does not fit the model.
@@ -212,14 +237,14 @@ class Runtime:
         return result
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
-        """Return `optimizer`, made of the parameters of a sharded model.
+        """Check `optimizer`, made of parameters of a sharded model, and return it.
 
-        A group of parameters of several kinds, whole and divided, becomes one of each kind, so
-        that torch can update each at once; their options stay equal.
+        A group that holds both plain and sharded parameters is split in one group of each kind
+        with equal options, so that torch can update each group at once.
 
         Raises:
-            UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or it
-                is of a kind that cannot work here.
+            UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or its
+                kind needs replicated parameters, or the loss several times a step.
         """
         from msrun.parallel.data_parallel.gradients import split_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
@@ -236,9 +261,9 @@ class Runtime:
         """Return a `DataLoader` over this rank's part of `dataset`.
 
         Args:
-            dataset: Has a length; an iterable one has none and is refused.
+            dataset: A dataset with a length; an iterable dataset is refused.
             batch_size: Samples of one batch of one data-parallel rank.
-            options: `shuffle`, `seed`, `drop_last`, and everything else `DataLoader` takes.
+            options: `shuffle`, `seed`, `drop_last`, and the options of `DataLoader`.
 
         Raises:
             UsageError: The last batch would leave some rank without a sample.
@@ -258,17 +283,17 @@ class Runtime:
         """Train on one local batch: forward, backward, reduction, optimizer step.
 
         Args:
-            model: Of `shard`.
-            optimizer: Its gradients are zeroed first.
-            loss_fn: Mean loss of the samples, from the output and the last part of `batch`.
+            model: A result of `shard`.
+            optimizer: Optimizer of its parameters; gradients are zeroed first.
+            loss_fn: Returns the mean loss of the samples from the model's output and the target.
             batch: Inputs of the model, then the target.
-            max_norm: Clip gradients to this global norm; None does not.
+            max_norm: Global norm to clip gradients to; None does not clip.
 
         Returns:
             The loss averaged over all samples of the job, the same on every rank.
 
         Raises:
-            UsageError: The batch or the kind of the optimizer does not allow it.
+            UsageError: The batch does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
@@ -293,7 +318,7 @@ class Runtime:
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:
-        """What saves and loads; made at its first use, which all ranks make together."""
+        """Saves and loads checkpoints.  The first use makes a process group: all ranks together."""
         from msrun.parallel.checkpoint.api import Checkpoints
 
         return Checkpoints(self.config, self.context, self._dropout_rngs)
@@ -308,14 +333,14 @@ class Runtime:
         loader: MeshLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
-        """Write a checkpoint, which any number of ranks in any layout can load.
+        """Write a checkpoint that any number of ranks in any layout can load; all ranks call it.
 
         Args:
-            model: Of `shard`.
-            optimizer: Its state, and that of the random generators; None writes weights alone.
-            step: Steps that were done.
-            path: Directory of this checkpoint; None takes one below the configured directory.
-            loader: Whose place in the data is kept.
+            model: A result of `shard`.
+            optimizer: Optimizer whose state to save; None saves none.
+            step: Number of steps that are done.
+            path: Directory of this checkpoint; None makes `step_N` in the configured directory.
+            loader: Loader whose position to save; None saves none.
             extra: Name -> plain JSON value, or an object with `state_dict`, such as a scheduler.
 
         Raises:
@@ -332,20 +357,20 @@ class Runtime:
         loader: MeshLoader | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> int:
-        """Load a checkpoint, or the newest of a directory, and return the steps it had done.
+        """Load a checkpoint, or the newest of a directory; return its number of steps.
 
         Args:
-            model: Of `shard`, before or after any training.
-            optimizer: As of `save`.
+            model: A result of `shard`, trained or not.
+            optimizer: Optimizer to restore, and with it random generators; None restores neither.
             path: A checkpoint or a directory of them; None is the configured directory.
-            loader: As of `save`.
-            extra: Objects with `load_state_dict`.
+            loader: Loader to move to the saved position; None moves none.
+            extra: Name -> object with `load_state_dict` to restore.
 
         Raises:
             UsageError: There is none, or it does not fit; then nothing was changed.
         """
-        found = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
-        return found.step
+        restored = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
+        return restored.step
 
     def resume(
         self,
@@ -355,19 +380,21 @@ class Runtime:
         *,
         extra: Mapping[str, object] | None = None,
     ) -> int:
-        """Go on from the newest checkpoint of the configured directory, if there is one.
+        """Continue from the newest checkpoint of the configured directory, if there is one.
+
+        Automatic checkpoints from now on include `loader` and `extra`.
 
         Returns:
-            Steps that were done; 0 at the first start.
+            Number of steps that are done; 0 at the first start.
 
         Raises:
-            UsageError: It does not fit, or no directory is configured.
+            UsageError: The checkpoint does not fit, or no directory is configured.
         """
         return self.checkpoints.resume(model, optimizer, loader, extra=extra)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let gradients of `model` add up on this rank: for all but the last backward of a step."""
+        """Accumulate gradients of `model` on this rank, for all but the last backward of a step."""
         with self.sharded(model).paused():
             yield
 
@@ -375,22 +402,22 @@ class Runtime:
         """Scale the gradients of `model` so that their global norm is at most `max_norm`.
 
         Returns:
-            The norm before, over all ranks and the whole model.
+            The norm before clipping, over all ranks and the whole model.
         """
         from msrun.parallel.step import clip
 
         return clip(self.config, self.context, self.sharded(model), max_norm)
 
     def sharded(self, model: nn.Module) -> ShardedModel:
-        """Return what `shard` made of `model`.
+        """Return the state that `shard` keeps for `model`.
 
         Raises:
-            UsageError: It was not given to `shard`.
+            UsageError: `model` is not a result of `shard`.
         """
-        found = self._models.get(model)
-        if found is None:
+        sharded = self._models.get(model)
+        if sharded is None:
             raise UsageError(f"{type(model).__name__} is not a model of rt.shard")
-        return found
+        return sharded
 
     def mean_over_data(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""
@@ -399,10 +426,10 @@ class Runtime:
         return mean_over_data(self.context, value)
 
     def finish(self) -> None:
-        """Wait until every checkpoint is written; at a good end this happens by itself.
+        """Wait until every checkpoint is written; a process that ends well does so by itself.
 
         Raises:
-            UsageError: One could not be written.
+            UsageError: A checkpoint could not be written.
         """
         if "checkpoints" in self.__dict__:
             self.checkpoints.finish()
@@ -444,17 +471,18 @@ def init(
     device: str | torch.device | None = None,
     timeout: float | None = None,
 ) -> Runtime:
-    """Return this process's runtime; the first call joins the job, and waits for all ranks to.
+    """Return this process's runtime; the first call waits until all ranks have joined the job.
 
     Args:
         config: Parallel configuration: path of a YAML file or a mapping; None takes the file
-            that the launcher handed over, or plain data parallel over all ranks.
+            that the launcher passed, or plain data parallel over all ranks.
         backend: Process-group backend; None takes that of the device.
         device: Device of this rank; None takes its own accelerator, or the CPU.
         timeout: Seconds that a collective may take; None is torch's default.
 
     Raises:
-        UsageError: The configuration, environment or device does not allow it; nothing was made.
+        UsageError: The configuration, environment or device is refused; then no process group
+            was made.
     """
     global _current  # noqa: PLW0603 - as in `_forget`
     if _current is not None:
@@ -473,7 +501,8 @@ def init(
     try:
         _current = Runtime(identity, settings, own, owns_group=not is_adopted)
         if not is_adopted and own.type == "cpu":
-            # Gloo connects at once: a rank that left while peers still connect would fail them.
+            # Gloo connects all pairs when a group is made.  A rank that leaves while its peers
+            # still connect makes them fail, so all of them wait here until they are connected.
             _current.barrier()
     except BaseException:
         _current = None
@@ -484,16 +513,20 @@ def init(
     return _current
 
 
-def _close_at_exit(runtime: weakref.ref[Runtime]) -> None:
-    """Leave the group of a process that ends well; after an exception peers learn of its death."""
-    found = runtime()
+def _close_at_exit(reference: weakref.ref[Runtime]) -> None:
+    """Finish checkpoints and leave the process group, unless the process ends by an exception.
+
+    After an exception a rank with peers ends without leaving: peers learn of it by its death.
+    """
+    runtime = reference()
     has_failed = hasattr(sys, "last_value")
-    if found is None or (has_failed and (found.world_size > 1 or found.device.type != "cpu")):
+    if runtime is None or (has_failed and (runtime.world_size > 1 or runtime.device.type != "cpu")):
         return
-    if not has_failed and "checkpoints" in found.__dict__:
-        found.checkpoints.finish_at_exit()
-    found.close()
-    # Threads of a group that something holds may still let go of a tensor, and Python, once
-    # it has begun to end, answers with an abort: https://github.com/pytorch/pytorch/pull/179291
+    if not has_failed and "checkpoints" in runtime.__dict__:
+        runtime.checkpoints.finish_at_exit()
+    runtime.close()
+    # A process group that is still referenced keeps its threads.  One of them may free a tensor
+    # after Python has begun to shut down, which aborts the process, so drop the references first:
+    # https://github.com/pytorch/pytorch/pull/179291
     for name in ("_place", "checkpoints"):
-        vars(found).pop(name, None)
+        vars(runtime).pop(name, None)

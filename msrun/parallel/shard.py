@@ -56,9 +56,9 @@ class Sharded(NamedTuple):
     """The result of `shard_model`.
 
     Args:
-        model: What is to be trained: the model itself, or this rank's stage of it.
-        state: What its steps need.
-        context: This rank on the mesh, which `mesh: auto` found only now.
+        model: The module to train: the model itself, or this rank's stage of it.
+        state: State that its steps need.
+        context: This rank on the mesh, which `mesh: auto` chooses only now.
     """
 
     model: nn.Module
@@ -67,7 +67,7 @@ class Sharded(NamedTuple):
 
 
 class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration applied to the names of one model, before anything is changed.
+    """The configuration resolved to the names of one model, before the first change.
 
     Args:
         config: The configuration.
@@ -90,8 +90,8 @@ def shard_model(
     Args:
         config: The parallel configuration.
         rank: This rank; a `RankContext` unless `mesh: auto` is to find the mesh.
-        model: Is used up.
-        sample: As of `Runtime.shard`.
+        model: The model; with a pipeline it is consumed.
+        sample: Inputs of one batch, see `Runtime.shard`.
 
     Raises:
         ModelError: The configuration does not fit the model; then nothing was changed.
@@ -149,7 +149,7 @@ def _shard_by_search(
             dropout_rngs=applied.dropout_rngs,
         )
         return Sharded(applied.model, state, applied.context)
-    # The runtime does by itself what the plan says: its configuration stands for the plan.
+    # The plan is equal to a configuration of the runtime, which runs it without the executor.
     resolved = _resolve_plan(applied.config, applied.context, model)
     state = _make_parallel(applied.context, model, resolved, originals)
     state.dropout_rngs = applied.dropout_rngs
@@ -171,7 +171,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        sparse_embedding.check_whole(model, _replicated(config, model, excluded))
+        sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
     return _ResolvedPlan(
         config=config,
         plans=plans,
@@ -210,7 +210,7 @@ def _make_parallel(
     originals: _Originals,
     weights: Weights | None = None,
 ) -> ShardedModel:
-    """Shard what `model` computes and holds; `weights` fill a model of `init_on_meta`."""
+    """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
     guard = _change_modules(context, model, resolved)
     zero = None
@@ -248,12 +248,12 @@ def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> P
 
 
 class _Originals:
-    """The parameters of a model before anything is done to it.
+    """The parameters of a model before the first change, to recognise stale optimizers later.
 
     Args:
         model: The model.
-        is_strong: Its parameters have no memory yet, and torch gives them some only while
-            nothing refers to them weakly.
+        is_strong: Hold strong references at first.  Parameters of `init_on_meta` need it: torch
+            gives them memory in place only while nothing refers to them weakly.
     """
 
     def __init__(self, model: nn.Module, *, is_strong: bool) -> None:
@@ -272,7 +272,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 def _change_modules(
     context: RankContext, model: nn.Module, resolved: _ResolvedPlan
 ) -> Guard | None:
-    """Apply what stays within modules: operator plan, batch norms, dropout, recomputation."""
+    """Apply the features that change modules: operator plan, batch norms, dropout, recompute."""
     config = resolved.config
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
@@ -300,7 +300,7 @@ def _change_modules(
 def _shard_operators(
     context: RankContext, model: nn.Module, plans: Mapping[str, ModulePlan]
 ) -> Guard | None:
-    """Apply the operator plan and return its guard; None where the plan shards nothing."""
+    """Apply the operator plan and return its guard; None if the plan shards nothing."""
     axes = plan_axes(context.layout)
     if not plans or math.prod(map(context.layout.size, axes)) == 1:
         return None
@@ -313,9 +313,9 @@ class _Zero(NamedTuple):
     """A model under optimizer parallel.
 
     Args:
-        model: The model, which is a module of `fully_shard` now.
-        replicated: Parameters that it left replicated.
-        order: Compares the order in which ranks gather the others.
+        model: The model, which `fully_shard` has made an `FSDPModule`.
+        replicated: Parameters that stay replicated.
+        order: Compares the order in which ranks gather the other parameters.
     """
 
     model: FSDPModule
@@ -345,7 +345,7 @@ def _reductions(
     zero: _Zero | None,
     check: Callable[[], None],
 ) -> list[Reduction]:
-    """Return what sums gradients over data-parallel ranks: ZeRO's own, and that of the rest."""
+    """Return the reductions over data-parallel ranks: of ZeRO, and of replicated parameters."""
     if context.layout.size(DATA_AXIS) == 1:
         return []
     config, group = resolved.config, context.group(DATA_AXIS)

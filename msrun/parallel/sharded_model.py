@@ -1,4 +1,9 @@
-"""A model after `rt.shard`: what its steps need, and what must stay as it was."""
+"""A model after `rt.shard`: the state that its steps need, and checks that the model is unchanged.
+
+Reducers and gathers are set up for the parameters that exist in `rt.shard`.  A parameter that is
+replaced, added or thawed later would be trained by each rank alone, and the replicas would drift
+apart without an error.  `ParameterSnapshot` detects that before the gradients are reduced.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +28,18 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class ParameterSnapshot:
-    """The parameters of a model, of which ranks count on what they were in `rt.shard`.
+    """The parameters of a model as of `rt.shard`.
 
     Args:
-        model: All is done to it.
-        gathered: Names of those that have others in their place now and then.
-        can_thaw: Whether these may be trained where they were not.
+        model: The model after `rt.shard` has made it parallel.
+        gathered: Names of the parameters that `fully_shard` replaces while they are gathered.
+        can_thaw: Whether a gathered parameter that was frozen may be trained later.
     """
 
     def __init__(self, model: nn.Module, gathered: Collection[str], *, can_thaw: bool) -> None:
         self._model = weakref.ref(model)
         self._gathered = gathered
-        self._parts = self._found(model)
+        self._original = self._identities(model)
         self._frozen = [
             name
             for name, param in model.named_parameters(remove_duplicate=False)
@@ -42,18 +47,18 @@ class ParameterSnapshot:
         ]
 
     def check(self) -> None:
-        """See whether they are still there, and none of the others is trained.
+        """Refuse a model whose parameters were replaced, added or thawed since `rt.shard`.
 
         Raises:
-            ModelError: One would be left to each rank by itself.
+            ModelError: Each rank would train such a parameter alone.
         """
         model = self._model()
         if model is None:
             return  # nobody can train it
-        found, parts = self._found(model), self._parts
-        for name in {**parts, **found}:
-            if name not in found or name not in parts or found[name] is not parts[name]:
-                what = "replaced" if name in parts else "added"
+        current, original = self._identities(model), self._original
+        for name in {**original, **current}:
+            if name not in current or name not in original or current[name] is not original[name]:
+                what = "replaced" if name in original else "added"
                 raise ModelError(
                     f"{name} was {what} after rt.shard, so ranks do not train it together",
                     hint="change the model before rt.shard",
@@ -65,25 +70,29 @@ class ParameterSnapshot:
                     hint="freeze what is to be trained later after rt.shard",
                 )
 
-    def _found(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
-        """Return the parameters by name, or for what is gathered the module that holds it."""
-        found: dict[str, Parameter | nn.Module | None] = {}
+    def _identities(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
+        """Return parameters by name; for a gathered one the module that holds it.
+
+        A gathered parameter is another object than its shard, so only its module identifies it.
+        """
+        identities: dict[str, Parameter | nn.Module | None] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             holder, _, _ = name.rpartition(".")
             if name not in self._gathered:
-                found[name] = param
-            else:  # the model itself cannot be replaced, and must not be kept
-                found[name] = model.get_submodule(holder) if holder else None
-        return found
+                identities[name] = param
+            else:  # None for the model itself: it cannot be replaced, and must not be kept alive
+                identities[name] = model.get_submodule(holder) if holder else None
+        return identities
 
 
 class Reduction(msgspec.Struct, frozen=True):
-    """One way in which gradients are summed over data-parallel ranks.
+    """One way to reduce gradients over data-parallel ranks.
 
     Args:
-        paused: Context in which they add up on this rank instead.
-        reduce: Sums what was left so.
-        completed: Context of one backward pass after which they are summed in any case.
+        paused: Context in which gradients accumulate on this rank instead.
+        reduce: Reduces gradients that accumulated while paused.
+        completed: Context of one backward pass; gradients are reduced at its end, even if the
+            backward pass reached no parameter of this rank.
     """
 
     paused: Context
@@ -100,22 +109,23 @@ def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
 
 
 class ShardedModel:
-    """A model after `shard`, with what its steps need.
+    """A model after `shard`, with the state that its steps need.
 
     Args:
-        model: The model.
-        originals: Its parameters before; those that were replaced are no longer its own.
-        reductions: What sums gradients over data-parallel ranks.
-        computing: Context in which loss and gradients come out right.
-        microbatches: Into how many a step divides a local batch; a pipeline does so itself.
-        is_pipeline: Whether it is a stage of one.
-        contents: Its parameters; None where they may change.
-        excluded: Names of parameters that each data-parallel rank has for itself.
-        order: Compares what ranks gather; None where nothing is gathered.
+        model: The model; only referred to weakly.
+        originals: Its parameters before `shard`; some are replaced by now.
+        reductions: Reductions of gradients over data-parallel ranks.
+        computing: Context that loss and backward pass must run in, such as the guard.
+        microbatches: Number of micro-batches that a step splits a local batch into.  A pipeline
+            splits its batch itself.
+        is_pipeline: Whether the model is a stage of a pipeline.
+        excluded: Names of parameters whose gradients are not reduced.
+        snapshot: Parameters as of `shard`; None allows changes.
+        order: Compares the order in which ranks gather modules; None without ZeRO.
         dropout_rngs: Random generators of a model that a plan of mode auto runs.
 
     Attributes:
-        is_described: Whether its pipeline was printed, which the first step does.
+        is_described: Whether the pipeline was printed; the first step prints it.
     """
 
     def __init__(
@@ -158,7 +168,7 @@ class ShardedModel:
         return model
 
     def pipeline(self) -> PipelineModel:
-        """Return the model, which is a stage of a pipeline."""
+        """Return the model as a stage of a pipeline."""
         return cast("PipelineModel", self.model())
 
     def parameters(self) -> list[Parameter]:
@@ -167,29 +177,29 @@ class ShardedModel:
         return [] if model is None else list(model.parameters())
 
     def excluded(self) -> list[Parameter]:
-        """Return those that each data-parallel rank has for itself."""
+        """Return the parameters whose gradients are not reduced."""
         model = self._model()
         named = [] if model is None else model.named_parameters()
         return [param for name, param in named if name in self._excluded]
 
     def paused(self) -> contextlib.ExitStack:
-        """Let gradients add up on this rank, inside the context that is returned."""
+        """Return an entered context in which gradients accumulate on this rank."""
         return entered(reduction.paused for reduction in self._reductions)
 
     def completed(self) -> contextlib.ExitStack:
-        """Have gradients summed after the one backward pass inside the context that is returned."""
+        """Return an entered context of one backward pass, at whose end gradients are reduced."""
         return entered(reduction.completed for reduction in self._reductions)
 
     def reduce(self) -> None:
-        """Reduce the gradients that backward passes left while paused."""
+        """Reduce the gradients that accumulated while paused."""
         for reduction in self._reductions:
             reduction.reduce()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a model that has changed since `shard`, or an optimizer of another one.
+        """Refuse a model that changed since `shard`, or an optimizer of another model.
 
         Raises:
-            ModelError: A step would train something else, or nothing.
+            ModelError: The optimizer step would not train this model on all ranks alike.
         """
         if self._snapshot:
             self._snapshot.check()

@@ -1,4 +1,9 @@
-"""One training step on a local batch."""
+"""One training step on a local batch: forward, backward, reduction, clipping, optimizer step.
+
+Gradients of all micro-batches but the last accumulate on the rank, and the last backward pass
+reduces them.  The loss of each micro-batch is weighted by its samples, so uneven ones count each
+sample once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from msrun.parallel.local import scalar_loss
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
 
-# Output of the model and target of the batch, whatever types they have, to the mean loss.
+# Takes the output of the model and the target of the batch; returns the mean loss.
 LossFunction = Callable[[Any, Any], Tensor]
 
 
@@ -44,7 +49,8 @@ def run_step(
     order = sharded.order
     with order.compared_later() if order else contextlib.nullcontext():
         loss = train(context, sharded, loss_fn, batch)
-    # Before any weight changes: ranks that gathered in another order are refused here.
+    # The loss is all-reduced before the optimizer step: ranks that gathered modules in different
+    # orders are refused here, while no weight has changed.
     if order:
         loss = order.sum_and_compare(loss.detach() * context.batch.value)
         loss = loss / context.layout.size(DATA_AXIS)
@@ -70,19 +76,23 @@ def clip(
     """Clip the gradients of a model by their global norm, and return the norm before.
 
     Raises:
-        ModelError: `mode: manual`: the script shards gradients in a way that is not known here.
+        ModelError: With `mode: manual` only the script knows how gradients are sharded.
     """
     check_clip(config, context)
-    apart: dict[Parameter, dist.ProcessGroup] = {}
-    borrowed: Collection[Parameter] = ()
+    unreduced: dict[Parameter, dist.ProcessGroup] = {}
+    counted_elsewhere: Collection[Parameter] = ()
     pipeline = None
     if context.layout.size(DATA_AXIS) > 1:
-        apart = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
+        unreduced = dict.fromkeys(sharded.excluded(), context.group(DATA_AXIS))
     if sharded.is_pipeline:
-        borrowed = sharded.pipeline().borrowed()
+        counted_elsewhere = sharded.pipeline().borrowed()
         pipeline = context.group(PIPELINE_AXIS)
     return clip_gradients(
-        sharded.parameters(), max_norm, apart=apart, borrowed=borrowed, pipeline=pipeline
+        sharded.parameters(),
+        max_norm,
+        unreduced=unreduced,
+        counted_elsewhere=counted_elsewhere,
+        pipeline=pipeline,
     )
 
 
@@ -107,19 +117,20 @@ def _train(
         raise ModelError("the batch has no sample")
     parts = split_batch(batch, sharded.microbatches)
     total = torch.zeros((), device=context.device)
-    # Others may have gradients where this rank has none; what gathers parameters needs them all.
+    # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
+    # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
     may_skip = context.layout.size(DATA_AXIS) > 1 and sharded.order is None
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused():
-            share = batch_size(part) / samples
+            weight = batch_size(part) / samples
             with sharded.computing():
                 loss = scalar_loss(loss_fn(model(*part[:-1]), part[-1]))
                 if sharded.order:
                     sharded.order.check_trains(loss)
                 if loss.requires_grad or not may_skip:
-                    (loss * (share * context.batch.value)).backward()
-        total = total + loss.detach() * share
+                    (loss * (weight * context.batch.value)).backward()
+        total = total + loss.detach() * weight
     if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return total
@@ -152,7 +163,7 @@ def batch_size(batch: Any) -> int:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Return `batch` in `parts` pieces along its first dim, as equal as they can be.
+    """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
 
     Raises:
         ModelError: There are fewer samples than pieces.

@@ -1,4 +1,8 @@
-"""The names torch does not promise to keep, each behind one function with a test of its own."""
+"""Every private name of torch that msrun uses, each behind one function with a test of its own.
+
+A new torch release may change these names.  `scripts/tidy.py` refuses them in other files, so the
+tests of this one file show what broke.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _REENTRANT = checkpoint.CheckpointFunction.forward.__code__
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have the running backward pass end with `call`, on the thread that started it.
+    """Have `call` run at the end of the running backward pass, on the thread that started it.
 
     Raises:
         RuntimeError: No backward pass is running.
@@ -34,11 +38,11 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
-    """Return the placement of a mesh axis that cuts `dim` into shards after later axes cut it.
+    """Return the placement of a mesh axis that shards `dim` after later axes have sharded it.
 
     Args:
         dim: Dim of the tensor.
-        parts: How many parts the later axes made, more than 1.
+        parts: Number of parts that the later axes made, more than 1.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -46,7 +50,7 @@ def strided_shard(dim: int, parts: int) -> Placement:
 
 
 def parts_before(placement: Placement) -> int | None:
-    """Return how many parts later axes make before `placement` cuts; None if it cuts no dim."""
+    """Return how many parts later axes make before `placement`; None if it shards no dim."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     if isinstance(placement, _StridedShard):
@@ -55,24 +59,24 @@ def parts_before(placement: Placement) -> int | None:
 
 
 def join_axes(mesh: DeviceMesh) -> None:
-    """Have what is sent over all axes of `mesh` be sent at once, and not one axis after the other.
+    """Have DTensor send data for all axes of `mesh` in one collective, not in one for each axis.
 
-    All ranks call it, in one order.
+    It makes a process group: all ranks call it, in one order.
     """
     mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
 
 
 def functional_collective(name: str, x: Tensor, *options: Any, group: dist.ProcessGroup) -> Tensor:
-    """Return what the functional collective `name` makes of `x`, as a new tensor.
+    """Run the functional collective `name` on `x` and return its result, a new tensor.
 
-    The public collectives write into a tensor they are given.  A recomputation that keeps the
-    results of communication would skip them and go on with that tensor as it was before.
+    The public collectives write into a tensor that they are given.  A recomputation that saves the
+    results of communication would skip them and continue with the unwritten tensor.
 
     Args:
-        name: Such as `all_reduce`.
-        x: Contiguous, on the device of the group.
-        options: What stands in the operator's schema between the tensor and the group.
-        group: Its ranks all call this.
+        name: Name of the operator, such as `all_reduce`.
+        x: Contiguous tensor on the device of the group.
+        options: Arguments between the tensor and the group in the operator's schema.
+        group: Group whose ranks all call this.
     """
     operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
     pending = getattr(operators, name)(x, *options, group.group_name)
@@ -81,9 +85,9 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
 
 
 def is_active(mode: TorchFunctionMode) -> bool:
-    """Return whether functions that are called here and now pass through `mode`.
+    """Return whether functions that are called now pass through `mode`.
 
-    In a backward pass they do not pass through the modes around it.
+    Inside a backward pass the modes around it are not active.
     """
     from torch.overrides import _get_current_function_mode_stack
 
@@ -91,9 +95,9 @@ def is_active(mode: TorchFunctionMode) -> bool:
 
 
 def reduce_sharded(model: FSDPModule) -> None:
-    """Reduce the gradients that added up in `model` while it was told not to reduce them.
+    """Reduce the gradients that accumulated in `model` while its reduction was switched off.
 
-    Afterwards it is as after a backward: gradients are divided, and nothing is gathered.
+    Afterwards `model` is as after a backward pass: gradients are sharded, nothing is gathered.
 
     Args:
         model: The outermost module of `fully_shard`.
@@ -117,15 +121,16 @@ def watch_units(
     sparse: Callable[[str], None],
     differentiated: Callable[[], None],
 ) -> None:
-    """Have the modules of `fully_shard` in `model` tell in which order they communicate.
+    """Call back when modules of `fully_shard` in `model` gather or reduce.
 
     Args:
-        model: The outermost of them.
-        gathered: Gets the name of a module whose parameters are being gathered.
-        reduced: Gets the names of those parameters of a module that have a gradient, when
-            these are to be reduced; with none they are not.
-        sparse: Gets the name of a parameter with a sparse gradient, before torch fails at it.
-        differentiated: Called when gradients shall have gradients, before torch fails at that.
+        model: The outermost module of `fully_shard`.
+        gathered: Called with the name of a module when the gather of its parameters starts.
+        reduced: Called before a module reduces, with the names of its parameters that have a
+            gradient.  Without any, torch sends nothing.
+        sparse: Called with the name of a parameter that has a sparse gradient, before torch fails.
+        differentiated: Called when a backward pass makes gradients of gradients possible, before
+            torch fails.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -162,8 +167,8 @@ def _watch_unit(
             if _has_gradient(param) and _gradient(param).is_sparse:
                 sparse(param._param_fqn)  # noqa: SLF001
         if group.reduce_grads:
-            found = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
-            reduced(found)
+            names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
+            reduced(names)
         post_backward(*unused)
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
@@ -182,10 +187,11 @@ def _gradient(param: Any) -> Any:
 def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Return a context in which operators go to `handle`, below autograd.
 
-    Inside `handle` they do what they do outside of the context.
+    Operators that `handle` itself calls run as they do outside of the context.
 
     Args:
-        handle: Gets the operator, the types of tensor subclasses, arguments and those with names.
+        handle: Called with the operator, the types of tensor subclasses, positional and named
+            arguments.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,15 +207,15 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward pass.
 
-    At the end of each of its nodes the modes are again those that were active at its start.
+    At the end of each autograd node torch restores the modes that were active at its start.
     """
     return int(torch._C._current_graph_task_id()) != -1  # noqa: SLF001 - there is no public form
 
 
 def checkpointed() -> object | None:
-    """Return what stands for the innermost `torch.utils.checkpoint` that runs here; None outside.
+    """Return an object that identifies the innermost `torch.utils.checkpoint`; None outside of one.
 
-    It can be referred to weakly.
+    The object supports weak references.
     """
     if torch.is_grad_enabled():
         ignores_tracing = False
@@ -225,12 +231,12 @@ def checkpointed() -> object | None:
 
 
 def is_dispatching() -> bool:
-    """Return whether operators that are called here and now go to some mode."""
+    """Return whether operators that are called now go to some dispatch mode."""
     return int(torch._C._len_torch_dispatch_stack()) > 0  # noqa: SLF001 - no public form
 
 
 def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
-    """Return which arguments `operator` writes: positions of those in place, names of outputs."""
+    """Return the arguments that `operator` writes: positions, and names of keyword-only ones."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
     written = [
         (position, argument)
@@ -244,34 +250,34 @@ def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
 
 
 def takes_device(operator: Any) -> bool:
-    """Return whether `operator` can be told the device of its result."""
+    """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
     return any(argument.name == "device" for argument in arguments)
 
 
 def write_count(tensor: Tensor) -> int:
-    """Return how often `tensor` was written in place, which its views count with it."""
+    """Return how often `tensor` was written in place; a tensor and its views share the count."""
     return int(tensor._version)  # noqa: SLF001 - there is no public form
 
 
 def tensors_in(memory: UntypedStorage) -> int:
-    """Return how many tensors lie in `memory`, views and those only torch knows counted."""
+    """Return how many tensors use `memory`, including views and tensors that only torch holds."""
     users = torch._C._storage_Use_Count(memory._cdata)  # noqa: SLF001 - there is no public form
     return int(users) - 1  # `memory` itself is one
 
 
 def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer of `module` by what `make` returns for it.
+    """Replace each parameter and buffer of `module` by the result of `make`.
 
-    As `module.to_empty` does, which knows no other choice: modules that hold their parameters
-    in further places see to those.
+    It works like `module.to_empty`, which offers no choice of the new tensor: modules that keep
+    their parameters in further places, such as a recurrent one, update these too.
     """
     module._apply(make)  # noqa: SLF001 - there is no public form
 
 
 @contextmanager
 def without_stack_traces() -> Iterator[None]:
-    """Have traces not note for each node which lines of Python it comes from, which takes time."""
+    """Have traces leave out the Python stack of each node, which takes time to record."""
     from torch.fx import config
 
     before = getattr(config, "do_not_emit_stack_traces", False)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
 
@@ -232,7 +232,7 @@ def feed(plan):
     network = runtime.shard(Feed())
     x = torch.ones(BATCH, LENGTH, WIDTH, requires_grad=True)
     with runtime.sharded(network).computing(), Counted() as counted:
-        whole(network(x)).sum().backward()
+        full_tensor(network(x)).sum().backward()
     return {kind: (calls, counted.bytes[kind]) for kind, calls in counted.calls.items()}
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.config import ParallelConfig
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.search.plan.lowering import Lowering
 
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
@@ -70,7 +70,7 @@ def _run(
 
 def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the mean of `x` over the ranks, with the gradient of this rank's share."""
-    x = whole(x)
+    x = full_tensor(x)
     own = x.detach()
     total = own.clone()
     dist.all_reduce(total, group=group)
@@ -106,7 +106,7 @@ class _CountedLosses(TorchFunctionMode):
         self, func: Callable[..., Tensor], logits: Tensor, target: Tensor, **options: Any
     ) -> Tensor:
         """Return the sum of this rank's losses over the mean number of targets that count."""
-        count = (whole(target) != options.get("ignore_index", -100)).sum().to(logits.dtype)
+        count = (full_tensor(target) != options.get("ignore_index", -100)).sum().to(logits.dtype)
         dist.all_reduce(count, group=self._group)
         options |= {"size_average": None, "reduce": None, "reduction": "sum"}
         mean = count / self._group.size()

@@ -1,7 +1,34 @@
-"""`rt.save`, `rt.load` and `rt.resume`: all that a job needs to go on, in any layout.
+"""`rt.save`, `rt.load` and `rt.resume`: everything that a job needs to continue, in any layout.
 
-Model, optimizer, random generators, loader and step.  Tensors are resharded on load by
-`torch.distributed.checkpoint`.  State that is no tensor is JSON; no file is ever unpickled.
+A checkpoint holds the model, and with an optimizer its state; the random generators of every rank,
+the position of the loader, the step, and `extra` of the script.  It is one directory: a safetensors
+file for each rank that writes, `index.json` and `checkpoint.json` (see `store`).
+
+Who writes what.  All ranks collect their state by the names of the unmodified model (`state`).
+Rank 0 plans which rank writes which part (`plan`), makes a hidden directory next to the target, and
+sends its name.  Each rank writes and syncs its own file.  When all have, rank 0 checks the sizes of
+all files, writes the index and then the manifest, and renames the directory.  Only then is it a
+checkpoint.
+
+What a kill leaves.  A kill at any moment leaves the previous checkpoint or the new one, complete.
+Leftovers in hidden directories are removed by the next save to the same place.  The newest `keep`
+checkpoints of the configured directory stay; older ones are removed only after the rename.
+
+With `async`, tensors are copied to the host before `save` returns, and a thread does the writing
+and the rename.  It uses a process group of its own (`HostGroup`).  An error of the thread is raised
+by the next save, load or `finish`.
+
+Automatic checkpoints.  `after_step` notes that a save is due, with the loader's position and the
+generators as of that moment; `before_step` of the next step makes it.  So a learning-rate
+scheduler, which moves after the step, is saved as it will continue.  Ranks meet for a due save with
+a timeout wherever they are, at their next step or at their end: a rank that ends right after a step
+still takes part in its checkpoint, and the others do not wait forever for one that was killed.
+
+Every stage runs in `HostGroup.together`, so an error on one rank raises on all of them.  A load
+checks names, shapes and metadata on all ranks before it changes the first tensor.
+
+Nothing is ever unpickled from a file, and a save takes no step with the optimizer to learn its
+state, as torch's `get_state_dict` does (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -30,6 +57,7 @@ from msrun.parallel.checkpoint.state import (
     TensorNames,
     collect,
     each_model,
+    each_optimizer,
     plain,
 )
 from msrun.parallel.checkpoint.strategy_file import describe, merge, write_strategy
@@ -42,18 +70,18 @@ from msrun.parallel.rank_context import RankContext
 from msrun.version import __version__
 
 RANDOM = "random."
-# Of models that a plan of mode auto runs: all ranks have the same.
+# Generators of models that a plan of mode auto runs: equal on all ranks.
 DRAWS = "draws"
-# Ranks of a job that ends well come to its end together, but for a last evaluation on one.
+# Ranks of a job that ends well end together, except that one of them may run a last evaluation.
 AT_EXIT = timedelta(minutes=5)
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """State that changes between two steps, as it was right after the first.
+    """State that changes between two steps, captured right after the first of them.
 
     Args:
-        step: Steps that were done.
-        loader: State of the loader; None without.
+        step: Number of steps that are done.
+        loader: State of the loader; None without a loader.
         random: Kind of generator -> state.
     """
 
@@ -63,12 +91,12 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What `load` found.
+    """Metadata of a checkpoint that was loaded.
 
     Args:
         path: Directory of the checkpoint.
-        step: Steps that were done.
-        extra: What the user added.
+        step: Number of steps that were done.
+        extra: Values that the script added.
     """
 
     path: Path
@@ -77,7 +105,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoints:
-    """Saves and loads the models of a job; all ranks make one and call its methods together.
+    """Saves and loads models of a job; all ranks make one and call its methods together.
 
     Args:
         config: The parallel configuration.
@@ -101,7 +129,7 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._has_strategy = False
         self._division: plans.WriteDivision | None = None
-        # What `after_step` saves beside model and optimizer.
+        # State of automatic saves beside model and optimizer, and the one that is due.
         self._step = 0
         self._loader: Stateful | None = None
         self._extra: Extra = None
@@ -117,20 +145,21 @@ class Checkpoints:
         loader: Stateful | None = None,
         extra: Extra = None,
     ) -> None:
-        """Write a checkpoint; it is there, whole, when this returns, or later if asynchronous.
+        """Write a checkpoint.  It is complete when this returns, or with `async` some time later.
 
         Args:
-            path: Its directory, replaced when it is a checkpoint; None takes one named for the
-                step in the configured directory, and removes the oldest ones there.
-            models: One, or the pipeline stages of this rank; or several by name, when names of
-                their tensors begin with it.
-            optimizer: Of their parameters; one, several or None.
-            step: Steps that were done.
-            loader: Whose place in the data is kept.
-            extra: Name -> plain JSON value, or an object with `state_dict` of such values.
+            path: Directory of the checkpoint, which replaces a checkpoint there.  None makes one
+                named by the step in the configured directory, and removes the oldest ones there.
+            models: One model, or the pipeline stages of this rank; or a mapping of several, whose
+                names become prefixes of their tensors' names.
+            optimizer: Optimizers of their parameters; one, several or None.
+            step: Number of steps that are done.
+            loader: Loader whose position to save; None saves none.
+            extra: Name -> plain JSON value, or an object whose `state_dict` returns such values.
 
         Raises:
-            CheckpointError: It could not be written, here or on another rank, or the one before.
+            CheckpointError: This checkpoint, or the one before it, could not be written on some
+                rank.
         """
         self.finish()
         with self._peers.together():
@@ -148,17 +177,19 @@ class Checkpoints:
         target = self._target(path, rest[0].step)
         peers = self._peers
         with peers.together():
-            state = self._collect(self._names(models), _each(optimizer), rest[0])
+            state = self._collect(self._names(models), each_optimizer(optimizer), rest[0])
             manifest = self._manifest(*rest)
-        if self._has_own_division:
+        if self._is_sharded_by_script:
             self._compare(state)
         division = self._division = self._divide(state)
-        besides = peers.gather((state.aliases, state.values) if division.speaks else ({}, {}))
+        side_states = peers.gather(
+            (state.aliases, state.values) if division.has_side_state else ({}, {})
+        )
         building, commit = "", None
         with peers.together():
             if self._context.rank == 0:
                 building = str(store.begin(target))
-                contents = _contents(manifest, division.layout, besides)
+                contents = plans.contents(manifest, division.layout, side_states)
                 keep = settings.keep if settings and path is None else 0
                 commit = partial(_commit, Path(building), target, contents, keep)
         folder = Path(peers.from_first(building))
@@ -186,19 +217,20 @@ class Checkpoints:
         loader: Stateful | None = None,
         extra: Extra = None,
     ) -> Restored:
-        """Load what is given from a checkpoint; with an optimizer, random generators too.
+        """Load a checkpoint into the given objects; with an optimizer, random generators too.
 
         Args:
-            path: A checkpoint, or a directory of which the newest is taken; None takes the
-                configured directory.
-            models: As of `save`.
-            optimizer: As of `save`.
-            loader: As of `save`.
-            extra: Objects with `load_state_dict`; other values are in what is returned.
+            path: A checkpoint, or a directory whose newest one to load; None takes the configured
+                directory.
+            models: As in `save`.
+            optimizer: As in `save`.
+            loader: Loader to move to the saved position.
+            extra: Name -> object with `load_state_dict` to restore.  Values of other names are in
+                the result.
 
         Raises:
-            CheckpointError: There is none, it is broken, or does not fit; unless the files became
-                unreadable in the middle, nothing was changed.
+            CheckpointError: There is none, it is broken, or it does not fit.  Then nothing was
+                changed, unless a file became unreadable in the middle.
         """
         self.finish()
         source = ""
@@ -206,7 +238,7 @@ class Checkpoints:
             if self._context.rank == 0:
                 source = str(store.find(self._folder("rt.load", path)).absolute())
         folder = Path(self._peers.from_first(source))
-        optimizers = _each(optimizer)
+        optimizers = each_optimizer(optimizer)
         with self._peers.together():
             manifest = store.read_manifest(folder)
             index = store.read_index(folder, manifest)
@@ -238,28 +270,28 @@ class Checkpoints:
         Automatic saves from now on include `loader` and `extra`.
 
         Returns:
-            The step to go on from: how many were done.
+            Number of steps that are done; 0 without a checkpoint.
 
         Raises:
-            CheckpointError: As of `load`; or no directory is configured.
+            CheckpointError: The checkpoint does not load, or no directory is configured.
         """
         self.finish()
         self._loader, self._extra, self._step = loader, extra, 0
-        found = ""
+        newest = ""
         with self._peers.together():
             if self._context.rank == 0:
-                newest = store.find_newest(self._folder("rt.resume", None))
-                found = str(newest.absolute()) if newest else ""
-        found = self._peers.from_first(found)
-        if found:
-            restored = self.load(found, models, optimizer, loader=loader, extra=extra)
+                path = store.find_newest(self._folder("rt.resume", None))
+                newest = str(path.absolute()) if path else ""
+        newest = self._peers.from_first(newest)
+        if newest:
+            restored = self.load(newest, models, optimizer, loader=loader, extra=extra)
             self._step = restored.step
         return self._step
 
     def after_step(self, models: Models, optimizer: Optimizers) -> None:
-        """Count a step; every so many as the configuration says, one is saved by `before_step`.
+        """Count a step; if it is one to save, have `before_step` save it.
 
-        By then a scheduler of the learning rate, which moves after the step, has moved.
+        By then a learning-rate scheduler, which moves after the step, has moved.
         """
         settings = self._settings
         self._step += 1
@@ -268,28 +300,28 @@ class Checkpoints:
             self._due = partial(self._save, None, models, optimizer, (moment, self._extra))
 
     def before_step(self, within: timedelta = DEADLINE) -> None:
-        """Save the step before, if it is one to save: loader and generators as they were then.
+        """Write the checkpoint that `after_step` noted, if one is due.
 
-        Ranks meet for it wherever they are, at the next step or at their end: one that leaves
-        early still takes part.
+        Loader and generators are saved as they were right after the step.  Ranks meet here at
+        their next step or at their end, so a rank that ends early still takes part.
         """
         if self._due is not None:
             due, self._due = self._due, None
-            self._join()  # the writer talks to the same peers
+            self._join()  # the writer thread uses the same process group
             self._peers.meet(within)
             due()
 
     def finish(self) -> None:
-        """Wait until all is there that was to be saved; due before a job ends well.
+        """Wait until every checkpoint is complete; call it before a job ends well.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: A checkpoint could not be written.
         """
         self.before_step()
         self._join()
 
     def finish_at_exit(self, within: timedelta = AT_EXIT) -> None:
-        """Do what `finish` does, unless some rank does not come: it may have ended early.
+        """Do what `finish` does, but wait only so long for ranks that may have ended early.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
@@ -300,12 +332,13 @@ class Checkpoints:
     def write_strategy(
         self, path: str | Path, models: Models, stages: Sequence[int] | None = None
     ) -> None:
-        """Write how each parameter of the job lies on the mesh; see `strategy_file`.
+        """Write the layout of each parameter of the job; see `strategy_file`.
 
         Args:
-            path: Of the file, which rank 0 replaces.
-            models: As of `save`.
-            stages: Pipeline stage of each model; None counts round the pipeline.
+            path: Path of the file, which rank 0 replaces.
+            models: As in `save`.
+            stages: Pipeline stage of each model; None counts from this rank's stage
+                on, in steps of the number of pipeline ranks.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -326,7 +359,7 @@ class Checkpoints:
         return TensorNames(self._config.reduce.exclude, data_rank, models)
 
     def _join(self) -> None:
-        """Wait for the writer in the background, and raise what became of it."""
+        """Wait for the writer thread, and raise the error that it ended with."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -335,8 +368,8 @@ class Checkpoints:
             raise failure
 
     @property
-    def _has_own_division(self) -> bool:
-        """Whether the script divides work in a way that is not known here."""
+    def _is_sharded_by_script(self) -> bool:
+        """Whether the script itself may shard tensors, over an axis beside `dp`."""
         sizes = self._context.layout.axes
         return self._config.mode == "manual" and any(
             size > 1 for axis, size in sizes.items() if axis != DATA_AXIS
@@ -371,7 +404,7 @@ class Checkpoints:
         )
 
     def _divide(self, state: State) -> plans.WriteDivision:
-        """Return who writes what: as the last time where no rank has anything new."""
+        """Return this rank's share of the writing; that of the last save if no rank has changed."""
         peers, last = self._peers, self._division
         [is_new] = peers.any_of([last is None or last.signature != plans.signature(state)])
         if last is not None and not is_new:
@@ -379,15 +412,18 @@ class Checkpoints:
         with peers.together():
             proposal = plans.propose(state)
         proposals = peers.gather(proposal)
-        shares: list[plans.RankWrites] = []
+        writes: list[plans.RankWrites] = []
         layout = plans.StorageLayout()
         with peers.together():
             if self._context.rank == 0:
-                shares, layout = plans.divide(proposals)
-        return plans.accept(state, peers.scatter(shares), layout)
+                writes, layout = plans.divide(proposals)
+        return plans.accept(state, peers.scatter(writes), layout)
 
     def _compare(self, state: State) -> None:
-        """Refuse tensors of one name that differ from rank to rank."""
+        """Refuse plain tensors that differ between ranks.
+
+        One rank writes each of them, so the parts of the others would be lost.
+        """
         with self._peers.together():
             own = plans.digests(state)
         each = self._peers.gather(own)
@@ -401,7 +437,7 @@ class Checkpoints:
         staged: dict[str, torch.Tensor],
         commit: Callable[[], None] | None,
     ) -> None:
-        """Write this rank's file; when all have, rank 0 makes it a checkpoint."""
+        """Write this rank's file; when all ranks have, rank 0 makes the directory a checkpoint."""
         try:
             with self._peers.together():
                 if file is not None:
@@ -435,7 +471,7 @@ class Checkpoints:
 
         saved = MeshLayout(manifest.mesh)
         here = (context.layout, context.rank)
-        generators.go_on(states, saved, here, context.device, context.stream)
+        generators.continue_streams(states, saved, here, context.device, context.stream)
         common = states(0)
         for number, model in enumerate(self._dropout_rngs):
             for dropout_rng in model:
@@ -462,24 +498,3 @@ def _commit(
     store.commit(building, target, *contents)
     if keep:
         store.remove_oldest(target.parent, keep, target)
-
-
-def _contents(
-    manifest: store.Manifest,
-    layout: plans.StorageLayout,
-    besides: Sequence[tuple[dict[str, str], dict[str, Any]]],
-) -> tuple[store.Manifest, store.Index]:
-    """Return both files that describe a checkpoint, of which the ranks have `besides`."""
-    aliases: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for own_aliases, own_values in reversed(besides):  # the lowest rank has the last word
-        aliases |= own_aliases
-        values |= own_values
-    index = store.Index(tensors=layout.tensors, aliases=aliases, values=values)
-    return msgspec.structs.replace(manifest, files=layout.files), index
-
-
-def _each(optimizer: Optimizers) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

@@ -1,9 +1,9 @@
-"""`msrun convert`: a checkpoint as one file of whole tensors, and such a file as a checkpoint.
+"""`msrun convert`: merges a checkpoint into one file of whole tensors, and the other way round.
 
-One process, no process group.  A `.pt` file holds a dict of tensors as `model.load_state_dict`
-takes it; with the optimizer it holds `{"model": ..., "optimizer": ..., "step": ...}`, where the
-optimizer's dict has parameters by name, as those of `torch.distributed.checkpoint.state_dict`.
-It is read by torch's reader of weights, which runs no code.
+It runs in one process without a process group.  A `.pt` file holds a dict of tensors for
+`model.load_state_dict`.  With the optimizer it holds `{"model": ..., "optimizer": ..., "step":
+...}`, whose optimizer dict has parameters by name, like `torch.distributed.checkpoint.state_dict`.
+It is read with `weights_only`, which runs no code from the file.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
 
 class Content(msgspec.Struct, kw_only=True):
-    """Whole tensors, read when they are asked for, and the rest, all named as in a checkpoint.
+    """Contents of a checkpoint or file, under the names of a checkpoint; tensors are read lazily.
 
     Args:
-        slots: Tensor -> its type and shape.
-        read: Name -> the tensor.
+        slots: Name of a tensor -> its type and shape.
+        read: Name of a tensor -> function that reads it.
         aliases: Further name of a tensor -> its name.
-        values: What is no tensor.
-        step: Steps that were done.
+        values: Name -> state that is not a tensor.
+        step: Number of steps that were done.
     """
 
     slots: dict[str, FileTensor] = {}
@@ -71,19 +71,21 @@ class Content(msgspec.Struct, kw_only=True):
 def convert(source: str | Path, target: str | Path, *, optimizer: bool = False) -> str:
     """Turn a checkpoint into one file, or one file into a checkpoint that any layout loads.
 
-    What each data-parallel rank had for itself becomes that of rank 0.
+    Of parameters that each data-parallel rank has for itself, those of rank 0 are taken.
 
     Args:
-        source: Directory of a checkpoint, or of several, of which the newest is taken; or a
-            `.safetensors` or `.pt` file.
-        target: Such a file, or from one a directory; nothing may be there.
-        optimizer: Take the optimizer's state too, which `.safetensors` has no place for.
+        source: A `.safetensors` or `.pt` file, a checkpoint, or a directory of checkpoints, whose
+            newest is taken.
+        target: A `.safetensors` or `.pt` file, or if the source is a file also a directory; it
+            must not exist.
+        optimizer: Take optimizer state too; `.safetensors` cannot hold it.
 
     Returns:
-        One line that says what was written.
+        One line that describes the target.
 
     Raises:
-        CheckpointError: The source is not what it should be, or the target cannot be made.
+        CheckpointError: The source is not a checkpoint or file of tensors, or the target cannot
+            be written.
     """
     source, target = Path(source), Path(target)
     if target.exists() or target.is_symlink():
@@ -168,18 +170,18 @@ def _write(target: Path, content: Content) -> None:
 
 
 def _replace(target: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` make the file `target`, which is there only when it is whole."""
+    """Have `write` make the file `target`, which appears only when it is complete."""
     partial_file = target.with_name(f".{target.name}.partial")
     try:
         write(partial_file)
-        os.replace(partial_file, target)  # noqa: PTH105 - so it reads: atomic
+        os.replace(partial_file, target)  # noqa: PTH105 - known to be atomic by this name
     finally:
         partial_file.unlink(missing_ok=True)
     store.sync_directory(target.parent)
 
 
 def _write_safetensors(content: Content, path: Path) -> None:
-    """Write every name with a copy of its own: the format knows no two names for one tensor."""
+    """Write every name with its own copy: the format has no second name for one tensor."""
     read: dict[str, Callable[[], Tensor]] = {}
     slots = []
     for name in content.names(MODEL):
@@ -225,7 +227,7 @@ def _write_checkpoint(target: Path, content: Content) -> None:
 
 
 def _tree(content: Content) -> dict[str, Any]:
-    """Return what a `.pt` file holds."""
+    """Return the contents of a `.pt` file."""
     tensors = {name: content.read[name]() for name in content.slots}
     model: dict[str, Any] = {
         name.removeprefix(MODEL): tensors[content.aliases.get(name, name)]

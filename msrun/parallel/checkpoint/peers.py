@@ -1,4 +1,9 @@
-"""What all ranks settle with each other while they save or load, over a group on the host."""
+"""Agreement of all ranks while they save or load, over a process group on the host.
+
+Saving and loading alternate between work that each rank does alone and collectives.  A rank that
+failed alone and left would have its peers wait in the next collective.  So all work runs in
+`together`: at its end every rank learns whether any rank failed, and all raise.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from msrun.errors import CheckpointError, MsrunError, RanksDisagreeError
 
-# A rank that takes longer for its part of one checkpoint does not come back.
+# A rank that takes longer for its part of one checkpoint counts as lost.
 DEADLINE = timedelta(minutes=30)
 _TEXT_BYTES = 1000
 
@@ -21,9 +26,10 @@ _T = TypeVar("_T")
 
 
 class HostGroup:
-    """The ranks of a job in a process group of their own, so that a background thread may use it.
+    """All ranks of a job in a gloo group of their own.
 
-    Making one is collective, and so is every call.
+    A background thread may use it while training uses the other groups.  Making one is collective,
+    and so is every call.
     """
 
     def __init__(self) -> None:
@@ -32,10 +38,10 @@ class HostGroup:
         self.world_size = dist.get_world_size()
 
     def meet(self, within: timedelta) -> None:
-        """Wait until all ranks are here.
+        """Wait until all ranks have called this.
 
         Raises:
-            RanksDisagreeError: Some did not come within that time; the message names them.
+            RanksDisagreeError: Some ranks did not call it in that time; the message names them.
         """
         try:
             dist.monitored_barrier(self._group, timeout=within, wait_all_ranks=True)
@@ -45,10 +51,10 @@ class HostGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block that calls no peers; when it fails on any rank, it fails on all.
+        """Run a block without collectives; if it fails on any rank, it raises on all.
 
         Raises:
-            CheckpointError: It failed on another rank.
+            CheckpointError: The block failed on another rank.
         """
         own: Exception | None = None
         try:
@@ -67,23 +73,23 @@ class HostGroup:
         return self.scatter([text] * self.world_size)
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks on rank 0, and nothing elsewhere.
+        """Return the values of all ranks on rank 0, and an empty list elsewhere.
 
-        It travels as torch sends objects, pickled, which the ranks of one job may.
+        torch sends objects pickled.  Ranks of one job trust each other; files are never pickled.
         """
-        found: list[_T] = [value] * self.world_size if self.rank == 0 else []
-        dist.gather_object(value, found or None, dst=0, group=self._group)
-        return found
+        values: list[_T] = [value] * self.world_size if self.rank == 0 else []
+        dist.gather_object(value, values or None, dst=0, group=self._group)
+        return values
 
     def scatter(self, values: list[_T]) -> _T:
-        """Return the one of rank 0's `values` that is for this rank."""
-        found: list[_T | None] = [None]
+        """Return this rank's entry of the `values` of rank 0."""
+        received: list[_T | None] = [None]
         is_first = self.rank == 0
-        dist.scatter_object_list(found, values if is_first else None, src=0, group=self._group)
-        return found[0]  # type: ignore[return-value]  # filled now
+        dist.scatter_object_list(received, values if is_first else None, src=0, group=self._group)
+        return received[0]  # type: ignore[return-value]  # filled now
 
     def any_of(self, flags: list[bool]) -> list[bool]:
-        """Return for each flag whether any rank has it; all have as many."""
+        """Return for each flag whether any rank has set it; all ranks pass equally many."""
         union = torch.tensor(flags, dtype=torch.uint8)
         if len(flags):
             dist.all_reduce(union, op=dist.ReduceOp.MAX, group=self._group)
@@ -93,13 +99,13 @@ class HostGroup:
         own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         data = text.encode(errors="replace")[:_TEXT_BYTES]
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        found: list[Tensor] = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(found, own, group=self._group)
-        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in found]
+        texts: list[Tensor] = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(texts, own, group=self._group)
+        return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in texts]
 
 
 def _shown(error: Exception) -> Exception:
-    """Return what a person reads instead of `error`: no traceback for a full disk."""
+    """Return `error`, or for an `OSError` such as a full disk an error without a traceback."""
     return CheckpointError(_sentence(error)) if isinstance(error, OSError) else error
 
 

@@ -1,14 +1,35 @@
-"""Which rank writes and reads which part of which tensor, planned by torch's own planners.
+"""Plans which rank writes and reads which part of which tensor, with torch's planners.
 
-What lies on several ranks is written by one.  Its files are ours (`checkpoint_tensors`), since
-those of torch begin with a pickle.
+Any layout must load into any other.  torch's `DefaultSavePlanner` and `DefaultLoadPlanner` solve
+that for DTensors: each rank proposes the parts that it holds, a global plan drops the parts that
+several ranks hold, and on load each wanted part is intersected with the stored chunks.  Only these
+planners are used.  torch's file format is not, since its index and its non-tensor state are pickled
+(docs/decisions/0017); files are safetensors (`tensors`) with an index in JSON (`store`).
+
+Saving:
+
+1. Every rank turns its `State` into a `Proposal` (`propose`).
+2. Rank 0 merges the proposals (`divide`).  Each part of a tensor is written by one rank, and rank 0
+   works out the position of every chunk in every file before any file is written.
+3. Every rank keeps its share as a `WriteDivision` (`accept`) and takes its tensors (`stage`), as
+   copies on the host if a background thread writes them.
+
+A division holds as long as no rank has tensors of other names, shapes, types or placements
+(`signature`), so later saves of a training run skip steps 1 and 2.
+
+Invariants: chunks of a tensor do not overlap and fill it; a rank writes one file, or none if other
+ranks hold all of its parts too.  `State.common` names tensors of which each rank keeps its own
+copy, such as buffers: all of these come from the lowest rank that has them, so that they fit each
+other.
+
+Loading: each rank plans reads for its own targets and reads only the rows that it needs (`read`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +47,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 
 from msrun.errors import CheckpointError, RanksDisagreeError
 from msrun.parallel.checkpoint.state import State
-from msrun.parallel.checkpoint.store import Chunk, StoredTensor
+from msrun.parallel.checkpoint.store import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.targets import Target
 from msrun.parallel.checkpoint.tensors import (
     CODES,
@@ -42,11 +63,11 @@ from msrun.parallel.local import is_sharded
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank could write.
+    """Everything that one rank could write.
 
     Args:
-        plan: Its tensors.
-        names: Of what it has besides.
+        plan: Parts of tensors.
+        names: Names of its state that is not a tensor, and of its aliases.
     """
 
     plan: SavePlan
@@ -54,23 +75,23 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWrites(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank writes.
+    """The parts that one rank writes.
 
     Args:
-        plan: Its tensors.
-        speaks: Whether it has something besides that no lower rank has.
+        plan: Parts of tensors.
+        has_side_state: Whether it has aliases or state other than tensors that no lower rank has.
     """
 
     plan: SavePlan
-    speaks: bool
+    has_side_state: bool
 
 
 class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all tensors of a checkpoint lie.
+    """Positions of all tensors of a checkpoint in its data files.
 
     Args:
-        tensors: Name -> place.
-        files: Data file -> bytes.
+        tensors: Name -> type, shape and chunks.
+        files: Data file -> size in bytes.
     """
 
     tensors: dict[str, StoredTensor] = {}
@@ -78,25 +99,25 @@ class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriteDivision(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes what, which holds as long as every rank has the same kinds of tensors.
+    """This rank's share of the writing, valid until some rank's `signature` changes.
 
     Args:
-        signature: Of this rank's state.
-        items: Name in this rank's file -> part.
-        file: Plan of the file; None when others write it all.
-        speaks: As of `RankWrites`.
-        layout: Of the whole checkpoint, on the rank that plans for all; empty elsewhere.
+        signature: Signature of this rank's state.
+        items: Name in this rank's file -> part of a tensor.
+        file: Plan of the file; None if this rank writes none.
+        has_side_state: As in `RankWrites`.
+        layout: Layout of the whole checkpoint on rank 0; empty elsewhere.
     """
 
     signature: tuple[object, ...]
     items: dict[str, WriteItem]
     file: FilePlan | None
-    speaks: bool
+    has_side_state: bool
     layout: StorageLayout
 
 
 class _Planner(DefaultSavePlanner):
-    """Torch's planner, which also takes what is common from the lowest rank."""
+    """torch's planner, which also takes all common tensors from the lowest rank that has them."""
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -109,6 +130,8 @@ class _Planner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # torch would balance replicated tensors over ranks by size.  Common ones may differ between
+        # ranks, so a mix of several ranks' copies would be a state that no rank had.
         seen: set[str] = set()
         plans = []
         for plan in all_plans:
@@ -119,7 +142,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def signature(state: State) -> tuple[object, ...]:
-    """Return what decides how `state` is divided among ranks."""
+    """Return everything in `state` that the division of the writing depends on."""
     tensors = tuple(
         (
             name,
@@ -134,7 +157,7 @@ def signature(state: State) -> tuple[object, ...]:
 
 @torch.no_grad()
 def propose(state: State) -> Proposal:
-    """Return what this rank could write.
+    """Return everything that this rank could write.
 
     Raises:
         CheckpointError: A tensor cannot be stored.
@@ -146,7 +169,7 @@ def propose(state: State) -> Proposal:
 
 
 def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
-    """Return what each rank writes, and where all of it will lie."""
+    """Return what each rank writes, and the position of every tensor in the files."""
     plans, metadata = _Planner(State()).create_global_plan([each.plan for each in proposals])
     layout = StorageLayout(
         tensors={
@@ -158,10 +181,10 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
         },
         files={},
     )
-    shares = []
+    writes = []
     known: set[str] = set()
     for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
-        shares.append(RankWrites(plan=plan, speaks=not known.issuperset(proposal.names)))
+        writes.append(RankWrites(plan=plan, has_side_state=not known.issuperset(proposal.names)))
         known.update(proposal.names)
         items = dict(_slots(plan))
         if not items:
@@ -172,19 +195,40 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
             at = _data(items[slot]).chunk.offsets
             chunk = Chunk(at=[*at], shape=[*slot.shape], file=name, start=start)
             layout.tensors[items[slot].index.fqn].chunks.append(chunk)
-    return shares, layout
+    return writes, layout
 
 
-def accept(state: State, share: RankWrites, layout: StorageLayout) -> WriteDivision:
-    """Return the division of which `share` is this rank's part."""
-    items = dict(_slots(share.plan))
+def accept(state: State, writes: RankWrites, layout: StorageLayout) -> WriteDivision:
+    """Return the division with `writes` as this rank's share."""
+    items = dict(_slots(writes.plan))
     return WriteDivision(
         signature=signature(state),
         items={slot.name: item for slot, item in items.items()},
         file=plan_file(items) if items else None,
-        speaks=share.speaks,
+        has_side_state=writes.has_side_state,
         layout=layout,
     )
+
+
+def contents(
+    manifest: Manifest,
+    layout: StorageLayout,
+    side_states: Sequence[tuple[dict[str, str], dict[str, Any]]],
+) -> tuple[Manifest, Index]:
+    """Return the manifest and the index of a checkpoint.
+
+    Args:
+        manifest: Manifest without the names of the data files.
+        layout: Layout of the data files.
+        side_states: Aliases and state other than tensors, of each rank.
+    """
+    aliases: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for own_aliases, own_values in reversed(side_states):  # values of the lowest rank win
+        aliases |= own_aliases
+        values |= own_values
+    index = Index(tensors=layout.tensors, aliases=aliases, values=values)
+    return msgspec.structs.replace(manifest, files=layout.files), index
 
 
 @torch.no_grad()
@@ -192,22 +236,22 @@ def stage(state: State, division: WriteDivision, *, is_copied: bool) -> dict[str
     """Return name in this rank's file -> tensor to write.
 
     Args:
-        state: Of this rank.
-        division: Made for such a state.
-        is_copied: As copies on the host, which the next step does not change.
+        state: State of this rank.
+        division: A division made for a state of this signature.
+        is_copied: Return copies on the host, which the next step does not change.
     """
     planner = _Planner(state)
-    found = {}
+    staged = {}
     for name, item in division.items.items():
         tensor = planner.resolve_data(item)
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is no tensor")
-        found[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
-    return found
+        staged[name] = tensor.detach().to("cpu", copy=True) if is_copied else tensor.detach()
+    return staged
 
 
 def digests(state: State) -> dict[str, bytes]:
-    """Return name -> digest of each tensor that is the same wherever there is one of its name."""
+    """Return name -> digest of each plain tensor that must be equal on all ranks that have it."""
     return {
         name: digest(tensor)
         for name, tensor in state.tensors.items()
@@ -216,16 +260,16 @@ def digests(state: State) -> dict[str, bytes]:
 
 
 def compare(ranks: Iterable[Mapping[str, bytes]]) -> None:
-    """Check that `digests` of all `ranks` agree.
+    """Check that the `digests` of all `ranks` agree.
 
     Raises:
-        RanksDisagreeError: Tensors that are one by name differ.
+        RanksDisagreeError: Tensors of one name differ.
     """
     first: dict[str, tuple[int, bytes]] = {}
-    for rank, own in enumerate(ranks):
-        for name, found in own.items():
-            other, expected = first.setdefault(name, (rank, found))
-            if found != expected:
+    for rank, digests_of_rank in enumerate(ranks):
+        for name, digest_here in digests_of_rank.items():
+            other, expected = first.setdefault(name, (rank, digest_here))
+            if digest_here != expected:
                 raise RanksDisagreeError(
                     f"{name} is not the same on rank {other} and rank {rank}",
                     hint="a tensor that a script divides itself is a DTensor, or has other names",
@@ -266,7 +310,7 @@ def read(folder: Path, targets: Mapping[str, Target]) -> None:
 
 
 def _chunk(targets: Mapping[str, Target], item: ReadItem) -> Chunk:
-    """Return what `item` reads from: its index counts the chunks as `_metadata` has them."""
+    """Return the chunk that `item` reads; its index counts chunks in the order of `_metadata`."""
     index = item.storage_index.index
     if index is None:
         raise CheckpointError(f"{item.storage_index.fqn} has no chunk")
@@ -285,7 +329,7 @@ def _metadata(stored: StoredTensor) -> TensorStorageMetadata:
 
 
 def _slots(plan: SavePlan) -> Iterator[tuple[FileTensor, WriteItem]]:
-    """Yield the place of each part that has elements."""
+    """Yield the file entry of each part that has elements."""
     for item in plan.items:
         data = _data(item)
         if math.prod(data.chunk.sizes):
@@ -301,7 +345,7 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 def _shown_part(data: TensorWriteData) -> str:
-    """Return which part of its tensor it is, such as `[0:8,16:32]`; empty for all of it."""
+    """Return the bounds of the part, such as `[0:8,16:32]`; empty for a whole tensor."""
     if data.chunk.sizes == data.size:
         return ""
     bounds = zip(data.chunk.offsets, data.chunk.sizes, strict=True)

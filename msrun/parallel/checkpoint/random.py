@@ -1,8 +1,9 @@
 """States of random generators as tensors, and back.
 
-In a job of the layout of the saved one they go on exactly, rank by rank.  In another layout the
-ranks of stream 0 go on with that of rank 0; the others do too where all ranks had one, and get
-streams of their own otherwise.
+If a job has the layout of the saved one, each rank continues its own generators exactly.  In
+another layout the saved ranks have no counterparts.  Ranks of stream 0 then continue the generators
+of rank 0.  So do other ranks for a generator that was equal on all saved ranks; for one that was
+not, they derive a stream of their own from the state of rank 0 and the number of their stream.
 """
 
 from __future__ import annotations
@@ -30,33 +31,35 @@ _SEED_BITS = 63
 
 def capture(device: torch.device) -> dict[str, Tensor]:
     """Return kind of generator -> its state: torch, that of `device`, Python, numpy if loaded."""
-    found = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
+    states = {TORCH: torch.get_rng_state(), PYTHON: _python_state()}
     if device.type != "cpu":
-        found[device.type] = getattr(torch, device.type).get_rng_state(device)
+        states[device.type] = getattr(torch, device.type).get_rng_state(device)
     numpy_state = _numpy_state()
-    return found if numpy_state is None else {**found, NUMPY: numpy_state}
+    return states if numpy_state is None else {**states, NUMPY: numpy_state}
 
 
-def go_on(
+def continue_streams(
     states_of: Callable[[int], dict[str, Tensor]],
     saved: MeshLayout,
     here: tuple[MeshLayout, int],
     device: torch.device,
     stream: int,
 ) -> None:
-    """Put the generators where those of a saved job were.
+    """Set the generators of this rank to continue those of a saved job.
 
     Args:
-        states_of: Rank of that job -> its states.
-        saved: Layout of that job.
+        states_of: Rank of the saved job -> its states.
+        saved: Layout of the saved job.
         here: Layout of this job, and this rank.
-        device: Of this rank.
-        stream: Number of its stream.
+        device: Device of this rank.
+        stream: Number of this rank's stream.
     """
     layout, rank = here
     if list(saved.axes.items()) == list(layout.axes.items()):
         restore(states_of(rank), device)
         return
+    # One rank of another stream is enough to tell whether a generator was common to all: Python's
+    # and numpy's usually were, torch's was not.
     first = states_of(0)
     other = next((rank for rank in range(saved.world_size) if saved.stream(rank)), None)
     second = {} if other is None else states_of(other)
@@ -70,7 +73,7 @@ def go_on(
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:
-    """Put generators in the `states` of `capture`; those that are not here are passed over."""
+    """Set generators to `states` as of `capture`; states of absent generators are skipped."""
     for kind, state in states.items():
         if kind == TORCH:
             torch.set_rng_state(state)
@@ -83,7 +86,7 @@ def restore(states: dict[str, Tensor], device: torch.device) -> None:
 
 
 def derive(states: dict[str, Tensor], index: int, device: torch.device) -> None:
-    """Give generators streams of their own that follow from `states` and `index` alone."""
+    """Seed generators from `states` and `index` alone, so that each index gets its own stream."""
     for kind, state in states.items():
         data = bytes(state.contiguous().view(torch.uint8).tolist())
         digest = hashlib.blake2b(data, digest_size=8, person=index.to_bytes(8, "little")).digest()
@@ -110,7 +113,7 @@ def _set_python_state(numbers: list[int]) -> None:
 
 
 def _numpy_state() -> Tensor | None:
-    """Return the state of numpy's global generator; None without, or with another algorithm."""
+    """Return the state of numpy's global generator; None if not loaded or not an MT19937."""
     module: Any = sys.modules.get("numpy.random")
     state = module.get_state() if module else None
     if not isinstance(state, tuple) or state[0] != "MT19937":
@@ -129,7 +132,7 @@ def _set_numpy_state(numbers: list[int]) -> None:
 
 
 def _of_float(value: float | None) -> tuple[int, int]:
-    """Return whether there is a `value`, and its bits."""
+    """Return 1 and the bits of `value`, or 0 and 0 for None."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value or 0.0))
     return int(value is not None), bits
 

@@ -1,8 +1,8 @@
-"""What of models and optimizers a checkpoint holds, by the names of the unmodified model.
+"""Collects the state of models and optimizers by the names of the unmodified model.
 
-Tensors are called `model.NAME` and `optim.NAME.KEY`, whatever layout they have; settings of an
-optimizer belong to each of its parameters, so that other groups, or a stage of a pipeline, find
-theirs.  Nothing here takes a step to learn what an optimizer keeps.
+Tensors are named `model.NAME` and `optim.NAME.KEY` in every layout.  The settings of an optimizer
+are stored for each of its parameters, so that an optimizer with other groups, or of one pipeline
+stage, finds its own.  Nothing here takes a step to learn which state an optimizer has.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 MODEL = "model."
 OPTIMIZER = "optim."
 
-# Wrappers of torch that put a name of their own before those of the model.
+# Names that wrappers of torch insert into the names of a model.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-# Settings that say how an optimizer computes, not what: they stay as the script has them.
+# Settings that change how an optimizer computes and not its result: the script's own stay.
 _OWN_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-# What torch calls the entry of `Module.get_extra_state`.
+# Key of `Module.get_extra_state` in a state dict.
 _EXTRA_STATE = "_extra_state"
 
 
 class State(msgspec.Struct, kw_only=True):
-    """What one rank has.
+    """State of one rank.
 
     Args:
-        tensors: Name -> tensor, the part of this rank where it is sharded.
+        tensors: Name -> tensor, plain or sharded.
         aliases: Further name of a tensor -> its name.
-        values: What is no tensor.
-        common: Names of tensors that every rank keeps for itself, of which one is as good as
-            another; all of them come from the lowest rank, so that they fit each other.
+        values: Name -> state that is not a tensor.
+        common: Names of tensors, such as buffers, of which every rank keeps a copy that may
+            differ.  Any rank's would do, but all must come from one, so that they fit each other:
+            the lowest.
     """
 
     tensors: dict[str, Tensor] = {}
@@ -53,15 +54,16 @@ class State(msgspec.Struct, kw_only=True):
 
 
 class TensorNames:
-    """Names of everything in the models of this rank.
+    """Names of all tensors and extra state in the models of this rank.
 
     Args:
-        excluded: Patterns of parameters that each data-parallel rank has for itself.
-        data_rank: This rank's index on the data-parallel axis.
-        models: One, or the pipeline stages of this rank; or several by name.
+        excluded: Patterns of parameters that are not reduced, so each data-parallel rank has its
+            own.
+        data_rank: This rank's index on the axis `dp`.
+        models: One model, or the pipeline stages of this rank; or a mapping of several.
 
     Raises:
-        CheckpointError: Two of them have a name in common.
+        CheckpointError: Two models have a name in common.
     """
 
     def __init__(self, excluded: Sequence[str], data_rank: int, models: Models) -> None:
@@ -75,7 +77,8 @@ class TensorNames:
             self._add(prefix, model)
 
     def _add(self, prefix: str, model: nn.Module) -> None:
-        # It also puts the parameters of optimizer parallel back into their shards.
+        # `state_dict` of a module of `fully_shard` also frees gathered parameters, so that their
+        # shards are in place.
         for raw, value in model.state_dict(keep_vars=True).items():
             name = prefix + self._stored(clean(raw), value)
             if name in self.tensors or name in self.extra or name in self.aliases:
@@ -91,7 +94,7 @@ class TensorNames:
                 self.tensors[name] = value
 
     def _stored(self, name: str, value: object) -> str:
-        """Return the name in a checkpoint; what each data-parallel rank has for itself, is many."""
+        """Return the name in a checkpoint, with the rank if each data-parallel rank has its own."""
         is_own = isinstance(value, Parameter) and any(
             fnmatchcase(name, pattern) for pattern in self._excluded
         )
@@ -101,7 +104,7 @@ class TensorNames:
         """Return the name of a parameter that `optimizer` holds.
 
         Raises:
-            CheckpointError: It is in none of the models.
+            CheckpointError: No model has this parameter.
         """
         name = self._of.get(id(param))
         if name is None:
@@ -113,7 +116,7 @@ class TensorNames:
 
 
 def each_model(models: Models) -> list[tuple[str, nn.Module]]:
-    """Return what the names of the tensors of each model begin with, and the model itself."""
+    """Return each model with the prefix of its tensors' names."""
     if isinstance(models, nn.Module):
         models = [models]
     named = (
@@ -127,16 +130,23 @@ def each_model(models: Models) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def each_optimizer(optimizer: Optimizers) -> list[Optimizer]:
+    """Return one optimizer, several or None as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+
 def clean(name: str) -> str:
     """Return `name` as it is in the unmodified model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def collect(names: TensorNames, optimizers: Iterable[Optimizer]) -> State:
-    """Return what a checkpoint of the models and `optimizers` holds of this rank.
+    """Return the state of the models and `optimizers` on this rank.
 
     Raises:
-        CheckpointError: There is state that is neither tensor nor plain value.
+        CheckpointError: Some state is neither a tensor nor a plain value.
     """
     state = State()
     for name, tensor in names.tensors.items():
@@ -181,10 +191,10 @@ def _settings(group: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return `value` as JSON has it; tuples become lists, and one-element tensors numbers.
+    """Return `value` as JSON values; tuples become lists, and one-element tensors numbers.
 
     Raises:
-        CheckpointError: It is something else, and `where` says which.
+        CheckpointError: JSON has no such value; the message names it by `where`.
     """
     match value:
         case None | bool() | int() | float() | str():

@@ -1,8 +1,31 @@
-"""Directories of checkpoints: complete or not there, whatever kills their writer.
+"""Directories of checkpoints: complete or absent, whatever kills the writer.
 
-A checkpoint is one directory.  It is built under a name that begins with a dot and gets its own
-name when all of it is on the disk.  `checkpoint.json` says what the job was and which files there
-must be, `index.json` where each tensor lies in the data files; nothing is a pickle.
+A checkpoint `step_00000004` is one directory:
+
+    checkpoint.json         manifest: step, mesh, versions, loader, extra; all files and their sizes
+    index.json              each tensor: type, shape, and its chunks by file and first byte
+    rank_00000.safetensors  data, one file for each rank that writes
+
+The order of writing makes it atomic, since a rename within one directory is:
+
+1. `begin` makes `.step_00000004.partial`, where every rank writes its data file and syncs it.
+2. `commit` checks that each data file is there with its size.  On a file system that nodes do not
+   share, files of other nodes are missing here.
+3. It writes the index, then the manifest, and syncs them and the directory.
+4. If the target exists, it is renamed to `.step_00000004.old`; a directory cannot be replaced in
+   one rename.  Then `.partial` is renamed to the target and the parent directory is synced.
+5. `.old` is removed.
+
+A kill before step 4 leaves a `.partial`, which the next `begin` removes.  A kill between the two
+renames leaves the previous checkpoint as `.old`: `find` and `find_newest` accept it there, and the
+next `begin` renames it back.  Removing an old checkpoint starts with a rename to `.partial`, so
+that a half removed one is never taken for complete.
+
+A directory counts as a checkpoint if its manifest is readable and all files of it have the sizes
+that it lists (`problem_of`).  `find_newest` skips broken ones with a warning.
+
+Readers trust no number in these files: chunks must lie inside their file and their tensor, and have
+as many elements as it.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,7 +51,7 @@ FORMAT = 1
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
 
-# As safetensors calls the types of elements: bytes of one.
+# Type of elements by its name in safetensors -> bytes of one element.
 ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -50,7 +73,7 @@ ITEM_BYTES = {
 
 _STEP = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = re.compile(r"\.(.+)\.(partial|old)")
-# Kinds of file systems that cannot sync a directory, and need not.
+# Errors of file systems that cannot sync a directory, and need not.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 _log = logging.getLogger(__name__)
@@ -58,13 +81,13 @@ _T = TypeVar("_T")
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a tensor, in one piece in one file.
+    """A part of a tensor, contiguous in one file.
 
     Args:
-        at: Position of its first element in the tensor.
-        shape: Its sizes.
+        at: Index of its first element in the tensor.
+        shape: Sizes of the part.
         file: Name of the data file.
-        start: First byte there; the elements lie in row-major order, little-endian.
+        start: First byte in the file; elements are in row-major order, little-endian.
     """
 
     at: list[int]
@@ -74,12 +97,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a tensor lies.
+    """Type, shape and position of a stored tensor.
 
     Args:
-        dtype: As in `ITEM_BYTES`.
+        dtype: A key of `ITEM_BYTES`.
         shape: Sizes of the whole tensor.
-        chunks: Its parts, which do not overlap.
+        chunks: Its parts, which do not overlap and fill it.
     """
 
     dtype: str
@@ -88,12 +111,12 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What the data files hold.
+    """Contents of the data files.
 
     Args:
-        tensors: Name -> where it lies.
+        tensors: Name -> type, shape and position.
         aliases: Further name of a tensor -> its name.
-        values: State that is no tensor, by name.
+        values: Name -> state that is not a tensor, as JSON values.
     """
 
     tensors: dict[str, StoredTensor]
@@ -101,23 +124,23 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Any] = {}
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return where the tensor called `name` lies, None when there is none."""
+        """Return the stored tensor that is called `name`; None if there is none."""
         return self.tensors.get(self.aliases.get(name, name))
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is.
+    """Metadata of a checkpoint.
 
     Args:
         format: Version of the format.
-        step: Steps that were done.
-        world_size: Ranks of the job.
-        mesh: Axis name -> size, in order.
-        msrun: Version that wrote it.
-        torch: Version that wrote it.
-        files: All other files -> their bytes.
-        loader: State of the loader; None without.
-        extra: What the user added.
+        step: Number of steps that were done.
+        world_size: Ranks of the job that wrote it.
+        mesh: Axis name -> size, in mesh order.
+        msrun: Version of msrun that wrote it.
+        torch: Version of torch that wrote it.
+        files: Name of every other file -> its size in bytes.
+        loader: State of the loader; None without a loader.
+        extra: Values that the script added.
     """
 
     format: int
@@ -139,11 +162,11 @@ def step_path(folder: Path, step: int) -> Path:
 def begin(target: Path) -> Path:
     """Return a new empty directory in which to build the checkpoint `target`.
 
-    What killed writers left behind is removed, or put back if it is a checkpoint that was just
-    being replaced.
+    Leftovers of killed writers are removed; a checkpoint that was just being replaced gets its
+    name back.
 
     Raises:
-        CheckpointError: Something else than a checkpoint is there.
+        CheckpointError: The target exists and is not a checkpoint.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for entry in list(target.parent.iterdir()):
@@ -161,7 +184,7 @@ def begin(target: Path) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Refuse a `target` that is there and neither a checkpoint nor an empty directory."""
+    """Refuse a `target` that exists and is neither a checkpoint nor an empty directory."""
     if target.is_dir():
         if any(target.iterdir()) and not (target / MANIFEST).is_file():
             raise CheckpointError(f"{target} exists and is no checkpoint")
@@ -170,18 +193,18 @@ def check_target(target: Path) -> None:
 
 
 def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> None:
-    """Make `partial`, with all data files in it, the checkpoint `target`.
+    """Make `partial`, which holds all data files, the checkpoint `target`.
 
-    A kill at any moment leaves the one that was there before, or this one.
+    A kill at any moment leaves the previous checkpoint or the new one.
 
     Args:
-        partial: As of `begin`.
-        target: As of `begin`; one that is there is replaced.
-        manifest: Its `files` are the data files.
-        index: Of the data files.
+        partial: The directory that `begin` returned.
+        target: The target of `begin`; a checkpoint there is replaced.
+        manifest: Manifest whose `files` are the data files.
+        index: Index of the data files.
 
     Raises:
-        CheckpointError: A data file is not there, or not of its size.
+        CheckpointError: A data file is missing or has another size.
     """
     size = write_json(partial / INDEX, msgspec.to_builtins(index))
     files = {**manifest.files, INDEX: size}
@@ -201,15 +224,15 @@ def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> Non
 
 
 def discard(partial: Path) -> None:
-    """Remove what was built and will not be a checkpoint."""
+    """Remove a directory of `begin` that will not become a checkpoint."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def remove_oldest(folder: Path, keep: int, newest: Path) -> None:
-    """Leave `keep` checkpoints of steps in `folder`; `newest` stays in any case.
+    """Remove the oldest checkpoints in `folder` so that `keep` are left; `newest` always stays.
 
     Raises:
-        OSError: One cannot be removed.
+        OSError: A checkpoint cannot be removed.
     """
     complete = [path for _, path in _steps(folder) if problem_of(path) is None]
     for path in [path for path in complete if path != newest][max(keep - 1, 0) :]:
@@ -219,7 +242,7 @@ def remove_oldest(folder: Path, keep: int, newest: Path) -> None:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in `folder`; None when there is none."""
+    """Return the complete checkpoint of the highest step in `folder`; None if there is none."""
     for _, path in _steps(folder):
         problem = problem_of(path)
         if problem is None:
@@ -241,14 +264,14 @@ def find(path: Path) -> Path:
             return candidate
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint")
-    found = find_newest(path)
-    if found is None:
+    newest = find_newest(path)
+    if newest is None:
         raise CheckpointError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
-    return found
+    return newest
 
 
 def problem_of(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint `path`; None when it is complete."""
+    """Return what is wrong with the checkpoint `path`; None if it is complete."""
     try:
         manifest = read_manifest(path)
     except UsageError as error:
@@ -258,10 +281,10 @@ def problem_of(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return what the checkpoint `path` is.
+    """Return the manifest of the checkpoint `path`.
 
     Raises:
-        CheckpointError: It is none, or of a later format.
+        CheckpointError: It has none that is readable, or its format is newer than this version.
     """
     content = _read_json(path / MANIFEST)
     if isinstance(content, dict):
@@ -278,10 +301,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """Return what the data files of the checkpoint `path` hold.
+    """Return the index of the checkpoint `path`.
 
     Raises:
-        CheckpointError: It does not fit the files.
+        CheckpointError: It cannot be read, or does not fit the data files.
     """
     index = _convert(_read_json(path / INDEX), Index, path / INDEX)
     for name, tensor in index.tensors.items():
@@ -294,8 +317,9 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def write_json(path: Path, content: object) -> int:
-    """Write `content` durably; return the bytes."""
-    # The infinities and nan of Python's own dialect are wanted: a best loss begins as inf.
+    """Write `content` durably; return the size in bytes."""
+    # Python's own dialect of JSON has infinity and nan, which state needs: a best loss starts as
+    # infinity.
     data = json.dumps(content, separators=(",", ":")).encode()
     with path.open("wb") as file:
         file.write(data)
@@ -317,15 +341,15 @@ def sync_directory(path: Path) -> None:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """Return all that is called a checkpoint of a step, the highest first."""
-    found: dict[int, Path] = {}
+    """Return step and path of everything named as the checkpoint of a step, highest first."""
+    paths: dict[int, Path] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
-        for entry in sorted(folder.iterdir()):  # one that was being replaced comes first
+        for entry in sorted(folder.iterdir()):  # `.old` sorts first: the target, if it exists, wins
             hidden = _HIDDEN.fullmatch(entry.name)
             name = hidden[1] if hidden and hidden[2] == "old" else entry.name
             if step := _STEP.fullmatch(name):
-                found[int(step[1])] = entry
-    return sorted(found.items(), reverse=True)
+                paths[int(step[1])] = entry
+    return sorted(paths.items(), reverse=True)
 
 
 def _hidden(target: Path, kind: str) -> Path:
@@ -334,14 +358,14 @@ def _hidden(target: Path, kind: str) -> Path:
 
 def _file_problem(path: Path, size: int) -> str | None:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except OSError as error:
         return f"{path.name}: {error.strerror}"
-    return None if found == size else f"{path.name} has {found} bytes instead of {size}"
+    return None if actual == size else f"{path.name} has {actual} bytes instead of {size}"
 
 
 def _fits(tensor: StoredTensor, manifest: Manifest) -> bool:
-    """Whether the chunks of `tensor` fill it, and lie within their files."""
+    """Return whether the chunks of `tensor` fill it and lie within their files."""
     if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
         return False
     return sum(math.prod(chunk.shape) for chunk in tensor.chunks) == math.prod(

@@ -1,11 +1,11 @@
-"""The strategy file: how each parameter lies on the mesh, as JSON that a person can edit.
+"""The strategy file: the layout of each parameter on the mesh, as JSON that a person can edit.
 
     {"fc1.weight": {"shape": [32, 16], "dtype": "float32", "mesh": {"dp": 2, "tp": 2},
                     "dims": [["tp", "dp"], null], "stage": 0}}
 
-`dims` names the axes that divide each dim, the most significant first, as an operator plan does.
-Read back it is such a plan.  Axes that plans do not name, those of data parallel, are passed over:
-`parallel.optimizer` says what they divide.
+`dims` names the axes that shard each dim, the most significant first, as in an operator plan.  Read
+back, the file is an operator plan.  Axes of data parallelism are skipped then: plans do not name
+them, and `parallel.optimizer` decides what they shard.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from msrun.parallel.notation.dims import dim_of
 from msrun.units import quoted
 
 _SHOWN_MAX = 8
-# A line is about 150 bytes.
 
 
 class ParameterStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """How one parameter lies on the mesh.
+    """Layout of one parameter on the mesh.
 
     Args:
-        shape: Of the whole parameter.
-        dtype: As torch calls it, without the prefix.
-        mesh: Axis name -> size of the mesh that divides it; empty when nothing does.
+        shape: Sizes of the whole parameter.
+        dtype: Name of the type in torch, without `torch.`.
+        mesh: Axis name -> size of the mesh that shards it; empty if it is a plain tensor.
         dims: Axis names of each dim, the most significant first.
-        stage: Pipeline stage.
+        stage: Pipeline stage, from 0.
     """
 
     shape: list[int]
@@ -55,18 +54,18 @@ Strategy = dict[str, ParameterStrategy]
 
 
 def describe(models: Models, stages: Sequence[int] = (0,)) -> Strategy:
-    """Return how the parameters of this rank lie on the mesh, by name.
+    """Return the layout of each parameter of this rank, by name.
 
     Args:
-        models: As of `Checkpoints.save`.
-        stages: Number of each.
+        models: As in `Checkpoints.save`.
+        stages: Pipeline stage of each model.
     """
-    found: Strategy = {}
+    strategy: Strategy = {}
     for (prefix, model), stage in zip(each_model(models), stages, strict=True):
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, Parameter):
-                found[prefix + clean(name)] = _describe(value, stage)
-    return found
+                strategy[prefix + clean(name)] = _describe(value, stage)
+    return strategy
 
 
 def _describe(tensor: Tensor, stage: int) -> ParameterStrategy:
@@ -88,15 +87,15 @@ def _describe(tensor: Tensor, stage: int) -> ParameterStrategy:
 
 
 def merge(parts: Iterable[Strategy]) -> Strategy:
-    """Return the strategy of a job from those of its ranks, by stage."""
+    """Return the strategy of a job from those of its ranks, in the order of stages."""
     merged: Strategy = {}
     for part in parts:
-        merged = part | merged  # the lowest rank has the last word
+        merged = part | merged  # values of the lowest rank win
     return dict(sorted(merged.items(), key=lambda item: item[1].stage))
 
 
 def write_strategy(path: str | Path, strategy: Strategy) -> None:
-    """Write a strategy file, one parameter a line; one that is there is replaced.
+    """Write a strategy file, one parameter a line; an existing file is replaced.
 
     Raises:
         OSError: It cannot be written.
@@ -112,12 +111,12 @@ def _line(strategy: ParameterStrategy) -> str:
 def read_strategy(
     path: str | Path, layout: MeshLayout, shapes: Mapping[str, Sequence[int]]
 ) -> list[PlanRule]:
-    """Return the operator plan that a strategy file says.
+    """Return the operator plan of a strategy file.
 
     Args:
-        path: Of the file.
-        layout: Whose axes the plan may name; their sizes may differ from the file's.
-        shapes: Parameter -> its sizes, of the model that the plan is for.
+        path: Path of the file.
+        layout: Mesh whose axes the plan may name; sizes may differ from those in the file.
+        shapes: Parameter of the model -> its sizes.
 
     Raises:
         ConfigError: It cannot be read, or does not fit the model or the mesh.
@@ -146,15 +145,15 @@ def read_strategy(
 
 
 def _plan_dim(where: str, dim: Dim, layout: MeshLayout) -> Dim:
-    """Return `dim` with the axes alone that a plan may name."""
+    """Return `dim` with only the axes that a plan may name."""
     axes = _axes(dim)
     known = plan_axes(layout)
-    found = [axis for axis in axes if axis in known]
+    planned = [axis for axis in axes if axis in known]
     for axis in axes:
         is_data = axis in layout.axes or axis.startswith(DATA_AXIS)
         if axis not in known and not is_data:
             raise ConfigError(f"{where}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})")
-    return dim_of(found)
+    return dim_of(planned)
 
 
 def _axes(dim: Dim) -> list[str]:

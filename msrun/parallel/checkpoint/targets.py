@@ -1,4 +1,8 @@
-"""Where in models and optimizers what a checkpoint holds goes, whatever layout wrote it."""
+"""Targets of a load: the tensors and values in models and optimizers that a checkpoint fills.
+
+Everything is checked while the targets are made, before the first one is filled.  Names are those
+of the unmodified model, so the layout that wrote the checkpoint does not matter here.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor to fill.
 
     Args:
-        tensor: This rank's, whole or sharded.
-        stored: Where its values lie.
+        tensor: Tensor of this rank, plain or sharded.
+        stored: Position of its values in the files.
     """
 
     tensor: Tensor
@@ -34,15 +38,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Targets:
-    """What a load fills: first tensors from files, then, by `apply`, all the rest.
+    """Targets of one load: `tensors` to fill from files, and other state that `apply` sets.
 
     Args:
-        names: Of the models.
-        optimizers: Of their parameters.
-        index: Of the checkpoint.
+        names: Names of the models' tensors.
+        optimizers: Optimizers of their parameters.
+        index: Index of the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has nothing for something, or not in its shape.
+        CheckpointError: The checkpoint lacks some state, or has it in another shape.
     """
 
     def __init__(self, names: TensorNames, optimizers: Sequence[Optimizer], index: Index) -> None:
@@ -59,13 +63,13 @@ class Targets:
 
     @property
     def taken(self) -> list[bool]:
-        """Of each tensor of a model in the checkpoint, in order, whether one here takes it."""
+        """For each model tensor in the checkpoint, in order, whether this rank has a place."""
         own = {MODEL + name for name in (*self._names.tensors, *self._names.aliases)}
         taken = {self._index.aliases.get(name, name) for name in own | set(self.tensors)}
         return [name in taken for name in _models_tensors(self._index)]
 
     def apply(self) -> None:
-        """Put in place what is no tensor of a model, once the tensors are filled."""
+        """Set optimizer state, settings and extra state, once the tensors are filled."""
         for optimizer, param, kept in self._states:
             if kept:
                 optimizer.state[param] = kept
@@ -131,11 +135,11 @@ class Targets:
 
 
 def check_taken(taken: Sequence[bool], index: Index) -> None:
-    """Refuse a checkpoint with tensors that no model takes.
+    """Refuse a checkpoint with model tensors that no rank has a place for.
 
     Args:
-        taken: As of `Targets`, of all ranks together.
-        index: Of the checkpoint.
+        taken: `Targets.taken` of all ranks together.
+        index: Index of the checkpoint.
     """
     names = [name for name, flag in zip(_models_tensors(index), taken, strict=True) if not flag]
     if names:
@@ -145,34 +149,37 @@ def check_taken(taken: Sequence[bool], index: Index) -> None:
 
 
 def _models_tensors(index: Index) -> list[str]:
-    """Return the tensors of models; what further data-parallel ranks had may have no heir."""
+    """Return the names of model tensors, without those of single data-parallel ranks.
+
+    A job with fewer ranks has no place for the parameters that were another rank's own.
+    """
     return sorted(
         name for name in index.tensors if name.startswith(MODEL) and f"@{DATA_AXIS}" not in name
     )
 
 
 def _kept_keys(index: Index) -> dict[str, list[str]]:
-    """Return parameter -> keys of the tensors that the optimizer keeps of it."""
-    found: dict[str, list[str]] = {}
+    """Return parameter -> keys of its tensors in the optimizer state."""
+    keys: dict[str, list[str]] = {}
     for name in index.tensors:
         if name.startswith(OPTIMIZER):
             prefix, _, key = name.rpartition(".")
-            found.setdefault(prefix, []).append(key)
-    return found
+            keys.setdefault(prefix, []).append(key)
+    return keys
 
 
 def _names_of(name: str) -> Iterator[str]:
-    """Yield `name`, and where it is one rank's own, that of rank 0, for ranks that are new."""
+    """Yield `name`, and for a rank's own parameter the name of rank 0's, which new ranks take."""
     yield name
     if f"@{DATA_AXIS}" in name:
         yield name.partition(f"@{DATA_AXIS}")[0]
 
 
 def _optimizer_name(index: Index, name: str) -> str:
-    """Return under which name the checkpoint has what an optimizer keeps of `name`.
+    """Return the name under which the checkpoint has the optimizer state of parameter `name`.
 
-    One process has one state for a tensor with two names; two stages of a pipeline, each with
-    one of the names, have two.
+    For a tensor with two names, one process saves one state; two stages of a pipeline that each
+    have one of the names save two.
     """
     for candidate in _names_of(name):
         first = index.aliases.get(MODEL + candidate, MODEL + candidate)
@@ -190,14 +197,14 @@ def _optimizer_name(index: Index, name: str) -> str:
 def _tensor_for(
     param: Parameter, group: dict[str, Any], current: Any, stored: StoredTensor, name: str
 ) -> Tensor:
-    """Return what the stored tensor called `name` fills, cut like `param` if it is of its shape.
+    """Return the tensor to fill with optimizer state, sharded like `param` if it has its shape.
 
     Args:
-        param: Whose state it is.
+        param: Parameter that the state belongs to.
         group: Settings of the optimizer.
-        current: What the optimizer keeps there now.
-        stored: Where the values lie.
-        name: For messages.
+        current: Present state; a tensor of the stored shape is filled in place.
+        stored: Position of the values in the files.
+        name: Name of the state, for messages.
     """
     dtype, shape = TORCH_DTYPES[stored.dtype], stored.shape
     if isinstance(current, Tensor) and list(current.shape) == shape:

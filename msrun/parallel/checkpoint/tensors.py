@@ -1,7 +1,9 @@
-"""Data files of checkpoints: safetensors, written from one tensor at a time and read in parts.
+"""Data files of checkpoints: safetensors, written one tensor at a time and read in parts.
 
-The format is eight bytes with the length of a JSON header, the header, and the elements.
-Source: https://github.com/huggingface/safetensors, "Format".
+The format is eight bytes with the length of a JSON header, the header, and the elements.  Header
+and positions are planned before any tensor is there, so rank 0 can write the index of all files,
+and a rank needs host memory for one tensor.  Tests compare with the safetensors package, which
+msrun does not need.  Source: https://github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ _ALIGNMENT = 8
 
 
 class FileTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor of a data file.
+    """Entry of a tensor in a data file.
 
     Args:
-        name: Its name there.
-        dtype: As in `ITEM_BYTES`.
+        name: Its name in the file.
+        dtype: A key of `ITEM_BYTES`.
         shape: Its sizes.
     """
 
@@ -70,10 +72,10 @@ class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A data file before it is written.
 
     Args:
-        slots: Its tensors in the order in which they lie.
-        starts: First byte of each.
-        header: All before the first.
-        nbytes: Bytes of the file.
+        slots: Entries of its tensors, in the order of the file.
+        starts: First byte of each tensor.
+        header: All bytes before the first tensor.
+        nbytes: Size of the file in bytes.
     """
 
     slots: list[FileTensor]
@@ -83,7 +85,7 @@ class FilePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slot(name: str, tensor: Tensor) -> FileTensor:
-    """Return the place that all of `tensor` takes.
+    """Return the entry of `tensor` in a data file.
 
     Raises:
         CheckpointError: It cannot be stored.
@@ -92,10 +94,10 @@ def slot(name: str, tensor: Tensor) -> FileTensor:
 
 
 def check_storable(name: str, tensor: Tensor) -> str:
-    """Return the code of the type of `tensor`.
+    """Return the safetensors name of the type of `tensor`.
 
     Raises:
-        CheckpointError: It has none, or there are no elements to store.
+        CheckpointError: The format has no such type, or the tensor is sparse or on `meta`.
     """
     if tensor.layout != torch.strided:
         raise CheckpointError(
@@ -111,7 +113,7 @@ def check_storable(name: str, tensor: Tensor) -> str:
 
 
 def plan_file(slots: Iterable[FileTensor]) -> FilePlan:
-    """Return where `slots` lie in one file; large elements come first, so that all are aligned."""
+    """Return the plan of a file with `slots`; wide types come first, so that all are aligned."""
     ordered = sorted(slots, key=lambda slot: (-ITEM_BYTES[slot.dtype], slot.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -136,12 +138,12 @@ def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -
     """Write the file that `plan` describes, durably.
 
     Args:
-        path: Where.
-        plan: Of the file.
-        tensor_of: Name -> tensor; asked in the order of the file, one at a time.
+        path: Path of the file.
+        plan: Plan of the file.
+        tensor_of: Name -> tensor; called in the order of the file, for one tensor at a time.
 
     Raises:
-        OSError: There is no room, or the like.
+        OSError: The file cannot be written, such as on a full disk.
     """
     with path.open("wb") as file:
         file.write(plan.header)
@@ -153,7 +155,7 @@ def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return what two tensors of the same elements have in common, and others have not."""
+    """Return a hash of the elements of `tensor`, to compare tensors of different ranks."""
     flat = _flat(tensor)
     return hashlib.blake2b(_bytes_of(flat), digest_size=16).digest()
 
@@ -161,42 +163,42 @@ def digest(tensor: Tensor) -> bytes:
 def read_part(
     file: BinaryIO, dtype: str, chunk: Chunk, first: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Return the part of `chunk` that begins at `first`, in a new tensor.
+    """Return the part of `chunk` from index `first` on, in a new tensor.
 
-    Only the rows that it touches are read.
+    Only the rows of dim 0 that the part touches are read.
 
     Raises:
-        CheckpointError: The file has become shorter.
+        CheckpointError: The file is shorter than the index says.
     """
     rows = chunk.shape[1:]
     top, count = (first[0], lengths[0]) if chunk.shape else (0, 1)
     shape = [count, *rows] if chunk.shape else []
-    found = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    view = _bytes_of(found)
+    part = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    view = _bytes_of(part)
     file.seek(chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype])
     if file.readinto(view) != len(view):  # type: ignore[attr-defined]  # a buffered file has it
         raise CheckpointError(f"{chunk.file} has become shorter")
     for dim in range(1, len(rows) + 1):
-        found = found.narrow(dim, first[dim], lengths[dim])
-    return found
+        part = part.narrow(dim, first[dim], lengths[dim])
+    return part
 
 
 def read_tensor(folder: Path, stored: StoredTensor) -> Tensor:
-    """Return a whole tensor of the data files in `folder`."""
-    found = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+    """Return a whole tensor from the data files in `folder`."""
+    tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
     for chunk in stored.chunks:
         with (folder / chunk.file).open("rb") as file:
             part = read_part(file, stored.dtype, chunk, [0] * len(chunk.shape), chunk.shape)
         place = tuple(slice(at, at + n) for at, n in zip(chunk.at, chunk.shape, strict=True))
-        found[place].copy_(part)
-    return found
+        tensor[place].copy_(part)
+    return tensor
 
 
 def read_header(path: Path) -> Index:
-    """Return what a safetensors file holds, each tensor in one chunk.
+    """Return the index of a safetensors file, each tensor in one chunk.
 
     Raises:
-        CheckpointError: It is no such file.
+        CheckpointError: It is not a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -236,7 +238,7 @@ def _stored(path: Path, raw: msgspec.Raw, start: int, size: int) -> StoredTensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the host, its elements one after the other."""
+    """Return `tensor` on the host, contiguous and without lazy conjugation or negation."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -246,7 +248,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     if not tensor.data_ptr():
         raise CheckpointError(f"{type(tensor).__name__} keeps its elements elsewhere")
-    # Without numpy, which torch does not need either, there is no other way without a copy.
+    # Not `tensor.numpy()`: torch also runs without numpy, and numpy has no bfloat16.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory).cast("B")
 

@@ -14,13 +14,13 @@ Extra = Mapping[str, object] | None
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader, a scheduler, or whatever else can say where it stands."""
+    """A loader, a scheduler, or any other object that can save and restore its state."""
 
     def state_dict(self) -> Any:
         """Return plain JSON values."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take them back."""
+        """Restore the state that `state_dict` returned."""
 
 
 def plain_extra(name: str, value: Any) -> Any:
@@ -38,7 +38,7 @@ def check_extra(manifest: Manifest, loader: Stateful | None, extra: Extra) -> No
     """Refuse a checkpoint that lacks state of `loader` or `extra`.
 
     Raises:
-        CheckpointError: It has none.
+        CheckpointError: The checkpoint lacks some of that state.
     """
     if loader is not None and manifest.loader is None:
         raise CheckpointError("the checkpoint has no state of a loader")

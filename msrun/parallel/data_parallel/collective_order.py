@@ -21,7 +21,7 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
 
 _BITS = 32
-_KEPT = 100_000
+_EVENTS_MAX = 100_000
 _RANKS_SHOWN = 8
 _NAMES_SHOWN = 4
 
@@ -45,23 +45,23 @@ class CollectiveOrder:
 
     def __init__(
         self,
-        divided: FSDPModule,
+        model: FSDPModule,
         group: dist.ProcessGroup,
         device: torch.device,
         *,
         level: int,
-        kept: int = _KEPT,
+        events_max: int = _EVENTS_MAX,
     ) -> None:
         self._group = group
         self._device = device
         self._level = level
-        self._kept = kept
-        self._name = type(divided).__name__
+        self._events_max = events_max
+        self._name = type(model).__name__
         self._events: list[Event] = []
         self._digest = 0
         self._is_planned = False
         torch_compat.watch_units(
-            divided, self._on_gather, self._on_reduce, _on_sparse, _on_second_gradient
+            model, self._on_gather, self._on_reduce, _on_sparse, _on_second_gradient
         )
 
     @contextlib.contextmanager
@@ -89,8 +89,8 @@ class CollectiveOrder:
         flat = torch.cat([value.reshape(1).to(dtype), own])
         dist.all_reduce(flat, group=self._group)
         if any(0 < count < self._group.size() for count in flat[1:].tolist()):
-            is_full = len(events) == self._kept
-            last = f"did other things after {self._kept} alike ({digest:08x})"
+            is_full = len(events) == self._events_max
+            last = f"did other things after {self._events_max} alike ({digest:08x})"
             self._refuse([*events, (last,)] if is_full else events)
         return flat[0].to(value.dtype).view_as(value)
 
@@ -103,8 +103,8 @@ class CollectiveOrder:
             RanksDisagreeError: It depends on no parameter that is trained.
         """
         if self._group.size() > 1 and not loss.requires_grad:
-            told = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
-            raise self._refusal(told)
+            problem = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
+            raise self._refusal(problem)
 
     def _on_gather(self, name: str) -> None:
         self._add("gathered", name or self._name)
@@ -117,26 +117,28 @@ class CollectiveOrder:
 
     def _add(self, *event: str) -> None:
         self._digest = zlib.crc32("\n".join((*event, "\n")).encode(), self._digest)
-        if len(self._events) < self._kept:
+        if len(self._events) < self._events_max:
             self._events.append(event)
 
     def _compare(self) -> None:
         if self._events:  # the first call of a backward pass has seen them all
             self.sum_and_compare(torch.zeros((), device=self._device))
 
-    def _refuse(self, own: list[Event]) -> None:
+    def _refuse(self, events: list[Event]) -> None:
         """Name the first difference, on all ranks alike."""
-        found: list[list[Event]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(found, own, group=self._group)
+        of_ranks: list[list[Event]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(of_ranks, events, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        steps = itertools.zip_longest(*found, fillvalue=_END)
-        told = _told(ranks, next(events for events in steps if len(set(events)) > 1))
-        raise self._refusal(told)
+        positions = itertools.zip_longest(*of_ranks, fillvalue=_END)
+        problem = _difference(
+            ranks, next(step_events for step_events in positions if len(set(step_events)) > 1)
+        )
+        raise self._refusal(problem)
 
-    def _refusal(self, told: str) -> UsageError:
+    def _refusal(self, problem: str) -> UsageError:
         return RanksDisagreeError(
             f"{ROOT}.optimizer.zero: level {self._level} needs all ranks to use the same modules "
-            f"in one order, and {told}; no weight was changed",
+            f"in one order, and {problem}; no weight was changed",
             hint="choose zero 0, or have every rank call them all, times 0 where it has no use",
         )
 
@@ -156,17 +158,17 @@ def _on_second_gradient() -> None:
     )
 
 
-def _told(ranks: Sequence[int], events: Sequence[Event]) -> str:
+def _difference(ranks: Sequence[int], events: Sequence[Event]) -> str:
     """Say who did what, of the names only those that not all have."""
     common = set.intersection(*(set(names) for _, *names in events))
-    who: dict[Event, list[str]] = {}
+    ranks_of: dict[Event, list[str]] = {}
     for rank, event in zip(ranks, events, strict=True):
-        who.setdefault(event, []).append(str(rank))
+        ranks_of.setdefault(event, []).append(str(rank))
     parts = []
-    for (done, *names), found in who.items():
+    for (action, *names), members in ranks_of.items():
         others = [name for name in names if name not in common] or ["nothing else"]
-        what = f"{done} {_some(others, _NAMES_SHOWN)}" if names else done
-        parts.append(f"rank{'s' * (len(found) > 1)} {_some(found, _RANKS_SHOWN)} {what}")
+        what = f"{action} {_some(others, _NAMES_SHOWN)}" if names else action
+        parts.append(f"rank{'s' * (len(members) > 1)} {_some(members, _RANKS_SHOWN)} {what}")
     return "; ".join(parts)
 
 

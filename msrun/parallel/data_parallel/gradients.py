@@ -23,8 +23,8 @@ def clip_gradients(
     params: Iterable[Parameter],
     max_norm: float,
     *,
-    apart: Mapping[Parameter, dist.ProcessGroup] | None = None,
-    borrowed: Collection[Parameter] = (),
+    unreduced: Mapping[Parameter, dist.ProcessGroup] | None = None,
+    counted_elsewhere: Collection[Parameter] = (),
     pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale the gradients of `params` to a global 2-norm of at most `max_norm`; return the norm.
@@ -40,7 +40,9 @@ def clip_gradients(
         pipeline: Ranks that have the other stages.
     """
     trained = [param for param in params if param.requires_grad]
-    norm = _global_norm([p for p in trained if p not in set(borrowed)], apart or {}, pipeline)
+    norm = _global_norm(
+        [p for p in trained if p not in set(counted_elsewhere)], unreduced or {}, pipeline
+    )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for param in trained:
         if (gradient := local_gradient(param)) is not None:
@@ -50,7 +52,7 @@ def clip_gradients(
 
 def _global_norm(
     params: Iterable[Parameter],
-    apart: Mapping[Parameter, dist.ProcessGroup],
+    unreduced: Mapping[Parameter, dist.ProcessGroup],
     pipeline: dist.ProcessGroup | None,
 ) -> Tensor:
     """Return the 2-norm over all ranks: squares are summed over what shards each parameter.
@@ -59,7 +61,7 @@ def _global_norm(
     """
     squares: dict[Groups, list[Tensor]] = {}
     for param in params:
-        groups = _sharding_groups(param) + ((apart[param],) if param in apart else ())
+        groups = _sharding_groups(param) + ((unreduced[param],) if param in unreduced else ())
         squares.setdefault(groups, []).append(_square(param))
     total = torch.zeros(())
     for groups, parts in squares.items():
@@ -69,10 +71,10 @@ def _global_norm(
         total = total.to(part.device) + part
     if pipeline is not None:
         # Parameters of other stages may be of another precision; HCCL reduces none of float64.
-        common = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
-        whole = total.to(common)
-        dist.all_reduce(whole, group=pipeline)
-        total = whole.to(total.dtype)
+        dtype = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
+        common_total = total.to(dtype)
+        dist.all_reduce(common_total, group=pipeline)
+        total = common_total.to(total.dtype)
     return total.sqrt()
 
 

@@ -8,7 +8,7 @@ from msrun.errors import ModelError
 from msrun.parallel.local import is_sharded
 
 # Name in `torch.optim`, which not every release has -> what it does that parts do not allow.
-_NEEDS_WHOLE = {
+_NEEDS_REPLICATED = {
     "Adafactor": "takes norms of whole rows and columns",
     "Muon": "multiplies whole matrices, in a short type whose rounding depends on their parts",
     "Rprop": "writes elements by a mask",
@@ -28,15 +28,15 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{name} computes the loss several times a step, and rt.step does once",
             hint="choose another, or give it to a plain loop as it is, where parameters are whole",
         )
-    for kind, reason in _NEEDS_WHOLE.items():
+    for kind, reason in _NEEDS_REPLICATED.items():
         if isinstance(optimizer, getattr(torch.optim, kind, ())):
-            _check_whole(optimizer, f"{name} {reason}")
+            _check_replicated(optimizer, f"{name} {reason}")
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, reason: str) -> None:
+def _check_replicated(optimizer: torch.optim.Optimizer, reason: str) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if divided := sum(map(is_sharded, params)):
+    if sharded := sum(map(is_sharded, params)):
         raise ModelError(
-            f"{reason}, and {divided} of its {len(params)} parameters are divided",
+            f"{reason}, and {sharded} of its {len(params)} parameters are divided",
             hint="choose another such as AdamW, or give it only parameters that stay whole",
         )

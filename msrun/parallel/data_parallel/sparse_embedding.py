@@ -16,7 +16,7 @@ from msrun.parallel.tensor.plan import ModulePlan
 
 Table = nn.Embedding | nn.EmbeddingBag
 
-_NOTHING, _ROWS, _ALL = range(3)
+_NOTHING, _ROWS, _DENSE = range(3)
 
 
 def check(
@@ -48,7 +48,7 @@ def check(
             )
 
 
-def check_whole(model: nn.Module, whole: Collection[Tensor]) -> None:
+def check_replicated(model: nn.Module, replicated: Collection[Tensor]) -> None:
     """Refuse sparse gradients of tables that optimizer parallel would divide.
 
     Args:
@@ -59,7 +59,7 @@ def check_whole(model: nn.Module, whole: Collection[Tensor]) -> None:
         ModelError: There is one.
     """
     for name, table in _tables(model):
-        if table.sparse and table.weight not in whole:
+        if table.sparse and table.weight not in replicated:
             raise ModelError(
                 f"{ROOT}.optimizer.zero: {name} has sparse gradients, which are for tables that "
                 "stay whole",
@@ -119,35 +119,35 @@ def _sum(
     """Return the sum of `own` gradients of `table` times `scale` over `group`, sent as `dtype`."""
     ids = torch.zeros(0, dtype=torch.long, device=table.device)
     rows = table.detach()[:0]
-    kind = _NOTHING if own is None else _ROWS if own.is_sparse else _ALL
+    kind = _NOTHING if own is None else _ROWS if own.is_sparse else _DENSE
     if own is not None and own.is_sparse:
         own = own.coalesce()
         ids, rows = own.indices()[0], own.values()
-    found = _gather(torch.tensor([kind, len(ids)], device=table.device), group)
-    kind, most = found.amax(0).tolist()
+    sizes = _gather(torch.tensor([kind, len(ids)], device=table.device), group)
+    kind, most = sizes.amax(0).tolist()
     if kind == _NOTHING:
         return None
-    if kind == _ALL:
-        whole = (torch.zeros_like(table) if own is None else own.to_dense()).to(dtype) * scale
-        dist.all_reduce(whole, group=group)
-        return whole.to(table.dtype)
+    if kind == _DENSE:
+        dense = (torch.zeros_like(table) if own is None else own.to_dense()).to(dtype) * scale
+        dist.all_reduce(dense, group=group)
+        return dense.to(table.dtype)
     # All send as many: what a rank has less is left out behind.
-    is_real = torch.arange(most, device=table.device) < found[:, 1:]
-    ids, rows = (_filled(part, most) for part in (ids, rows.to(dtype) * scale))
+    is_real = torch.arange(most, device=table.device) < sizes[:, 1:]
+    ids, rows = (_padded(part, most) for part in (ids, rows.to(dtype) * scale))
     ids, rows = _gather(ids, group)[is_real], _gather(rows, group)[is_real]
     return torch.sparse_coo_tensor(
         ids.unsqueeze(0), rows.to(table.dtype), table.shape, check_invariants=False
     )
 
 
-def _filled(part: Tensor, count: int) -> Tensor:
-    whole = part.new_zeros(count, *part.shape[1:])
-    whole[: len(part)] = part
-    return whole
+def _padded(part: Tensor, count: int) -> Tensor:
+    padded = part.new_zeros(count, *part.shape[1:])
+    padded[: len(part)] = part
+    return padded
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the `part` of each rank, stacked."""
-    found = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(found, part, group=group)
-    return torch.stack(found)
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    return torch.stack(parts)

@@ -97,10 +97,10 @@ def apply(
     context: RankContext,
     model: nn.Module,
     names: Sequence[str],
-    whole: Collection[Parameter],
+    replicated: Collection[Parameter],
 ) -> FSDPModule:
     """Shard the parameters of `model` in place; those in `whole` stay as they are."""
-    options = _options(config, context, set(whole))
+    options = _options(config, context, set(replicated))
     for name in reversed(names):  # the innermost first
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
@@ -108,21 +108,23 @@ def apply(
     if config.optimizer.zero == RESHARD_LEVEL:
         # What belongs to no unit is needed last in forward and first in backward: it stays.
         options["reshard_after_forward"] = False
-    divided = fully_shard(model, **options)
+    sharded = fully_shard(model, **options)
     if config.reduce.op == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(enable=True)
-    return divided
+    return sharded
 
 
-def _options(config: ParallelConfig, context: RankContext, whole: set[Parameter]) -> dict[str, Any]:
+def _options(
+    config: ParallelConfig, context: RankContext, replicated: set[Parameter]
+) -> dict[str, Any]:
     settings, reduce = config.optimizer, config.reduce
     options: dict[str, Any] = {
         "mesh": _data_mesh(context.root_mesh),
         "reshard_after_forward": settings.zero == RESHARD_LEVEL,
-        "ignored_params": whole,
+        "ignored_params": replicated,
     }
     if settings.dtype or reduce.dtype:
         options["mp_policy"] = MixedPrecisionPolicy(
@@ -144,30 +146,30 @@ def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def paused(divided: FSDPModule, zero: int) -> Iterator[None]:
+def paused(sharded: FSDPModule, zero: int) -> Iterator[None]:
     """Let gradients add up over micro-batches: whole at level 1, divided at levels 2 and 3.
 
     Parameters stay gathered from one micro-batch to the next below level 3.
     """
-    _set(divided, zero, is_last=False)
+    _set(sharded, zero, is_last=False)
     try:
         yield
     finally:
-        _set(divided, zero, is_last=True)
+        _set(sharded, zero, is_last=True)
 
 
-def reduce(divided: nn.Module, zero: int) -> None:
+def reduce(sharded: nn.Module, zero: int) -> None:
     """Reduce what backward passes left while paused; above level 1 each reduced its own."""
     if zero == SUM_LEVEL:
-        torch_compat.reduce_sharded(divided)  # type: ignore[arg-type]  # it is both
+        torch_compat.reduce_sharded(sharded)  # type: ignore[arg-type]  # it is both
     elif zero < RESHARD_LEVEL:
-        for module in divided.modules():
+        for module in sharded.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def _set(divided: FSDPModule, zero: int, *, is_last: bool) -> None:
+def _set(sharded: FSDPModule, zero: int, *, is_last: bool) -> None:
     if zero == SUM_LEVEL:
-        divided.set_requires_gradient_sync(is_last)
+        sharded.set_requires_gradient_sync(is_last)
     if zero < RESHARD_LEVEL:
-        divided.set_reshard_after_backward(is_last)
+        sharded.set_reshard_after_backward(is_last)

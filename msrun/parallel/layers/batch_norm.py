@@ -14,7 +14,7 @@ from torch.nn import functional
 from msrun.errors import ModelError
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import is_sharded, whole
+from msrun.parallel.local import full_tensor, is_sharded
 
 # Torch's own synchronized one knows accelerators alone, and all ranks of the job.
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
@@ -39,9 +39,9 @@ def check(config: ParallelConfig, model: nn.Module) -> None:
 
 def synchronize(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Have the batch norms of `model` use the statistics of all samples of `group`."""
-    told: set[str] = set()
+    warned: set[str] = set()
     for _, module in _batch_norms(model):
-        module.forward = partial(_forward, module, group, told)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, group, warned)  # type: ignore[method-assign]
 
 
 def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
@@ -50,17 +50,17 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
             yield name or type(module).__name__, module
 
 
-def _forward(module: BatchNorm, group: dist.ProcessGroup, told: set[str], x: Tensor) -> Tensor:
+def _forward(module: BatchNorm, group: dist.ProcessGroup, warned: set[str], x: Tensor) -> Tensor:
     """Normalize `x`, (batch, channels, ...), as `nn.BatchNorm` does.
 
     Two sums over the group: one of values and counts, one of squared distances from the mean,
     which loses no precision where the mean is large.  Channels that a plan divided are gathered,
     which is said once.
     """
-    if is_sharded(x) and any(p.is_shard() for p in x.placements) and not told:
-        told.add("batch_norm")
+    if is_sharded(x) and any(p.is_shard() for p in x.placements) and not warned:
+        warned.add("batch_norm")
         warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
-    x = whole(x)
+    x = full_tensor(x)
     uses_batch = module.training or not module.track_running_stats
     if not uses_batch:
         return functional.batch_norm(

@@ -115,12 +115,12 @@ class ExactDropout(TorchFunctionMode):
             )
         self._is_drawing = True
         try:
-            whole = torch.empty(
+            mask = torch.empty(
                 (self._count * rows, *x.shape[1:]), dtype=x.dtype, device=x.device
             ).bernoulli_(share)
         finally:
             self._is_drawing = False
-        return whole[self._index * rows :][:rows]
+        return mask[self._index * rows :][:rows]
 
 
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

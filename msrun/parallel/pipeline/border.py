@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msrun.errors import UsageError
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.chunks import STAGES
 
 
@@ -81,7 +81,7 @@ def join_graph(values: Sequence[Tensor], received: Sequence[Tensor]) -> Tensors:
 def _fitting(value: Any, border: Border) -> Tensor:
     if not isinstance(value, Tensor):
         raise UsageError(f"{STAGES}: {border.name} yields no tensor but {type(value).__name__}")
-    tensor: Tensor = whole(value)
+    tensor: Tensor = full_tensor(value)
     is_exact = torch.promote_types(tensor.dtype, border.dtype) == border.dtype
     if tensor.is_floating_point() and is_exact:  # the receiver may compute in less again
         tensor = tensor.to(border.dtype)

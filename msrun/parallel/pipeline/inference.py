@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.border import Border, Borders, ready_to_send
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
 from msrun.parallel.pipeline.ranks import PipelineRanks
@@ -41,7 +41,7 @@ def infer(
             pieces = split.padded(inputs, part)
             output = model(*pieces, *values, pipeline_chunk=chunk)
             if chunk == ranks.chunks.count - 1:
-                outputs.append(split.trim(map_leaves(whole, output), part))
+                outputs.append(split.trim(map_leaves(full_tensor, output), part))
                 continue
             sent = ready_to_send(output, borders[chunk], ())
             if ranks.holds(chunk + 1):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, map_leaves
@@ -88,7 +88,7 @@ def measure(
             sent: list[tuple[Border, ...] | UsageError] = [()]
             if ranks.holds(chunk):
                 output = model(*pieces, *values, pipeline_chunk=chunk)
-                values = map_leaves(whole, output)
+                values = map_leaves(full_tensor, output)
                 sent = [_borders(plan, chunk, values)]
             dist.broadcast_object_list(sent, ranks.rank(chunk), ranks.group, device=ranks.device)
             if isinstance(sent[0], UsageError):

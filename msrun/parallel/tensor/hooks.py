@@ -36,14 +36,14 @@ _SHAPES_MAX = 100
 def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
     """Return what a plan must know of each module of `model`, by name."""
     names: dict[int, list[str]] = defaultdict(list)
-    found = {}
+    shapes = {}
     for name, module in model.named_modules():  # of a module with several names the first
         for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
             names[id(tensor)].append(param)
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         prefix = f"{name}." if name else ""
-        found[name] = ModuleShape(
+        shapes[name] = ModuleShape(
             kind=type(module).__name__,
             params={param: tuple(tensor.shape) for param, tensor in own.items()},
             shared={
@@ -52,7 +52,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
                 if len(names[id(tensor)]) > 1
             },
         )
-    return found
+    return shapes
 
 
 def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
@@ -65,15 +65,15 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     """
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
-    done: dict[int, Parameter] = {}
+    sharded: dict[int, Parameter] = {}
     guard = Guard(mesh)
     for name, plan in plans.items():
         module = model.get_submodule(name)
         for param, tensor in list(module.named_parameters(recurse=False)):
-            if id(tensor) not in done:
-                done[id(tensor)] = _divide(tensor, plan.params.get(param, ["..."]), mesh)
-                done[id(done[id(tensor)])] = done[id(tensor)]
-            setattr(module, param, done[id(tensor)])
+            if id(tensor) not in sharded:
+                sharded[id(tensor)] = _shard(tensor, plan.params.get(param, ["..."]), mesh)
+                sharded[id(sharded[id(tensor)])] = sharded[id(tensor)]
+            setattr(module, param, sharded[id(tensor)])
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
@@ -86,11 +86,11 @@ def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[s
     tensors = (
         dims for plan in plans for dims in (*plan.params.values(), plan.inputs, plan.out) if dims
     )
-    found = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
-    return sorted(tuple(sorted(axes, key=names.index)) for axes in found if len(axes) > 1)
+    joined = {frozenset(dim) for dims in tensors for dim in dims if isinstance(dim, list)}
+    return sorted(tuple(sorted(axes, key=names.index)) for axes in joined if len(axes) > 1)
 
 
-def _divide(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
+def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
     """Return this rank's part of `param`."""
     placed = placements(dims, mesh, param.dim())
     # Every rank has the same values: nothing need be sent.
@@ -103,10 +103,10 @@ def watch(model: nn.Module) -> None:
     for param in model.parameters():
         if isinstance(param, DTensor) and param.requires_grad:
             tensor: Tensor = param
-            tensor.register_post_accumulate_grad_hook(_complete)
+            tensor.register_post_accumulate_grad_hook(_reduce_partial)
 
 
-def _complete(param: Tensor) -> None:
+def _reduce_partial(param: Tensor) -> None:
     """Sum a gradient that is still in parts: what MindSpore calls a mirror operator."""
     local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
 
@@ -162,12 +162,12 @@ class _Hooks:
             self._write_back(*self._taken)
             self._taken = None
         if not torch_compat.is_active(self._guard):  # a script calls a part of the model
-            return _plain(output, may_be_divided=False)
+            return _plain(output, may_be_sharded=False)
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
-        is_whole = all(placement.is_replicate() for placement in placed.placements)
-        return placed.to_local() if is_whole else placed
+        is_replicated = all(placement.is_replicate() for placement in placed.placements)
+        return placed.to_local() if is_replicated else placed
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
         """Write in the input, where anybody can see it, what the module wrote in the placed one."""
@@ -214,14 +214,14 @@ class _WantedPlacement:
 
     def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
         self._dims, self._mesh, self._where = dims, mesh, where
-        self._whole = (Replicate(),) * mesh.ndim
-        self._found: dict[torch.Size, tuple[Placement, ...]] = {}
+        self._replicated = (Replicate(),) * mesh.ndim
+        self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
 
     def put(self, x: Tensor) -> DTensor:
         """Return `x` there; a plain tensor is the same on every rank."""
         placed = x
         if not isinstance(placed, DTensor):
-            placed = on_mesh(x, self._mesh, self._whole)
+            placed = on_mesh(x, self._mesh, self._replicated)
         if self._dims is None:
             return placed
         wanted = self._wanted(x.shape)
@@ -234,11 +234,11 @@ class _WantedPlacement:
         return self._wanted(x.shape) == other._wanted(x.shape)
 
     def _wanted(self, shape: torch.Size) -> tuple[Placement, ...]:
-        if shape not in self._found:
-            if len(self._found) == _SHAPES_MAX:
-                self._found.clear()
-            self._found[shape] = self._find(shape)
-        return self._found[shape]
+        if shape not in self._placements:
+            if len(self._placements) == _SHAPES_MAX:
+                self._placements.clear()
+            self._placements[shape] = self._find(shape)
+        return self._placements[shape]
 
     def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
         """Return the placements of a tensor of that shape, if these divide it evenly."""
@@ -260,15 +260,15 @@ def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward; whole, plain tensors leave it, unless a guarded loss takes them."""
     with guard.active():
         output = forward(*args, **kwargs)
-    return _plain(output, may_be_divided=guard.has_loss)
+    return _plain(output, may_be_sharded=guard.has_loss)
 
 
-def _plain(value: Any, *, may_be_divided: bool) -> Any:
-    inner = partial(_plain, may_be_divided=may_be_divided)
+def _plain(value: Any, *, may_be_sharded: bool) -> Any:
+    inner = partial(_plain, may_be_sharded=may_be_sharded)
     match value:
         case DTensor() if all(placement.is_replicate() for placement in value.placements):
             return value.to_local()
-        case DTensor() if not may_be_divided:
+        case DTensor() if not may_be_sharded:
             return value.full_tensor()
         case tuple() | list():
             return type(value)(map(inner, value))

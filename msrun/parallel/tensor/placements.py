@@ -33,14 +33,14 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
         ConfigError: The dims are not as many, or an axis is unknown or stands there twice.
     """
     names = mesh.mesh_dim_names or ()
-    found: list[Placement] = [Replicate()] * mesh.ndim
+    placed: list[Placement] = [Replicate()] * mesh.ndim
     for dim, axes in enumerate(axes_of_dims(dims, ndim, names)):
         before: list[int] = []
         for index in map(names.index, axes):
             parts = math.prod(mesh.size(other) for other in before if other > index)
-            found[index] = strided_shard(dim, parts) if parts > 1 else Shard(dim)
+            placed[index] = strided_shard(dim, parts) if parts > 1 else Shard(dim)
             before.append(index)
-    return tuple(found)
+    return tuple(placed)
 
 
 def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
@@ -53,13 +53,13 @@ def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTen
         mesh: Where the whole lies.
         placed: How; nothing of it is a pending sum.
     """
-    found = DTensor.from_local(part, mesh, placed, run_check=False)
-    if found.requires_grad:
-        found.register_hook(partial(_settled, tuple(placed)))
-    return found
+    tensor = DTensor.from_local(part, mesh, placed, run_check=False)
+    if tensor.requires_grad:
+        tensor.register_hook(partial(_as_placed, tuple(placed)))
+    return tensor
 
 
-def _settled(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
+def _as_placed(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
     """Return the gradient as the tensor lies."""
     return gradient if gradient.placements == placed else gradient.redistribute(placements=placed)
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from msrun.errors import ConfigError
-from msrun.parallel.config import ROOT, WHOLE, Dims, PlanRule
+from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.rules import notation_dims
@@ -71,15 +71,15 @@ def plan_modules(
     ]
     for index, rule in enumerate(rules):
         matching([rule.match], list(modules), f"plan[{index}].match")
-    found: dict[str, ModulePlan] = {}
+    plans: dict[str, ModulePlan] = {}
     for name, module in modules.items():
         for key, rule in zip(keys, rules, strict=True):
             if fnmatchcase(name, rule.match):
-                found[name] = _plan(key, rule, layout, name, module)
-                _check_divides(found[name], layout, name, module)
+                plans[name] = _plan(key, rule, layout, name, module)
+                _check_even(plans[name], layout, name, module)
                 break
-    _check_shared(found, modules)
-    return found
+    _check_shared(plans, modules)
+    return plans
 
 
 def _plan(
@@ -101,41 +101,41 @@ def _from_mindspore_notation(
     key: str, rule: PlanRule, layout: MeshLayout, module: ModuleShape
 ) -> ModulePlan:
     axes = {name: layout.axes[name] for name in plan_axes(layout)}
-    found = notation_dims(rule, key, module.kind, axes)
-    params = found.params
+    notated = notation_dims(rule, key, module.kind, axes)
+    params = notated.params
     if rule.layout is None:  # a strategy has no names: of what such modules can have, what is there
         params = {name: dims for name, dims in params.items() if name in module.params}
-    return ModulePlan(key=key, params=params, inputs=found.inputs, out=found.out)
+    return ModulePlan(key=key, params=params, inputs=notated.inputs, out=notated.out)
 
 
-def _styled(key: str, style: str, axis: str, who: str, module: ModuleShape) -> ModulePlan:
+def _styled(key: str, style: str, axis: str, module_name: str, module: ModuleShape) -> ModulePlan:
     """Return what `style` means for a module of this kind.
 
     A linear weight is (out, in), that of an embedding (rows, width).
     """
-    whole: Dims = [WHOLE]
-    last: Dims = [WHOLE, axis]
+    unsharded: Dims = [UNSHARDED_DIMS]
+    last_sharded: Dims = [UNSHARDED_DIMS, axis]
     styles: dict[tuple[str, str], tuple[dict[str, Dims], Dims, Dims]] = {
-        ("colwise", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
-        ("vocab", "Linear"): ({"weight": [axis, None], "bias": [axis]}, whole, last),
-        ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last, whole),
-        ("colwise", "Embedding"): ({"weight": [None, axis]}, whole, last),
-        ("rowwise", "Embedding"): ({"weight": [axis, None]}, whole, whole),
-        ("embedding", "Embedding"): ({"weight": [axis, None]}, whole, whole),
+        ("colwise", "Linear"): ({"weight": [axis, None], "bias": [axis]}, unsharded, last_sharded),
+        ("vocab", "Linear"): ({"weight": [axis, None], "bias": [axis]}, unsharded, last_sharded),
+        ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last_sharded, unsharded),
+        ("colwise", "Embedding"): ({"weight": [None, axis]}, unsharded, last_sharded),
+        ("rowwise", "Embedding"): ({"weight": [axis, None]}, unsharded, unsharded),
+        ("embedding", "Embedding"): ({"weight": [axis, None]}, unsharded, unsharded),
     }
     if style == "sequence":
         # (batch, sequence, ...): every rank has its part of each sequence.
-        cut: Dims = [None, axis, WHOLE]
-        return ModulePlan(key=key, params={}, inputs=cut, out=cut)
+        sequence: Dims = [None, axis, UNSHARDED_DIMS]
+        return ModulePlan(key=key, params={}, inputs=sequence, out=sequence)
     if (style, module.kind) not in styles:
         kinds = " or ".join(kind for known, kind in styles if known == style)
-        raise ConfigError(f"{key}.style: {style} is for {kinds}, not {who}")
+        raise ConfigError(f"{key}.style: {style} is for {kinds}, not {module_name}")
     params, inputs, out = styles[style, module.kind]
     own = {name: dims for name, dims in params.items() if name in module.params}
     return ModulePlan(key=key, params=own, inputs=inputs, out=out)
 
 
-def _check_divides(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
+def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
     """Refuse what cannot be cut evenly, by MindSpore's rule: every dim into equal parts."""
     for param, dims in plan.params.items():
         shape = module.params[param]

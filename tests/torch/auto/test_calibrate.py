@@ -12,7 +12,7 @@ import msrun
 from msrun.cli.main import main
 from msrun.cli.verbs.calibrate import PROGRAM
 from msrun.errors import UsageError
-from msrun.parallel.calibrate import fit, hidden_share
+from msrun.parallel.calibrate import fit, hidden_fraction
 from msrun.parallel.config_file import load_yaml
 from msrun.parallel.search.cost.cost import collective
 from msrun.parallel.search.cost.redistribution import MoveKind
@@ -80,7 +80,7 @@ def test_the_verb_starts_the_job(tmp_path):
     [(2.0, 2.0, 4.0, 0.0), (2.0, 4.0, 5.0, 0.5), (2.0, 2.0, 5.0, 0.0), (2.0, 2.0, 1.0, 0.95)],
 )
 def test_what_two_times_save_together(first, second, both, share):
-    assert hidden_share(first, second, both) == share
+    assert hidden_fraction(first, second, both) == share
 
 
 def with_topology(path):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
 
@@ -64,13 +64,13 @@ def forked(options, config, ways, go=step):
     update = torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.1)
     steps, why = [], None
     for way in ways[runtime.rank]:
-        steps.append({name: whole(p).tolist() for name, p in network.named_parameters()})
+        steps.append({name: full_tensor(p).tolist() for name, p in network.named_parameters()})
         try:
             go(runtime, network, update, way)
         except msrun.errors.UsageError as error:
             why = error.message
             break
-    last = {name: whole(param).tolist() for name, param in network.named_parameters()}
+    last = {name: full_tensor(param).tolist() for name, param in network.named_parameters()}
     return steps, last, why
 
 
@@ -189,7 +189,7 @@ def long_after():
     network = Forked()
     for module in (network.stem, *network.branches.layers.values(), network):
         fully_shard(module)
-    order = CollectiveOrder(network, runtime.group("dp"), runtime.device, level=3, kept=1)
+    order = CollectiveOrder(network, runtime.group("dp"), runtime.device, level=3, events_max=1)
     with torch.no_grad():
         network(torch.ones(2, 4), LEFT if runtime.rank else RIGHT)
     with pytest.raises(msrun.errors.UsageError) as caught:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.torch_compat import tensors_in
 
 pytestmark = pytest.mark.torch
@@ -105,7 +105,7 @@ def excluded(options, max_norm):
     for x, y in batches("mlp"):
         part = [t.chunk(runtime.world_size)[runtime.rank] for t in (x, y)]
         runtime.step(network, update, functional.cross_entropy, *part, max_norm=max_norm)
-    return {name: whole(param).tolist() for name, param in network.named_parameters()}
+    return {name: full_tensor(param).tolist() for name, param in network.named_parameters()}
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])

@@ -20,7 +20,7 @@ import msrun
 from msrun.errors import UsageError
 from msrun.parallel.deferred.fill import fill, find, share_random_state
 from msrun.parallel.deferred.init import DeferredInit
-from msrun.parallel.local import is_sharded, whole
+from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.torch_compat import strided_shard
 
 pytestmark = pytest.mark.torch
@@ -181,7 +181,7 @@ def under_configurations():
                 model = Transformer()
             assert all(param.is_meta for param in model.parameters())
             model = runtime.shard(model)
-            found = {key: whole(value) for key, value in model.state_dict().items()}
+            found = {key: full_tensor(value) for key, value in model.state_dict().items()}
             if not all(torch.equal(value, expected[key]) for key, value in found.items()):
                 wrong.append(name)
             if name != "pp":

@@ -34,7 +34,7 @@ from torch.nn import functional
 import msrun
 from msrun.errors import UsageError
 from msrun.parallel.layers import recompute
-from msrun.parallel.local import whole
+from msrun.parallel.local import full_tensor
 from msrun.parallel.torch_compat import reduce_sharded
 
 pytestmark = pytest.mark.torch
@@ -261,7 +261,9 @@ def _nested(config):
         found.append(runtime.step(network, update, functional.cross_entropy, x, y).item())
         found.append(runtime.clip_grad_norm_(network, 1e9).item())
     names = [n for n, _ in network.named_parameters(remove_duplicate=False) if ".inner." in n]
-    kept = {n.partition(".inner.")[2]: whole(network.get_parameter(n)).tolist() for n in names}
+    kept = {
+        n.partition(".inner.")[2]: full_tensor(network.get_parameter(n)).tolist() for n in names
+    }
     return found, kept
 
 
