@@ -190,7 +190,9 @@ def test_overlap_hides_the_traffic_of_parameters_and_no_other():
 
 def test_a_wish_that_no_strategy_meets_is_refused():
     pin = Pin(node="w0", codes={0: 5}, key="parallel.plan[0].params.weight")
-    with pytest.raises(UsageError, match=r"parallel.plan\[0\].params.weight: w0 cannot be placed like that"):
+    with pytest.raises(
+        UsageError, match=r"parallel.plan\[0\].params.weight: w0 cannot be placed like that"
+    ):
         search(programs.perceptron(), setting(2), pins=[pin])
 
 
