@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.parallel.search.graph.axis_placement import PR, RP, RR, SHARD_CODES
+from msrun.parallel.search.graph.axis_placement import PR, RP, RR, RZ, SHARD_CODES
 from msrun.parallel.search.graph.program import Program, Step, Value
 
 Labels = Sequence[str | None]
@@ -189,6 +189,25 @@ def layout_rule(value: Value) -> ShardingRule:
         Choice("RP", 0, (RP,), (RP,), divides=False),
         *(Choice(f"d{dim}", value.shape[dim], (dim,), (dim,), divides=False) for dim in dims),
     ]
+    return ShardingRule(choices=tuple(choices))
+
+
+def param_rule(value: Value, *, is_trained: bool) -> ShardingRule:
+    """Return how a parameter can be stored: replicated, with sharded state, or sharded."""
+    choices = [Choice("R", 0, (), (RR,), divides=False)]
+    if is_trained and value.shape:
+        choices.append(Choice("Z", 0, (), (RZ,), divides=False))
+    for dim, size in enumerate(value.shape[:SHARD_CODES]):
+        if size > 1:
+            choices.append(Choice(f"d{dim}", size, (), (dim,), divides=False))
+    return ShardingRule(choices=tuple(choices))
+
+
+def output_rule(value: Value) -> ShardingRule:
+    """Return how the caller can get an output: replicated, or sharded by sample."""
+    choices = [Choice("R", 0, (RR,), (), divides=False)]
+    if value.shape:
+        choices.append(Choice("b", value.shape[0], (0,), (), divides=False))
     return ShardingRule(choices=tuple(choices))
 
 

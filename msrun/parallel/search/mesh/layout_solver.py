@@ -99,6 +99,7 @@ class LayoutSolver:
         )
         chain = Chain(problem, inside, job.blocks.cuts, CELLS_MAX)
         most = min(layout.stages, layout.microbatches)
+        # Micro-batches in flight; of the middle stages the second has most.
         kinds = {"first": most, "middle": most - 1, "last": 1}
         if layout.stages < len(kinds):
             kinds = {"all": 1} if layout.stages == 1 else {"first": most, "last": 1}
@@ -210,6 +211,7 @@ class LayoutSolver:
                 one = through(one, one)
         if value is None:
             raise ValueError("a stage has no blocks")
+        # The same layout at both borders.
         return np.diagonal(value) + self._sent
 
     def _path(self, name: str, tables: ChainTables, cut: int, tie: int) -> tuple[float, ChainPlan]:

@@ -181,6 +181,7 @@ class _Search:
         """
         while left := [one for one in every if not bounds.is_known(one) and bounds.of(one) < best]:
             numbers = [one.microbatches for one in left]
+            # The common divisor bounds all of them; once it is known, the smallest is next.
             for number in (math.gcd(*numbers), min(numbers)):
                 layout = msgspec.structs.replace(left[0], microbatches=number, recompute=False)
                 if not bounds.is_known(layout):
@@ -207,6 +208,7 @@ class _Search:
             bounds.add(layout, least)
         if least >= best:
             return None
+        # Only now is memory looked at: most layouts are ruled out before.
         free = stages.solve(0.0, limit)
         if free.memory <= limit:
             return free

@@ -203,9 +203,11 @@ def cut_evenly(
     inner = sorted(sorted(inner, key=lambda at: crossing[at])[:_PLACES_MAX])
     places = np.array([0, *inner, len(steps)])
     wire, ranks = setting.topology.across, math.prod(setting.sizes)
+    # Forward and backward, on the slowest link.
     sent = np.array([2 * (crossing[at] / ranks / wire.bandwidth + wire.latency) for at in places])
     sent[[0, -1]] = 0.0
     cost = done[places] - done[places][:, None] + sent + sent[:, None]
+    # A stage needs a step of its own, not only constants and views.
     cost[count[places] <= count[places][:, None]] = np.inf
     slowest = _shortest(cost, np.maximum, stages)
     if slowest is None:

@@ -195,6 +195,7 @@ class _Lowerer:
         self._data = [axis for axis in axes if planned.axes[axis] == DATA_AXIS]
         self._others = [axis for axis in axes if axis not in self._data]
         self._dividing = self._find_dividing()
+        # Only these outputs may change their layout: a rule has one for them.
         self._ends = {step.outputs[0] for step in self._dividing.values()}
         self._made: dict[str, LayoutRow] = {}
         self._stored: dict[str, LayoutRow] = {}
@@ -351,6 +352,7 @@ class _Lowerer:
 
     def _compare(self, local: Program) -> None:
         """Require that a model does with one rank's samples what the plan has a rank do."""
+        # Sizes in arguments differ with the samples; shapes of the outputs, below, show them too.
         _require(len(local.steps) == len(self._program.steps))
         for ours, theirs in zip(self._program.steps, local.steps, strict=True):
             _require(

@@ -51,9 +51,7 @@ from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.axis_placement import (
     FLAT_SHARDED,
     REPLICATED,
-    RR,
     RZ,
-    SHARD_CODES,
     FloatArray,
     IntArray,
     is_sharded,
@@ -61,7 +59,14 @@ from msrun.parallel.search.graph.axis_placement import (
 )
 from msrun.parallel.search.graph.operators import rule_of
 from msrun.parallel.search.graph.program import Program, Step, Value
-from msrun.parallel.search.graph.rules import Choice, ShardingRule, Site, layout_rule
+from msrun.parallel.search.graph.rules import (
+    Choice,
+    ShardingRule,
+    Site,
+    layout_rule,
+    output_rule,
+    param_rule,
+)
 from msrun.parallel.search.graph.views import DimMap
 from msrun.parallel.search.solve.edges import copied_bytes, exchange_seconds
 from msrun.parallel.search.solve.problem import (
@@ -218,6 +223,7 @@ class _Builder:
         """Add a node with the costs that `weigh` finds, or those of an equal node before it."""
         nothing = (0,) * len(self._setting.sizes)
         picked = self._focus.others.get(name, nothing) if self._focus else None
+        # A pin or a fixed choice changes which strategies a node has, so no other node shares them.
         full = (key, name if name in self._pins else None, picked)
         if full not in self._tables:
             rows = self._rows(name, rule.choices, picked)
@@ -258,7 +264,7 @@ class _Builder:
         is_trained = name in self._trained
         key = ("param", value, is_trained)
         if key not in self._shared:
-            self._shared[key] = _param_rule(value, is_trained=is_trained)
+            self._shared[key] = param_rule(value, is_trained=is_trained)
         rule = self._shared[key]
 
         def weigh(rows: IntArray) -> NodeCosts:
@@ -279,12 +285,14 @@ class _Builder:
         shards = parts(is_sharded(codes), setting.sizes)
         if not is_trained:
             return np.zeros(len(rows)), value.nbytes / shards, np.zeros(len(rows))
+        # With sharded state each rank updates its share alone, though the parameter is replicated.
         updated = parts(is_sharded(codes) | (codes == RZ), setting.sizes)
         memory: FloatArray = (
             value.count
             * (2 * value.itemsize + setting.state_bytes)
             / stored_parts(value.shape, codes, setting.sizes)
         )
+        # The optimizer reads and writes parameter and state; its arithmetic is free beside that.
         touched = 2 * (value.itemsize + setting.state_bytes)
         seconds: FloatArray = value.count * touched / updated / topology.memory_bandwidth
         flat = np.where(codes == RZ, FLAT_SHARDED, REPLICATED)
@@ -370,6 +378,7 @@ class _Builder:
 
         at = self._add(layout_node(value), "layout", rule, key, weigh)
         self._connect(value, at, 0, None, self._saved.of_copy(value, None, 0))
+        # From here on consumers connect to this node.
         self._producers[value] = (at, 0)
 
     def _add_outputs(self) -> None:
@@ -380,7 +389,7 @@ class _Builder:
             if base in self._uses.constants:
                 continue
             tensor = self._program.values[value]
-            rule = _output_rule(tensor)
+            rule = output_rule(tensor)
             rows = combinations(self._output_choices(tensor), rule.choices, sizes)
             zeros = np.zeros(len(rows))
             node = StrategyNode(
@@ -401,6 +410,7 @@ class _Builder:
         both = range(2 if tensor.shape else 1)
         if not data and not self._setting.batch:
             return [both] * len(sizes)
+        # Ranks with different samples want the outputs of theirs, if each axis can have its share.
         divisor = int(np.prod([sizes[m] for m in data]))
         fits = bool(tensor.shape) and tensor.shape[0] % divisor == 0
         cut = range(1, 2) if fits else range(1)
@@ -475,21 +485,3 @@ def _meets(pin: Pin, axis: int, choice: Choice) -> bool:
 
 def _no_costs(rows: IntArray) -> NodeCosts:
     return np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
-
-
-def _param_rule(value: Value, *, is_trained: bool) -> ShardingRule:
-    """Return how a parameter can be stored: replicated, with sharded state, or sharded."""
-    choices = [Choice("R", 0, (), (RR,), divides=False)]
-    if is_trained and value.shape:
-        choices.append(Choice("Z", 0, (), (RZ,), divides=False))
-    for dim, size in enumerate(value.shape[:SHARD_CODES]):
-        if size > 1:
-            choices.append(Choice(f"d{dim}", size, (), (dim,), divides=False))
-    return ShardingRule(choices=tuple(choices))
-
-
-def _output_rule(value: Value) -> ShardingRule:
-    choices = [Choice("R", 0, (RR,), (), divides=False)]
-    if value.shape:
-        choices.append(Choice("b", value.shape[0], (0,), (), divides=False))
-    return ShardingRule(choices=tuple(choices))

@@ -88,6 +88,7 @@ class Chain:
             a, b = sorted((part[edge.source], part[edge.target]))
             ends = {edge.source, edge.target}
             if (a, b) == (0, 2):
+                # Nodes of the head are listed first, so the smaller index is the shared one.
                 tied.add(min(ends))
             elif b - a == 1 and not ends & set(self.cut_nodes):
                 raise ValueError("blocks share more than the values between them")
@@ -100,6 +101,7 @@ class Chain:
         consumers: dict[int, list[int]] = {}
         for edge in self.problem.edges:
             consumers.setdefault(edge.source, []).append(edge.target)
+        # Operators come in the order of execution: outside of blocks, 0 until the blocks begin.
         outside = 0
         for at, node in enumerate(self.problem.nodes):
             if node.kind == "op":
@@ -109,6 +111,7 @@ class Chain:
                 part[at] = 2
             elif node.kind == "layout" and producers[at] in part:
                 part[at] = part[producers[at]]
+        # Parameters and their layout nodes, last ones first, as their consumers have parts by then.
         for at in reversed(range(len(self.problem.nodes))):
             if at not in part:
                 part[at] = min(part[consumer] for consumer in consumers[at])
@@ -201,7 +204,7 @@ class ChainTables:
         for pair in pairwise(path):
             if pair not in blocks:
                 block = self.middle.complete({first: pair[0], second: pair[1]})
-                del block[first]
+                del block[first]  # the block before has it
                 blocks[pair] = block
             steps.append(blocks[pair])
         tail = self.tail.complete({second: path[-1], **tied})
@@ -252,6 +255,7 @@ class ChainPlan:
         copies = [edge for edge in problem.edges if edge.memory is not None]
         total = 0.0
         for chosen, own in self.pieces(chain, entry):
+            # Equal blocks are one and the same dict: their bytes are computed once.
             key = (id(own), chosen.get(chain.cut_nodes[0]))
             if key not in known:
                 known[key] = _memory(problem, copies, chosen, own)
@@ -300,6 +304,7 @@ def flat(table: FloatArray) -> FloatArray:
 
 def through(a: FloatArray, b: FloatArray) -> FloatArray:
     """Return the (min, +) product: least sums over what is between `a`'s rows and `b`'s columns."""
+    # Loop over the shorter side: each pass is one vectorised sum.
     if b.shape[1] < len(a):
         return np.stack([(a + column).min(axis=1) for column in b.T], axis=1)
     return np.stack([(row[:, None] + b).min(axis=0) for row in a])

@@ -76,7 +76,7 @@ def costs(problem: Problem, weight: float = 0.0) -> Costs:
         for at, node in enumerate(problem.nodes)
     }
     total = Costs(own)
-    # Edges between equal nodes share their tables.
+    # Edges between equal nodes share their tables, so each is weighed once.
     priced: dict[tuple[int, int], FloatArray] = {}
     for edge in problem.edges:
         table = edge.seconds
@@ -208,6 +208,7 @@ class _Eliminator:
             return best, np.asarray(sums.min())
         first = scope[0]
         shape = [self._size[w] for w in full]
+        # Tables without the first neighbour are the same in every block of its choices.
         constant = [item for item in taken if first not in item[0]]
         varying = [item for item in taken if first in item[0]]
         rest = self._sum(full[1:], constant)
@@ -230,6 +231,7 @@ class _Eliminator:
         """Return the sum of `tables`, with a dim for each of `scope`: of one where none has it."""
         place = {node: at for at, node in enumerate(scope)}
         total: FloatArray = np.zeros([1] * len(scope))
+        # Small tables first: the sum grows to its full size as late as possible.
         for nodes, table in sorted(tables, key=lambda item: item[1].size):
             order = sorted(range(len(nodes)), key=lambda at: place[nodes[at]])
             wide = [1] * len(scope)

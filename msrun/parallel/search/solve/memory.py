@@ -104,6 +104,7 @@ def bounded(
         raise OutOfMemoryError(fits.memory)
     bound = exceeds.seconds
     for _ in range(_ROUNDS_MAX):
+        # Where both cost the same.
         price = (fits.seconds - exceeds.seconds) / (exceeds.memory - fits.memory)
         if price <= 0 or fits.seconds - bound <= tolerance * fits.seconds:
             break
@@ -137,7 +138,7 @@ def refine(
         limit: Bytes on a rank.
     """
     plans = [list(fits)]
-    for sign in (1, -1):
+    for sign in (1, -1):  # from the front, and from the back
         order = [sign * group for group in groups]
         plans.append(_mixed(problem, fits, exceeds, order, limit))
     polished = [polish(problem, plan, limit) for plan in plans]
@@ -199,6 +200,7 @@ class _Polisher:
         rates = [(self._gain(at)[0], at) for at in range(len(self.chosen))]
         wanted = sorted(((rate, at) for rate, at in rates if rate > 0), reverse=True)
         for _, at in wanted:
+            # Changes made before this one may have used the memory, or moved a neighbour.
             _, best, taken = self._gain(at)
             if best >= 0:
                 self._memory += taken

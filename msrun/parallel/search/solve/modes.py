@@ -111,6 +111,7 @@ def _exact(
     if blocks is None:
         problem = build(program, setting, pins=pins)
         return _bounded_plain(problem, _order(problem), limit)
+    # Two blocks are enough to solve all: see `chain`.
     short, two = shortened(program, blocks)
     problem = build(short, setting, cuts=two.cuts, block_of=two.block_of(short), pins=pins)
     chain = Chain(problem, two.block_of(short), two.cuts, CELLS_MAX)
@@ -137,6 +138,7 @@ def _exact(
             unknown=problem.unknown,
         )
     whole = build(program, setting, cuts=blocks.cuts, block_of=blocks.block_of(program), pins=pins)
+    # Single tensors of single blocks are exchanged, so all blocks must be nodes.
     fits = indices(whole, names.expand(problem, result.fits.plan))
     exceeds = indices(whole, names.expand(problem, result.exceeds.plan))
     groups = _groups(program, blocks, whole)

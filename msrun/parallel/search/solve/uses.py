@@ -107,10 +107,12 @@ class Uses:
         given = [self.layouts[name][0].tolist() for name in step.inputs.values()]
         axes = range(len(self._setting.sizes))
         if view is not None and given:
+            # A view of a constant keeps the shards that it can pass on.
             view_dims = {source: dim for dim, (source, _) in view.dims.items()}
             codes = [view_dims.get(given[0][m], RR) for m in axes]
             self.layouts[step.outputs[0]] = np.array([codes])
             return
+        # The choice that reads the inputs as they are, on each axis; partial sums are not wanted.
         by_ins = {choice.ins: choice.outs for choice in self._rules[step.name].choices}
         outs_of = [by_ins.get(tuple(codes[m] for codes in given)) for m in axes]
         fits = bool(given) and all(outs is not None and PR not in outs for outs in outs_of)
