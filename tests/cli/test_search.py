@@ -93,7 +93,7 @@ tinynet.py:one: the model has no three equal blocks in a row, which a search for
 mesh needs
   hint: name a mesh without stages, such as --mesh dp=4,tp=2"""
 NO_MODE = """\
---mode best is none (choose exact, dynamic_programming, recursive, recursive_programming)"""
+--mode best is not known (choose exact, dynamic_programming, recursive, recursive_programming)"""
 
 CPU = ("--world", "4", "--topology", "cpu")
 

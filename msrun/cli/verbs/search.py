@@ -28,12 +28,6 @@ SUMMARY = (
 )
 DIFF_SUMMARY = "Show what differs between two plans that `msrun search -o` wrote."
 _EPILOG = "`msrun search diff A B` compares two plans."
-MODES = {
-    "exact": "exact",
-    "dynamic_programming": "exact",
-    "recursive": "recursive",
-    "recursive_programming": "recursive",
-}
 _GIB = 2**30
 _RANKS_MAX = 1 << 20
 _BATCH_MAX = 1 << 24
@@ -152,11 +146,14 @@ def _rare_collection() -> Iterator[None]:
 
 def _search(given: Mapping[str, Any]) -> SavedPlan:
     from msrun.parallel.search.cost.topology import find_topology
+    from msrun.parallel.search.solve.modes import MODES
     from msrun.transport.loop import Loop
 
-    mode = MODES.get(given["mode"])
+    # Propagation starts from the placements of a configuration, which no option gives.
+    modes = {name: mode for name, mode in MODES.items() if mode != "propagation"}
+    mode = modes.get(given["mode"])
     if mode is None:
-        raise UsageError(f"--mode {given['mode']} is none (choose {', '.join(MODES)})")
+        raise UsageError(f"--mode {given['mode']} is not known (choose {', '.join(modes)})")
     mesh = _mesh(given["mesh"])
     if mode != "exact" and not mesh:
         raise UsageError(f"--mode {given['mode']} needs --mesh")

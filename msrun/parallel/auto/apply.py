@@ -40,20 +40,12 @@ from msrun.parallel.search.plan.plan import SavedPlan, read_plan
 from msrun.parallel.search.plan.plan_io import check_fit, check_model, choices_of
 from msrun.parallel.search.solve.build import Pin, build
 from msrun.parallel.search.solve.memory import OutOfMemoryError
-from msrun.parallel.search.solve.modes import Mode, search
+from msrun.parallel.search.solve.modes import MODES, search
 from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
 from msrun.parallel.tensor.hooks import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
 
-_MODES: dict[str, Mode] = {
-    "exact": "exact",
-    "recursive": "recursive",
-    "propagation": "propagation",
-    "dynamic_programming": "exact",
-    "recursive_programming": "recursive",
-    "sharding_propagation": "propagation",
-}
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
 _ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
 _GIB = 2**30
@@ -282,7 +274,7 @@ def _choose_mesh(
                 topology=_topology(config, rank),
                 world=rank.world_size,
                 batch=batch,
-                mode=_MODES[config.search or "exact"],
+                mode=MODES[config.search or "exact"],
                 limit=None if config.memory is None else float(config.memory),
             ),
             time.perf_counter,
@@ -358,7 +350,7 @@ def _topology(config: ParallelConfig, rank: Rank) -> Topology:
 def _search(
     config: ParallelConfig, traced: Traced, setting: Setting, chunks: Chunks, pins: Sequence[Pin]
 ) -> PlanBroadcast:
-    mode = _MODES[config.search or "exact"]
+    mode = MODES[config.search or "exact"]
     limit = None if config.memory is None else float(config.memory)
     with _told_memory():
         if chunks.count == 1:

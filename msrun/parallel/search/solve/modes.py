@@ -23,6 +23,15 @@ from msrun.parallel.search.solve.memory import PricedPlan, bounded, refine
 from msrun.parallel.search.solve.problem import Edge, Problem, Setting, layout_node, named_by
 
 Mode = Literal["exact", "recursive", "propagation"]
+# The names of MindSpore's `search_mode` mean the same algorithms.
+MODES: dict[str, Mode] = {
+    "exact": "exact",
+    "dynamic_programming": "exact",
+    "recursive": "recursive",
+    "recursive_programming": "recursive",
+    "propagation": "propagation",
+    "sharding_propagation": "propagation",
+}
 EXACT_AXES_MAX = 3
 
 
