@@ -19,6 +19,8 @@ and the end of every worker was reported, or the time for that is over and `stuc
 left.
 """
 
+# tidy: long file, one machine is read in one place: every transition of a node stands here.
+
 from __future__ import annotations
 
 import enum
