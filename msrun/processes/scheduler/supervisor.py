@@ -110,6 +110,7 @@ class SchedulerSupervisor:
             return
         child.close()
         self._note_term(child)
+        self._process = None  # closed, also if no other can be started
         say(f"warning: {how}; it is started again")
         self.start()
         if self._signum:
