@@ -109,10 +109,6 @@ FIELD_WORD_OF_DEFINITION = {
 }
 # The names of these classes are the tags of messages: renaming one changes the protocol.
 WIRE_FORMAT = "msrun/cluster/wire/"
-# Classes of one name in two modules, each with the one meaning that both share.
-SHARED_CLASS_NAMES = {
-    "Tick": "the passing of time, as an event of the agent's and of the scheduler's state machine",
-}
 PHRASES = (
     (re.compile(r"\bmeta[- ]servers?\b", re.IGNORECASE), "scheduler"),
     (re.compile(r"\bmachine[- ]rank\b", re.IGNORECASE), "node_rank"),
@@ -266,7 +262,7 @@ def check_class_names(sources: Iterable[Source]) -> Iterator[Problem]:
     for source in sources:
         if source.path.startswith(_folders(PACKAGES)):
             for node in source.nodes:
-                if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
+                if isinstance(node, ast.ClassDef):
                     places[node.name].append((source, node))
     for name, definitions in places.items():
         paths = {source.path for source, _ in definitions}

@@ -8,8 +8,8 @@ import reference_pages
 
 import msrun
 from msrun import environ
-from msrun.cli.main import VERBS
-from msrun.cli.options.peers import PLAN_TABLE
+from msrun.cli.options.table import PLAN_TABLE
+from msrun.cli.verb_table import VERBS
 from msrun.errors import ExitCode
 from msrun.parallel.config import Optimizer, ParallelConfig, PlanRule
 

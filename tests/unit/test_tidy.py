@@ -384,17 +384,6 @@ def test_class_name_with_two_meanings_is_reported(offences):
     ]
 
 
-def test_every_shared_class_name_is_shared():
-    classes = [
-        name
-        for package in tidy.PACKAGES
-        for file in (REPOSITORY / package).rglob("*.py")
-        for name in tidy.SHARED_CLASS_NAMES
-        if f"\nclass {name}" in file.read_text()
-    ]
-    assert [name for name in tidy.SHARED_CLASS_NAMES if classes.count(name) < 2] == []
-
-
 @pytest.mark.parametrize(("count", "problems"), [(20, 0), (21, 1)])
 def test_folder_of_more_than_20_files_is_reported(offences, count, problems):
     files = {f"tests/unit/test_{number}.py": "" for number in range(count)}
