@@ -15,8 +15,7 @@ decides and the agent obeys, with three exceptions, which is where this machine 
 
 Invariants: a `Start` is carried out only if its generation is larger than the last one here, and
 the news it answers is younger than the fence.  `Drained` is sent only after the reaper has swept
-and the end of every worker was reported, or the time for that is over and `stuck` says what is
-left.
+and the end of every worker was reported, or the time for that is over and `stuck` names the rest.
 """
 
 # tidy: long file, one machine is read in one place: every transition of a node stands here.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from msrun.cli.main import VERBS, main
+from msrun.cli.main import main
+from msrun.cli.verb_table import VERBS
 
 pytestmark = pytest.mark.process
 
