@@ -146,7 +146,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         if not given:
             raise ValueError("style: or strategy, layout, or params, in and out must be given")
         if len(given) > 1:
-            raise ValueError(f"{given[0]}: stands instead of {given[1]}")
+            raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
         if self.out_strategy and not self.strategy:
@@ -336,7 +336,9 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             raise ValueError("plan: '' names no file")
         is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
         if is_all_sharded and self.reduce.fuse != Reduce().fuse:
-            raise ValueError("reduce: fuse needs what optimizer.threshold leaves whole; it is 0")
+            raise ValueError(
+                "reduce: fuse applies to parameters below optimizer.threshold, which is 0"
+            )
         self._check_search()
         self._check_mesh()
         for key in ("plan", "pipeline"):
@@ -364,7 +366,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 raise ValueError(f"{asked[0]}: belongs to mode auto")
             return
         if asked and isinstance(self.plan, str):
-            raise ValueError(f"{asked[0]}: {self.plan} of plan is found already")
+            raise ValueError(f"{asked[0]}: {self.plan} is a plan already, so nothing is searched")
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")

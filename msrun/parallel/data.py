@@ -241,7 +241,7 @@ def _check(dataset: SizedDataset, batch_size: int, options: dict[str, Any]) -> N
         raise UsageError(f"rt.loader: batch_size {batch_size} must be at least 1")
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:
-            raise UsageError(f"rt.loader: {name} is what rt.loader makes (use a DataLoader for it)")
+            raise UsageError(f"rt.loader: it makes its own {name} (for another use a DataLoader)")
 
 
 def _check_last(split: EpochSplit) -> None:

@@ -138,7 +138,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
         ConfigError: A size does not fit, or a key names an axis that the mesh does not have.
     """
     if config.mesh == "auto":
-        raise ConfigError(f"{ROOT}.mesh: auto is found by rt.shard: call it first")
+        raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
     layout = MeshLayout(_fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
@@ -254,9 +254,9 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.optimizer.zero and degree > 1 and config.plan and len(axes) > _SHARDED_AXES_MAX:
         raise ConfigError(
             f"{ROOT}.optimizer.zero: {config.optimizer.zero} beside a plan over {len(axes)} axes "
-            f"({', '.join(axes)}): torch divides what a plan divided over at most "
+            f"({', '.join(axes)}): zero can shard what a plan shards over at most "
             f"{_SHARDED_AXES_MAX}",
-            hint="make one axis of two, which may stand in one dim, or take zero 0",
+            hint="combine two axes in one, or choose zero 0",
         )
     _check_mixed_precision(config, degree)
     if degree == 1 and layout.world_size > 1:
@@ -278,7 +278,7 @@ def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
     for key, value in whole.items():
         if dtype and value and degree > 1:
             raise ConfigError(
-                f"{ROOT}.{key}: {value} leaves parameters whole and in their own type, "
+                f"{ROOT}.{key}: {value} leaves parameters replicated and in their own type, "
                 f"and {ROOT}.optimizer.dtype computes in {dtype}",
                 hint="leave out one of the two",
             )

@@ -101,7 +101,7 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
     axes = {name: n for name, n in context.layout.axes.items() if n > 1 and name != DATA_AXIS}
     if config.mode == "manual" and axes:
         raise ModelError(
-            f"{ROOT}.mode: manual does not say which gradients are divided over {next(iter(axes))}"
+            f"{ROOT}.mode: manual does not say which gradients are sharded over {next(iter(axes))}"
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
         )

@@ -272,7 +272,7 @@ def compare(ranks: Iterable[Mapping[str, bytes]]) -> None:
             if digest_here != expected:
                 raise RanksDisagreeError(
                     f"{name} is not the same on rank {other} and rank {rank}",
-                    hint="a tensor that a script divides itself is a DTensor, or has other names",
+                    hint="make a tensor that the script shards a DTensor, or name it by rank",
                 )
 
 

@@ -211,7 +211,7 @@ def plain(value: Any, where: str) -> Any:
         case _:
             raise CheckpointError(
                 f"{where} is a {type(value).__name__}; a checkpoint holds tensors of models and "
-                "optimizers, and besides what JSON can say"
+                "optimizers, and JSON values"
             )
 
 

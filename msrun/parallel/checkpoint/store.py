@@ -312,7 +312,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
             raise CheckpointError(f"{path / INDEX}: {quoted(name)} does not fit the data files")
     for alias, name in index.aliases.items():
         if name not in index.tensors:
-            raise CheckpointError(f"{path / INDEX}: {quoted(alias)} is another name of nothing")
+            raise CheckpointError(f"{path / INDEX}: {quoted(alias)} is an alias of no tensor")
     return index
 
 

@@ -213,8 +213,7 @@ def _tensor_for(
         return torch.zeros_like(param.detach(), dtype=dtype)
     if is_sharded(param) and shape:
         raise CheckpointError(
-            f"{name} {shape} has another shape than its parameter, so it is not known how it is "
-            "divided",
+            f"{name} {shape} has another shape than its parameter, so its sharding is not known",
             hint="let the optimizer take a step before loading",
         )
     is_beside = bool(shape) or group.get("capturable") or group.get("fused")

@@ -1,7 +1,29 @@
-"""Whether data-parallel ranks gathered and reduced the same modules in one order.
+"""Checks that data-parallel ranks gathered and reduced the same modules in the same order.
 
-Optimizer parallel gathers a module when its rank comes to it.  Ranks that come to different ones
-take each other's weights for their own, and if those are as many nothing else would tell.
+The problem.  `fully_shard` gathers the parameters of a module when the rank runs it.  If the ranks
+of a step run different modules, the gather of one meets the gather of another.  With modules of
+different sizes the collective fails or waits until its timeout.  With equal sizes nothing fails:
+each rank computes with weights of the wrong module, and training continues.
+
+The idea.  Each rank keeps a running CRC-32 of its gathers and reductions, by module and parameter
+names.  Ranks are alike if their digests are.  One all-reduce compares them: each of the 32 bits is
+summed as a float, and a sum other than 0 or the number of ranks shows a difference.  (A maximum and
+a minimum would take two collectives, and a sum of whole digests could hide a difference.)
+`rt.step` all-reduces its loss anyway, so the bits travel with it for free; a plain loop pays one
+small all-reduce at the end of each backward pass.  Different orders have equal digests with a
+chance of about 2**-32.
+
+When ranks compare: before the optimizer step, so a refusal leaves all weights as they were.  If
+digests differ, the ranks exchange their events by name, and all of them raise one error that names
+the first difference.
+
+Invariants:
+
+- All ranks raise, or none: each computes the same sums, and all join the exchange of events.  The
+  exception is `check_trains`: a rank whose loss depends on no trained parameter must raise alone,
+  since its peers already wait for it in a collective of the backward pass.
+- Names are kept for the error only, at most `events_max` of them: evaluation gathers as well and
+  may go on for any time between two comparisons.  The digest covers all events.
 """
 
 from __future__ import annotations
@@ -25,22 +47,20 @@ _EVENTS_MAX = 100_000
 _RANKS_SHOWN = 8
 _NAMES_SHOWN = 4
 
-# What was done, and to what.
+# An action, and the names that it applied to.
 Event = tuple[str, ...]
 _END: Event = ("did nothing more",)
 
 
 class CollectiveOrder:
-    """What this rank gathered and reduced since all ranks compared it.
-
-    They do so at the end of each backward pass, or when a step sums its loss anyway.
+    """Record of the gathers and reductions of this rank since the last comparison.
 
     Args:
-        divided: The outermost module of `fully_shard`.
+        model: The outermost module of `fully_shard`.
         group: Data-parallel ranks.
-        device: Of this rank.
-        level: `zero` of the configuration.
-        kept: How much is remembered by name; evaluation may go on for ever.
+        device: Device of this rank.
+        level: `zero` of the configuration, for messages.
+        events_max: Events to remember by name.
     """
 
     def __init__(
@@ -66,7 +86,7 @@ class CollectiveOrder:
 
     @contextlib.contextmanager
     def compared_later(self) -> Iterator[None]:
-        """Leave it to the caller to compare what happens inside."""
+        """Leave the comparison of events inside the context to the caller."""
         self._is_planned = True
         try:
             yield
@@ -74,16 +94,15 @@ class CollectiveOrder:
             self._is_planned = False
 
     def sum_and_compare(self, value: Tensor) -> Tensor:
-        """Return the sum of `value`, one number, over the ranks, and compare them by the way.
-
-        Each bit of a digest is summed too: where ranks are alike, all of them have it or none.
+        """Return the sum of `value`, one number, over the ranks; compare events on the way.
 
         Raises:
-            RanksDisagreeError: They differ; gradients are wrong.
+            RanksDisagreeError: Events of ranks differ, so gradients are wrong.
         """
         events, digest = self._events, self._digest
         self._events, self._digest = [], 0
         bits = [float(digest >> bit & 1) for bit in range(_BITS)]
+        # In bfloat16 a count above 256 would be rounded.
         dtype = torch.promote_types(value.dtype, torch.float32)
         own = torch.tensor(bits, dtype=dtype, device=value.device)
         flat = torch.cat([value.reshape(1).to(dtype), own])
@@ -95,12 +114,12 @@ class CollectiveOrder:
         return flat[0].to(value.dtype).view_as(value)
 
     def check_trains(self, loss: Tensor) -> None:
-        """Refuse a loss with which this rank would take no part in what the others reduce.
+        """Refuse a loss whose backward pass would take no part in the reductions of other ranks.
 
-        They wait for it in a collective of their own, so it is refused here alone.
+        The other ranks already wait in a collective, so this rank raises alone.
 
         Raises:
-            RanksDisagreeError: It depends on no parameter that is trained.
+            RanksDisagreeError: The loss depends on no parameter that is trained.
         """
         if self._group.size() > 1 and not loss.requires_grad:
             problem = f"the loss of rank {dist.get_rank()} depends on no parameter that is trained"
@@ -121,11 +140,12 @@ class CollectiveOrder:
             self._events.append(event)
 
     def _compare(self) -> None:
-        if self._events:  # the first call of a backward pass has seen them all
+        # Every reduction of a backward pass asks for a comparison; the first one clears the events.
+        if self._events:
             self.sum_and_compare(torch.zeros((), device=self._device))
 
     def _refuse(self, events: list[Event]) -> None:
-        """Name the first difference, on all ranks alike."""
+        """Raise an error that names the first difference, the same on all ranks."""
         of_ranks: list[list[Event]] = [[] for _ in range(self._group.size())]
         dist.all_gather_object(of_ranks, events, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
@@ -145,21 +165,21 @@ class CollectiveOrder:
 
 def _on_sparse(name: str) -> None:
     raise RanksDisagreeError(
-        f"{ROOT}.optimizer.zero: {name} has a sparse gradient, which is for tables that stay whole",
+        f"{ROOT}.optimizer.zero: {name} has a sparse gradient, and only a replicated table can",
         hint="pass sparse=False, or use nn.Embedding(sparse=True) with a threshold above its size",
     )
 
 
 def _on_second_gradient() -> None:
     raise RanksDisagreeError(
-        f"{ROOT}.optimizer.zero: gradients of gradients (create_graph=True) need parameters that "
-        "stay whole",
+        f"{ROOT}.optimizer.zero: gradients of gradients (create_graph=True) need "
+        "replicated parameters",
         hint="choose zero 0",
     )
 
 
 def _difference(ranks: Sequence[int], events: Sequence[Event]) -> str:
-    """Say who did what, of the names only those that not all have."""
+    """Describe the events of all ranks, with only the names that differ between them."""
     common = set.intersection(*(set(names) for _, *names in events))
     ranks_of: dict[Event, list[str]] = {}
     for rank, event in zip(ranks, events, strict=True):

@@ -1,4 +1,4 @@
-"""What optimizers need where parameters and gradients lie on many ranks."""
+"""Gradient clipping and parameter groups for optimizers of plain and sharded parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from msrun.parallel.local import is_sharded, local_gradient
 
-# Optimizers whose results as lists were compared; axes up to which the first step is quick.
+# Optimizers whose `foreach` results tests compare with the plain ones, and the largest number of
+# mesh axes with which the first `foreach` step is quick.
 _OF_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _LIST_AXES_MAX = 2
 
@@ -29,15 +30,15 @@ def clip_gradients(
 ) -> Tensor:
     """Scale the gradients of `params` to a global 2-norm of at most `max_norm`; return the norm.
 
-    As `torch.nn.utils.clip_grad_norm_`, but every element of the whole model counts once,
-    wherever it lies.
+    Like `torch.nn.utils.clip_grad_norm_`, but over all ranks: every element of the model counts
+    once, on whichever rank it is.
 
     Args:
-        params: Of this rank.
-        max_norm: Largest norm that stays as it is.
-        apart: Those of which each rank of a group has one of its own; all of them count.
-        borrowed: Those that another stage counts.
-        pipeline: Ranks that have the other stages.
+        params: Parameters of this rank.
+        max_norm: Largest norm that is left as it is.
+        unreduced: Parameters that each rank of a group has for itself; all of them count.
+        counted_elsewhere: Parameters that another pipeline stage counts.
+        pipeline: Ranks of the other pipeline stages.
     """
     trained = [param for param in params if param.requires_grad]
     norm = _global_norm(
@@ -55,9 +56,11 @@ def _global_norm(
     unreduced: Mapping[Parameter, dist.ProcessGroup],
     pipeline: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the 2-norm over all ranks: squares are summed over what shards each parameter.
+    """Return the 2-norm over all ranks.
 
-    A parameter without a gradient counts as well, as nothing: on the other ranks it may have one.
+    Squares are summed on the rank for all parameters that the same groups shard, then all-reduced
+    over these groups: few collectives, and none over ranks that hold copies.  A parameter without
+    a gradient counts as 0 and still takes part, since it may have one on other ranks.
     """
     squares: dict[Groups, list[Tensor]] = {}
     for param in params:
@@ -70,7 +73,8 @@ def _global_norm(
             dist.all_reduce(part, group=group)
         total = total.to(part.device) + part
     if pipeline is not None:
-        # Parameters of other stages may be of another precision; HCCL reduces none of float64.
+        # Stages may have parameters of different types, but must reduce in one; HCCL has no
+        # float64.
         dtype = torch.float64 if total.device.type in ("cpu", "cuda") else torch.float32
         common_total = total.to(dtype)
         dist.all_reduce(common_total, group=pipeline)
@@ -91,7 +95,7 @@ def _square(param: Parameter) -> Tensor:
 
 
 def _sharding_groups(param: Parameter) -> Groups:
-    """Return the groups over which the elements of `param` are divided."""
+    """Return the groups over which `param` is sharded."""
     if not is_sharded(param):
         return ()
     mesh = param.device_mesh
@@ -103,10 +107,11 @@ def _sharding_groups(param: Parameter) -> Groups:
 
 
 def split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Have each group of `optimizer` hold parameters of one kind: plain, or of one mesh.
+    """Split the groups of `optimizer` so that each has only plain parameters, or those of one mesh.
 
-    Divided ones are updated as lists, as torch does on accelerators: every operator on one
-    costs more than its arithmetic on a small part.  Results are the same to the last bit.
+    torch cannot update a mix of them at once.  Sharded parameters are updated with `foreach`, as
+    torch does on accelerators: on a small part the dispatch of a DTensor operator costs more than
+    its arithmetic.  Results are equal to the last bit.
     """
     for group in list(optimizer.param_groups):
         kinds: dict[object, list[Parameter]] = {}

@@ -1,4 +1,4 @@
-"""Which of torch's optimizers cannot do their work on many ranks."""
+"""Refuses optimizers of torch that are wrong on sharded parameters or in `rt.step`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from msrun.errors import ModelError
 from msrun.parallel.local import is_sharded
 
-# Name in `torch.optim`, which not every release has -> what it does that parts do not allow.
+# Optimizer of `torch.optim` -> the operation that is wrong on shards.  By name, since not every
+# release of torch has all of them.
 _NEEDS_REPLICATED = {
     "Adafactor": "takes norms of whole rows and columns",
     "Muon": "multiplies whole matrices, in a short type whose rounding depends on their parts",
@@ -17,16 +18,17 @@ _NEEDS_REPLICATED = {
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would stop in the middle of a step, or learn something else.
+    """Refuse an optimizer that would fail in the middle of a step, or give another result.
 
     Raises:
-        ModelError: It needs the loss again within a step, or whole parameters.
+        ModelError: It computes the loss several times a step, or has sharded parameters and needs
+            replicated ones.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            f"{name} computes the loss several times a step, and rt.step does once",
-            hint="choose another, or give it to a plain loop as it is, where parameters are whole",
+            f"{name} computes the loss several times a step, and rt.step computes it once",
+            hint="choose another, or use it in a plain loop, if no parameter is sharded",
         )
     for kind, reason in _NEEDS_REPLICATED.items():
         if isinstance(optimizer, getattr(torch.optim, kind, ())):
@@ -37,6 +39,6 @@ def _check_replicated(optimizer: torch.optim.Optimizer, reason: str) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if sharded := sum(map(is_sharded, params)):
         raise ModelError(
-            f"{reason}, and {sharded} of its {len(params)} parameters are divided",
-            hint="choose another such as AdamW, or give it only parameters that stay whole",
+            f"{reason}, and {sharded} of its {len(params)} parameters are sharded",
+            hint="choose another such as AdamW, or give it only replicated parameters",
         )

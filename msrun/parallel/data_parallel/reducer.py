@@ -1,9 +1,36 @@
-"""Data parallel: gradients are summed over the ranks of one axis while backward still runs.
+"""Data parallelism: all-reduces gradients over the ranks of one axis while backward still runs.
 
-Each parameter belongs to one *bucket*, a flat buffer that is reduced at once.  Buckets are
-reduced in one order on all ranks, whatever the order in which autograd fills them.  Behind the
-gradients a bucket carries one number for each parameter, which tells after the sum whether any
-rank had a gradient at all: one that nobody used keeps none, as in a single process.
+The problem.  Every step needs the sum of each gradient over the data-parallel ranks.  One
+all-reduce a parameter is slow for small ones, one for all parameters could only start after the
+backward pass, and ranks must start collectives in the same order although autograd may not.
+
+The idea.  Each parameter belongs to one bucket, a flat buffer that one all-reduce sends.  Autograd
+computes gradients roughly from the last parameter to the first, so buckets fill in that order.  A
+hook of each parameter counts down its bucket; a full bucket is sent at once, asynchronously.  At
+the end of the backward pass the remaining buckets are sent, and the sums become the gradients, as
+views of the buckets.
+
+Invariants:
+
+- All ranks send the same buckets in the same order.  A full bucket waits for those before it, so
+  ranks whose graphs use parameters in different orders are correct, only reduced late.
+- Every rank sends every bucket once a step, also if its backward pass reached no parameter and
+  called no hook (`completed`).  Such a rank once went on to the all-reduce of its loss, which met
+  the gradients of the others.
+- A parameter has a gradient after the reduction if some rank had one before, as in one process.
+  Behind the gradients a bucket carries one mark a parameter, 1 if this rank has a gradient; a sum
+  of 0 means that no rank has.  So a bucket is larger than its gradients by one element a parameter.
+- The parameters are those of `rt.shard`: `check` refuses a changed model before anything is sent.
+
+It serves plain data parallelism, data parallelism around operator plans (the parts of DTensors are
+reduced like plain tensors), and the parameters that ZeRO leaves replicated.  Embedding tables with
+sparse gradients have a bucket of rows instead (`sparse_embedding`).
+
+Rejected: `DistributedDataParallel`.  It wraps the model, so names in checkpoints change; it fuses
+only by size, leaves no parameter out by name, is wrong for parameters that are DTensors, does
+nothing for parameters that `fully_shard` ignores, and imports torch's compiler in every rank (1.2
+CPU-s).  Its communication hook changes the type on the wire and the operation, and none of these.
+See docs/decisions/0013.
 """
 
 from __future__ import annotations
@@ -26,11 +53,14 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 class Bucket:
-    """Parameters whose gradients travel together, one after the other in one piece of memory.
+    """Parameters whose gradients are sent together, in one flat buffer.
 
-    It has that memory while they travel; afterwards it is that of the gradients themselves.  On
-    a host the next ones travel in it again, as new memory costs a page fault each 4 KiB; other
-    devices' allocators keep it by themselves.
+    After the reduction the gradients are views of the buffer, so no second copy exists.  On a host
+    the next step reuses the buffer if no gradient refers to it any more, since new memory costs a
+    page fault each 4 KiB; the allocators of other devices cache memory themselves.
+
+    Attributes:
+        pending: Parameters whose gradient this backward pass has not computed yet.
     """
 
     def __init__(self, named: Named, dtype: torch.dtype | None) -> None:
@@ -44,7 +74,7 @@ class Bucket:
         self.pending = len(self.params)
 
     def launch(self, group: dist.ProcessGroup, scale: float) -> None:
-        """Start the sum over `group` of the gradients times `scale`, and let go of these."""
+        """Start the all-reduce over `group` of the gradients times `scale`, and release these."""
         elements = sum(self._sizes)
         flat = self._take_room(elements + len(self.params))
         used = []
@@ -63,12 +93,14 @@ class Bucket:
                 torch.mul(gradient.reshape(-1), scale, out=part)
                 param.grad = None
         flat[elements:].copy_(torch.tensor(used))
+        # If this rank has every gradient, all marks are positive.  `finish` then need not read
+        # them, for which the host would wait for the device.
         self._is_full = all(used)
         work = dist.all_reduce(flat, group=group, async_op=True)
         self._sent = flat, work
 
     def finish(self) -> None:
-        """Wait for the sum and make it the gradients."""
+        """Wait for the all-reduce and set its parts as the gradients."""
         if self._sent is None:
             raise RuntimeError("the bucket was not launched")
         flat, work = self._sent
@@ -84,26 +116,27 @@ class Bucket:
             self._room = flat
 
     def _take_room(self, elements: int) -> Tensor:
-        """Return memory for a sum: that of the last one, once nobody has gradients in it."""
+        """Return memory for the bucket: the last step's if no gradient is left in it, or new."""
         room = self._room
+        # A script may keep a gradient of the last step, which a new sum must not overwrite.
         self.forget_room()
         if room is not None and torch_compat.tensors_in(room.untyped_storage()) == 1:
             return room
         return torch.empty(elements, dtype=self._dtype, device=local_part(self.params[0]).device)
 
     def forget_room(self) -> None:
-        """Let go of the memory of the last sum, which lives as long as its gradients then."""
+        """Release the last step's buffer, which then lives as long as its gradients."""
         self._room = None
 
 
 class GradientReducer:
-    """Sums gradients over one group of ranks at the end of each backward pass.
+    """Reduces gradients over one group of ranks during each backward pass.
 
     Args:
-        buckets: All parameters, in the order in which buckets are to be reduced.
-        group: Ranks to sum over.
+        buckets: Buckets of all parameters, in the order in which they are reduced.
+        group: Ranks to reduce over.
         scale: Factor of each gradient before the sum: 1 / ranks makes it a mean.
-        check: Refuses a model of which these are no longer all parameters.
+        check: Raises if the model has other parameters than these by now.
     """
 
     def __init__(
@@ -130,10 +163,12 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let gradients add up locally; the next backward outside reduces them all."""
+        """Accumulate gradients on this rank; the next backward pass outside reduces them all."""
         before, self._is_on = self._is_on, False
         for bucket in self._buckets:
-            bucket.forget_room()  # what adds up meanwhile has its own
+            # Gradients that accumulate meanwhile have memory of their own, so the buffer would be
+            # kept for nothing.
+            bucket.forget_room()
         try:
             yield
         finally:
@@ -141,9 +176,9 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def completed(self) -> Iterator[None]:
-        """Have this rank take part in the sum after one backward pass, whatever that came to.
+        """Reduce after one backward pass, even if it reached no parameter.
 
-        One that came to no parameter calls no hook, and the other ranks would wait.
+        Such a pass calls no hook, and the other ranks would wait for this one.
         """
         self._is_done = False
         yield
@@ -166,7 +201,7 @@ class GradientReducer:
         self._next += 1
 
     def reduce(self) -> None:
-        """Reduce what has not been sent yet; by itself this is done at the end of a backward."""
+        """Send the remaining buckets and wait for all; runs at the end of each backward pass."""
         self._check()
         while self._next < len(self._buckets):
             self._launch_next()
@@ -183,13 +218,13 @@ def fill_buckets(
     dtype: torch.dtype | None,
     tables: Collection[Tensor] = (),
 ) -> list[Bucket | RowBucket]:
-    """Return `params`, given in the order of the model, as buckets, last parameters first.
+    """Return buckets of `params`, given in the order of the model; last parameters first.
 
     Args:
         params: Name and parameter, each parameter once.
-        fuse: As of `config.Reduce.fuse`.
-        dtype: Type on the wire; None keeps the gradients'.
-        tables: Those whose gradients are rows, each a bucket of its own.
+        fuse: As in `config.Reduce.fuse`.
+        dtype: Type on the wire; None keeps that of the gradients.
+        tables: Embedding tables with sparse gradients, each a bucket of its own.
     """
     match fuse:
         case list():
@@ -215,7 +250,10 @@ def _by_module(params: Named) -> list[Named]:
 
 
 def _by_size(params: Named, bytes_max: int) -> list[Named]:
-    """Fill from the last parameter on, whose gradient comes first; the rest is one bucket."""
+    """Return runs of at most `bytes_max`, filled from the last parameter on.
+
+    Its gradient comes first, so full buckets are sent early; the one that is not full comes last.
+    """
     runs: list[list[tuple[str, Parameter]]] = []
     room = 0
     for name, param in reversed(params):
@@ -229,7 +267,7 @@ def _by_size(params: Named, bytes_max: int) -> list[Named]:
 
 
 def _of_one_kind(run: Named) -> list[Named]:
-    """Split `run` by type and device, which one buffer cannot mix."""
+    """Split `run` by type and device, since one buffer has one of each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
     for name, param in run:
         local = local_part(param)

@@ -1,4 +1,9 @@
-"""Embedding tables: which of their options fit a divided batch, and gradients of a few rows."""
+"""Embedding tables under data parallelism: checks of their options, and sparse gradients.
+
+With `sparse=True` the gradient of a table has only the rows that the batch used.  Ranks use
+different rows, so they send row numbers and rows, filled up to the largest count, and every rank
+adds them up.  That is three all-gathers a table instead of an all-reduce of all rows.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ _NOTHING, _ROWS, _DENSE = range(3)
 def check(
     config: ParallelConfig, layout: MeshLayout, model: nn.Module, plans: Mapping[str, ModulePlan]
 ) -> None:
-    """Refuse options of tables that would mean something else than in one process.
+    """Refuse options of tables that would give another result than in one process.
 
     Raises:
-        ModelError: There is one.
+        ModelError: A table has such an option.
     """
     ranks = layout.size(DATA_AXIS)
     parts = ranks * (config.pipeline.microbatches if config.pipeline else config.accumulate)
@@ -43,32 +48,32 @@ def check(
             )
         if table.sparse and plan:
             raise ModelError(
-                f"{plan.key}: {name} has sparse gradients, which are for tables that stay whole",
+                f"{plan.key}: {name} has sparse gradients, and only a replicated table can",
                 hint="make it with sparse=False, or leave it out of the plan",
             )
 
 
 def check_replicated(model: nn.Module, replicated: Collection[Tensor]) -> None:
-    """Refuse sparse gradients of tables that optimizer parallel would divide.
+    """Refuse sparse gradients of tables that optimizer parallel would shard.
 
     Args:
         model: The model.
-        whole: What it would not.
+        replicated: Parameters that it leaves replicated.
 
     Raises:
-        ModelError: There is one.
+        ModelError: A table with sparse gradients is not among them.
     """
     for name, table in _tables(model):
         if table.sparse and table.weight not in replicated:
             raise ModelError(
-                f"{ROOT}.optimizer.zero: {name} has sparse gradients, which are for tables that "
-                "stay whole",
+                f"{ROOT}.optimizer.zero: {name} has sparse gradients, and only a replicated "
+                "table can",
                 hint=f"make it with sparse=False, or set threshold above {table.weight.nbytes}",
             )
 
 
 def sparse(model: nn.Module) -> set[Tensor]:
-    """Return the tables whose gradients are rows."""
+    """Return the tables that have sparse gradients."""
     return {table.weight for _, table in _tables(model) if table.sparse}
 
 
@@ -79,10 +84,10 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Table]]:
 
 
 class RowBucket:
-    """One table, of whose gradient ranks send the rows that they have; see `reducer.Bucket`.
+    """The bucket of one table with sparse gradients; see `reducer.Bucket`.
 
-    What another layer uses too has a gradient of all rows, on ranks that come to that layer: if
-    there is such a rank, all rows are summed.
+    A table that another layer shares, such as an output layer, has a dense gradient on the ranks
+    that ran this layer.  If any rank has a dense gradient, all ranks reduce all rows.
     """
 
     def __init__(self, table: Parameter, dtype: torch.dtype | None) -> None:
@@ -92,14 +97,14 @@ class RowBucket:
         self._sent: tuple[dist.ProcessGroup, float] | None = None
 
     def launch(self, group: dist.ProcessGroup, scale: float) -> None:
-        """Remember what to sum over; how much there is has to be known before it can be sent."""
+        """Remember group and scale.  The rows are sent in `finish`: ranks first exchange counts."""
         self._sent = group, scale
 
     def forget_room(self) -> None:
-        """Do nothing: rows are others in each step."""
+        """Do nothing: each step has other rows, so no buffer is kept."""
 
     def finish(self) -> None:
-        """Make the sum the gradient."""
+        """Reduce the gradient over the ranks."""
         if self._sent is None:
             raise RuntimeError("the bucket was not launched")
         group, scale = self._sent
@@ -116,7 +121,10 @@ def _sum(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return the sum of `own` gradients of `table` times `scale` over `group`, sent as `dtype`."""
+    """Return the sum over `group` of the gradients `own` times `scale`, sent as `dtype`.
+
+    None means that no rank has a gradient.
+    """
     ids = torch.zeros(0, dtype=torch.long, device=table.device)
     rows = table.detach()[:0]
     kind = _NOTHING if own is None else _ROWS if own.is_sparse else _DENSE
@@ -131,7 +139,8 @@ def _sum(
         dense = (torch.zeros_like(table) if own is None else own.to_dense()).to(dtype) * scale
         dist.all_reduce(dense, group=group)
         return dense.to(table.dtype)
-    # All send as many: what a rank has less is left out behind.
+    # An all-gather needs equal sizes: every rank sends as many rows as the largest has, and the
+    # filling is dropped on arrival.
     is_real = torch.arange(most, device=table.device) < sizes[:, 1:]
     ids, rows = (_padded(part, most) for part in (ids, rows.to(dtype) * scale))
     ids, rows = _gather(ids, group)[is_real], _gather(rows, group)[is_real]

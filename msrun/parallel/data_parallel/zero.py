@@ -1,7 +1,34 @@
-"""Optimizer parallel: parameters, gradients and optimizer state divided over data-parallel ranks.
+"""Optimizer parallel (ZeRO): shards parameters, gradients and optimizer state over `dp`.
 
-Everything is `torch.distributed.fsdp.fully_shard`.  Parameters that are too small to divide, or
-that are left out of the reduction, it does not touch.
+The work is done by `torch.distributed.fsdp.fully_shard`; this module decides its units and options.
+A unit is a module whose parameters are gathered with one all-gather and reduced with one
+reduce-scatter.
+
+Levels are what is sharded, and when:
+
+- 1: parameters are gathered in the first forward of a step and stay so until its last backward, and
+  gradients accumulate unsharded.  Sharded are the optimizer state, and parameters between steps.
+- 2: like 1, but each backward pass reduces its gradients at once, so that they accumulate sharded.
+- 3: parameters are also released after forward and gathered again in backward.  Parameters of no
+  unit belong to the whole model, which needs them last in forward and first in backward: they stay
+  gathered in between, which saves one gather a step.
+
+The optimizer sees DTensors and updates the shard of its rank, so its state is sharded by itself.
+
+Invariants:
+
+- A parameter is in one unit.  A module that shares a parameter with the rest of the model is no
+  unit, since the other user would find the parameter released; it stays with the whole model.
+- A module with a rule of `plan` is no unit: its output may be a view, on which torch would lose its
+  hooks.  A module around it may be one.
+- Ignored parameters stay as they were: those below `threshold`, and those that `reduce.exclude`
+  matches.  `reducer` reduces the former like plain data parallelism.
+- All ranks must run units in the same order; `collective_order` checks that.
+
+With `shard_size`, `dp` is split in two mesh axes: `fully_shard` shards over `dp_shard` and
+all-reduces over `dp_replicate`.  A pipeline schedule runs several backward passes and reduces
+afterwards (`reduce`), for which level 1 needs private names of torch
+(`torch_compat.reduce_sharded`).
 """
 
 from __future__ import annotations
@@ -33,14 +60,18 @@ RESHARD_LEVEL = 3
 
 
 def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) -> list[str]:
-    """Return the names of the modules whose parameters are gathered as one, outermost first.
+    """Return the names of the units, outermost first.
 
-    Without patterns: each member of a `ModuleList` or `Sequential`, else each child.  What
-    shares a parameter with the rest of the model stays with the whole model, and so does a
-    module that is `planned`: its output may be a view, on which torch would lose its hooks.
+    Without patterns, units are the members of each outermost `ModuleList` or `Sequential`, or the
+    children of the model if it has none.
+
+    Args:
+        config: The parallel configuration.
+        model: The model.
+        planned: Names of modules with a rule of `plan`, which cannot be units.
 
     Raises:
-        ModelError: A pattern matches none, or a planned module.
+        ModelError: A pattern matches no module, or a planned one.
     """
     modules = dict(model.named_modules())
     if config.optimizer.modules:
@@ -99,14 +130,14 @@ def apply(
     names: Sequence[str],
     replicated: Collection[Parameter],
 ) -> FSDPModule:
-    """Shard the parameters of `model` in place; those in `whole` stay as they are."""
+    """Shard the parameters of `model` in place; those in `replicated` stay as they are."""
     options = _options(config, context, set(replicated))
     for name in reversed(names):  # the innermost first
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
             fully_shard(module, **options)
     if config.optimizer.zero == RESHARD_LEVEL:
-        # What belongs to no unit is needed last in forward and first in backward: it stays.
+        # Parameters of no unit are needed last in forward and first in backward, so they stay.
         options["reshard_after_forward"] = False
     sharded = fully_shard(model, **options)
     if config.reduce.op == "sum":
@@ -140,16 +171,16 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis to shard over, after the axis of its copies if there are several."""
+    """Return the axis to shard over, preceded by the axis of the copies if there are several."""
     axes = tuple(name for name in root_mesh.mesh_dim_names or () if name.startswith("dp"))
     return root_mesh[axes]
 
 
 @contextlib.contextmanager
 def paused(sharded: FSDPModule, zero: int) -> Iterator[None]:
-    """Let gradients add up over micro-batches: whole at level 1, divided at levels 2 and 3.
+    """Accumulate gradients over micro-batches: unsharded at level 1, sharded at levels 2 and 3.
 
-    Parameters stay gathered from one micro-batch to the next below level 3.
+    Below level 3 parameters stay gathered from one micro-batch to the next.
     """
     _set(sharded, zero, is_last=False)
     try:
@@ -159,7 +190,11 @@ def paused(sharded: FSDPModule, zero: int) -> Iterator[None]:
 
 
 def reduce(sharded: nn.Module, zero: int) -> None:
-    """Reduce what backward passes left while paused; above level 1 each reduced its own."""
+    """Complete the step after paused backward passes.
+
+    Level 1 reduces the accumulated gradients, level 2 releases the gathered parameters; at level 3
+    each backward pass has done both.
+    """
     if zero == SUM_LEVEL:
         torch_compat.reduce_sharded(sharded)  # type: ignore[arg-type]  # it is both
     elif zero < RESHARD_LEVEL:

@@ -1,4 +1,4 @@
-"""Batch norms whose statistics are those of the whole batch, wherever its samples lie."""
+"""Batch norms with the statistics of the global batch, whose samples are spread over ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import full_tensor, is_sharded
 
-# Torch's own synchronized one knows accelerators alone, and all ranks of the job.
+# Not torch's `SyncBatchNorm`: it runs only on accelerators.
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
-    """Refuse batch norms that would see less than the whole batch.
+    """Refuse batch norms that would see one micro-batch at a time.
 
     Raises:
-        ModelError: There is one, its micro-batches are smaller, and nobody allowed it.
+        ModelError: The model has one, a step has several micro-batches, and the configuration
+            does not say `batch_norm: local`.
     """
     parts = config.pipeline.microbatches if config.pipeline else config.accumulate
     key = "pipeline.microbatches" if config.pipeline else "accumulate"
@@ -53,9 +54,9 @@ def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
 def _forward(module: BatchNorm, group: dist.ProcessGroup, warned: set[str], x: Tensor) -> Tensor:
     """Normalize `x`, (batch, channels, ...), as `nn.BatchNorm` does.
 
-    Two sums over the group: one of values and counts, one of squared distances from the mean,
-    which loses no precision where the mean is large.  Channels that a plan divided are gathered,
-    which is said once.
+    Two all-reduces over the group: sums of values and counts, then of squared distances from the
+    mean.  One all-reduce with sums of squares would lose precision where the mean is large.
+    Channels that a plan sharded are gathered, with a warning for the first.
     """
     if is_sharded(x) and any(p.is_shard() for p in x.placements) and not warned:
         warned.add("batch_norm")

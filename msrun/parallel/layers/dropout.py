@@ -1,9 +1,29 @@
-"""`dropout: exact`: data-parallel ranks drop what one process would drop of the whole batch.
+"""`dropout: exact`: data-parallel ranks drop the elements that one process would drop.
 
-All ranks go on with one random stream.  Each draws the mask of the whole batch and uses the part
-of its samples: numbers that one process draws too, for a memory of one mask and the time to draw
-it.  What else draws random numbers by samples would draw the same ones on every rank, and is
-refused.
+The problem.  By default each data-parallel rank has a random stream of its own, so the elements
+that N ranks drop differ from those of one process, as they would with another seed.  A comparison
+of a parallel run with one process, bit for bit, needs the same masks.
+
+The idea.  All ranks keep one random stream, the one of rank 0 (`RankContext.stream` is 0 on every
+rank).  At each dropout a rank draws the mask of the global batch, like one process, and uses the
+part of its own samples.  Every rank draws all N parts, so the stream stays equal on all of them.
+The price is the time to draw the mask of the global batch, and its memory.
+
+How.  `ExactDropout` is a torch function mode that is active while the model runs forward in
+training.  It replaces `functional.dropout`.  A recomputation in the backward pass enters the mode
+again by `active`, since modes are not active there.  Dropout of tensors that a plan shards goes to
+the guard, which draws its masks with `draw` and cuts them further.
+
+Invariants:
+
+- The mask of a rank are rows [i R, (i + 1) R) of N R rows, for rank i and R rows on it.  So
+  the first dim of a tensor must begin with the samples: its size is a multiple of the batch size,
+  as when dims are flattened behind the samples.  All ranks must have equally many samples.
+- Any other random operator would draw the same numbers for different samples on every rank, which
+  is wrong without an error.  So the mode refuses all of them by name, and dropout inside attention
+  and recurrent layers.
+- Micro-batches over `dp` and pipelines are refused (`layout`): a micro-batch of N ranks holds other
+  samples than a micro-batch of one process.
 """
 
 from __future__ import annotations
@@ -30,12 +50,12 @@ _DRAWING_NAMES = """
     rand rand_like randint randint_like randn randn_like random_ randperm rrelu uniform_
 """
 _DRAWING = frozenset(_DRAWING_NAMES.split())
-# They draw where they drop, and take no other fraction.
+# Recurrent functions drop inside; their dropout is the only positive float among the arguments.
 _RECURRENT = {"gru", "lstm", "rnn_relu", "rnn_tanh"}
 
 
 class ExactDropout(TorchFunctionMode):
-    """While it is active, dropout draws for the whole batch.
+    """A mode in which dropout draws masks of the global batch.
 
     Args:
         context: Rank whose data-parallel axis shards the batch.
@@ -50,7 +70,7 @@ class ExactDropout(TorchFunctionMode):
         self._is_drawing = False
 
     def apply(self, model: nn.Module) -> None:
-        """Have `model` run inside when it trains."""
+        """Have `model` run in this mode in training."""
         model.forward = partial(self._forward, model, model.forward)
 
     def _forward(
@@ -70,7 +90,7 @@ class ExactDropout(TorchFunctionMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Draw for the whole batch inside, also where that is so already."""
+        """Enter this mode, unless it is active already."""
         with contextlib.nullcontext() if torch_compat.is_active(self) else self:
             yield
 
@@ -81,7 +101,7 @@ class ExactDropout(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func`; see the class."""
+        """Run `func`, with dropout replaced and other random functions refused."""
         del types
         kwargs = kwargs or {}
         if func is functional.dropout and not is_sharded(args[0]):
@@ -101,10 +121,10 @@ class ExactDropout(TorchFunctionMode):
         return x.mul_(keep) if inplace else x * keep
 
     def draw(self, x: Tensor, share: float) -> Tensor:
-        """Return ones for that `share` of the elements of `x`, and zeros.
+        """Return a mask for `x`: each element is 1 with probability `share`, and otherwise 0.
 
         Raises:
-            ModelError: It does not begin with the samples of the batch.
+            ModelError: The first dim of `x` does not begin with the samples of the batch.
         """
         rows = len(x) if x.dim() else 0
         if not self._samples or rows % self._samples or not rows:
@@ -113,7 +133,7 @@ class ExactDropout(TorchFunctionMode):
                 f"which does not begin with the {self._samples} samples of the batch",
                 hint="take dropout: local",
             )
-        self._is_drawing = True
+        self._is_drawing = True  # the mode would refuse `bernoulli_`, too
         try:
             mask = torch.empty(
                 (self._count * rows, *x.shape[1:]), dtype=x.dtype, device=x.device
@@ -124,7 +144,7 @@ class ExactDropout(TorchFunctionMode):
 
 
 def _drops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the function `name` drops something by itself."""
+    """Return whether the function `name` applies a dropout of its own."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))  # noqa: PLR2004
     return name in _RECURRENT and any(isinstance(value, float) and value > 0 for value in args)

@@ -1,4 +1,25 @@
-"""Recomputation: modules that keep only their inputs and run again in the backward pass."""
+"""Recomputation: modules that save only their inputs and run forward again in the backward pass.
+
+The work is done by `torch.utils.checkpoint` in its non-reentrant form.  It saves the inputs and the
+state of the random generators, and runs the module again when the backward pass first needs one of
+its activations.  This module adds what is missing for unmodified modules in the runtime:
+
+- Names.  Only `forward` of a module is replaced, so names, hooks and parameters stay, unlike with a
+  wrapper module.  If a module and one inside it match, only the outer one recomputes.
+- Context.  The guard of an operator plan and exact dropout are modes that surround the model's
+  forward.  In the backward pass nobody enters them, so the recomputation does (`context`).
+- Saved results.  `save` keeps the results of collectives or of matrix products, by a policy over
+  operators.  Collectives must be functional ones, which return new tensors: an operator that writes
+  into a given tensor would be skipped, and its output would stay unwritten.
+- Buffers.  A second run would move running statistics twice, and read other values than the first
+  run did.  So buffers are copied before the first run, and each later run works on copies of these
+  copies, which are dropped afterwards.  All buffers are copied, since torch does not count every
+  write: batch norms write without a new version.  The module's own buffers are not written back and
+  forth, since backward passes may need the values that they hold now.
+
+Invariant: a run in the backward pass computes the same numbers as the first run and leaves no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +45,10 @@ _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
 
 def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
-    """Return the outermost of `modules` that are to be recomputed.
+    """Return the outermost of `modules` that the settings match.
 
     Raises:
-        ModelError: A pattern matches none.
+        ModelError: A pattern matches no module.
     """
     chosen = sorted(matching(settings.modules, modules, "recompute.modules"))
     return [
@@ -38,16 +59,13 @@ def find(settings: Recompute, modules: Sequence[str]) -> list[str]:
 
 
 def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: Context) -> None:
-    """Have the modules called `names` recompute; names and hooks of the model stay as they are.
-
-    Random numbers are drawn again as they were, so dropout is exact.  Buffers are read as they
-    were too, and written by the first run alone.
+    """Have the modules called `names` recompute, in place.
 
     Args:
         model: The model.
-        names: Modules, none inside another.
-        save: As of `config.Recompute.save`.
-        context: What the modules have to run in; in the backward pass nobody else enters it.
+        names: Names of modules, none inside another.
+        save: As in `config.Recompute.save`.
+        context: Context that the modules must run in, also in the backward pass.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if save:
@@ -80,12 +98,7 @@ def _run(
 
 
 class _Buffers:
-    """The buffers of a module, in its first run and those that repeat it.
-
-    A copy of all is kept with the inputs: torch does not count every writing, as that of its
-    batch norms, so nobody knows which ones change.  A later run gets other tensors under their
-    names: backward passes still need the values of those that stay.
-    """
+    """The buffers of a module in one forward and its recomputations."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -93,7 +106,7 @@ class _Buffers:
 
     @contextmanager
     def written_once(self) -> Iterator[None]:
-        """Let the first run write; show a later one what that found, and forget its writing."""
+        """Run on the module's own buffers first; later on copies from before the first run."""
         if self._before is None:
             self._before = _copies(dict(self._module.named_buffers(remove_duplicate=False)))
             yield
@@ -117,7 +130,7 @@ class _Buffers:
 
 
 def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy under each name, one for all names of a tensor."""
+    """Return a copy of each buffer by name; names of one tensor share a copy."""
     copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
     return {name: copies[id(buffer)] for name, buffer in buffers.items()}
 
@@ -125,7 +138,7 @@ def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
 def _policy(
     save: frozenset[str], context: object, operator: Any, *_args: object, **_kwargs: object
 ) -> CheckpointPolicy:
-    """Say of one operator whether its result is kept."""
+    """Return whether to save or recompute the result of `operator`."""
     del context
     is_kept = ("comm" in save and operator.namespace in _COLLECTIVES) or (
         "matmul" in save and operator.namespace == "aten" and _name(operator) in _MATMULS

@@ -1,8 +1,40 @@
-"""Operator-level parallel: parameters and activations divided over mesh axes, module by module.
+"""Operator-level parallelism: shards parameters and activations over mesh axes, module by module.
 
-What lies between two planned modules stays a `DTensor`, which knows how it is divided, so an
-unmodified model computes with it; `guard` sees to it that only what is known to be right runs
-on the parts.
+The problem.  A plan names modules, but the model's own code computes between them.  Hand-written
+tensor parallelism has plain local tensors there.  In an unmodified model these fail at a view with
+the whole number of heads, and a norm over a sharded dim is wrong without an error.
+
+The idea.  Activations stay `DTensor`s between planned modules, since a DTensor knows its layout.
+DTensor is itself wrong for some functions, so a function mode, the guard, decides for each function
+whether it runs on shards (`guard`; docs/decisions/0014).  This module does the rest: parameters
+become DTensors, and two hooks a module place its first input and its output.
+
+Life of one forward:
+
+1. `_guarded` enters the guard around the model's forward.
+2. `before` redistributes the first tensor input to the plan's `in`.  A plain tensor counts as
+   replicated, since ranks of these axes get the same batch.
+3. The module computes on DTensors.
+4. `after` redistributes the output to the plan's `out`.  A replicated output leaves as a plain
+   tensor, so the code up to the next planned module runs without DTensor.
+5. At the end, outputs that are still sharded are gathered, unless the guarded loss of `rt.step`
+   takes them as they are (style `vocab`).
+
+Invariants:
+
+- Siblings share an input.  Query, key and value read the same tensor: if each placed it for itself,
+  the backward pass would all-reduce one gradient for each, where Megatron-LM has one for all, and a
+  sharded sequence would be gathered three times.  The input that was placed last is kept for the
+  rest of a forward, until somebody writes it (`_Placed`).
+- A module that writes its input in place writes the tensor that others see: the hook copies the
+  result back (`_write_back`).
+- Gradients of sharded parameters are complete before anybody reads them: a partial one, of which
+  each rank holds a summand, is reduced right after it is accumulated (`_reduce_partial`).
+- Axes that shard one dim together are joined into one process group, so that DTensor sends once,
+  and not once for each axis.
+
+Placements are worked out once for each shape (`_WantedPlacement`): 3 % of the step of a sharded
+model inside a pipeline was Python of the guard.
 """
 
 from __future__ import annotations
@@ -29,15 +61,15 @@ from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.placements import on_mesh, placements
 from msrun.parallel.tensor.plan import ModulePlan, ModuleShape
 
-# Of how many shapes of one tensor it is kept where they go; sequences may have any length.
+# Shapes of one tensor whose placements are cached; sequences may have any length.
 _SHAPES_MAX = 100
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
-    """Return what a plan must know of each module of `model`, by name."""
+    """Return kind and parameters of each module of `model`, by name."""
     names: dict[int, list[str]] = defaultdict(list)
     shapes = {}
-    for name, module in model.named_modules():  # of a module with several names the first
+    for name, module in model.named_modules():  # a module with several names counts by its first
         for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
             names[id(tensor)].append(param)
     for name, module in model.named_modules():
@@ -58,10 +90,10 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
 def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
     """Make the planned modules of `model` compute on `mesh`, in place.
 
-    Every rank has the same whole parameters before.
+    Every rank must have the same unsharded parameters.
 
     Returns:
-        What guards the model, and has to guard its loss and whatever runs again in backward.
+        The guard of the model, which must also be active in its loss and in recomputations.
     """
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
@@ -82,7 +114,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
 
 
 def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the sets of axes that divide one dim together, each in the order of `names`."""
+    """Return the sets of axes that shard one dim together, each in the order of `names`."""
     tensors = (
         dims for plan in plans for dims in (*plan.params.values(), plan.inputs, plan.out) if dims
     )
@@ -91,15 +123,18 @@ def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[s
 
 
 def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
-    """Return this rank's part of `param`."""
+    """Return `param` as a DTensor with this rank's part."""
     placed = placements(dims, mesh, param.dim())
-    # Every rank has the same values: nothing need be sent.
+    # Every rank has the same values, so nothing is sent.
     part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
     return Parameter(part, requires_grad=param.requires_grad)
 
 
 def watch(model: nn.Module) -> None:
-    """Have gradients of divided parameters completed, once the parameters have their memory."""
+    """Have partial gradients of sharded parameters reduced when they are accumulated.
+
+    Call it once the parameters have memory, after `fully_shard` and `init_on_meta`.
+    """
     for param in model.parameters():
         if isinstance(param, DTensor) and param.requires_grad:
             tensor: Tensor = param
@@ -107,7 +142,7 @@ def watch(model: nn.Module) -> None:
 
 
 def _reduce_partial(param: Tensor) -> None:
-    """Sum a gradient that is still in parts: what MindSpore calls a mirror operator."""
+    """Reduce a partial gradient in place; MindSpore's mirror operator does this."""
     local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
 
 
@@ -123,7 +158,8 @@ class _Hooks:
         self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_taken": None}  # what a forward that failed left
+        # A forward that failed leaves weak references, which cannot be pickled.
+        return {**self.__dict__, "_taken": None}
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -137,9 +173,9 @@ class _Hooks:
         raise ModelError(self._missing)
 
     def _take(self, x: Tensor) -> DTensor:
-        """Return `x` where the module wants it, for siblings that want it there too but once.
+        """Return `x` in the layout that the module wants, shared with siblings that want it too.
 
-        Query, key and value then give one gradient, which is summed over ranks once.
+        Query, key and value then give one gradient, which is all-reduced once.
         """
         placed = self._put(x)
         self._taken = None
@@ -161,7 +197,7 @@ class _Hooks:
         if self._taken is not None:
             self._write_back(*self._taken)
             self._taken = None
-        if not torch_compat.is_active(self._guard):  # a script calls a part of the model
+        if not torch_compat.is_active(self._guard):  # the script calls a submodule directly
             return _plain(output, may_be_sharded=False)
         if not self._has_output or not isinstance(output, Tensor):
             return output
@@ -170,7 +206,7 @@ class _Hooks:
         return placed.to_local() if is_replicated else placed
 
     def _write_back(self, x: weakref.ref[Tensor], placed: weakref.ref[DTensor], count: int) -> None:
-        """Write in the input, where anybody can see it, what the module wrote in the placed one."""
+        """Copy the module's writes to its placed input back to the input that others see."""
         target, written = x(), placed()
         if target is None or written is None or torch_compat.write_count(written) == count:
             return
@@ -181,7 +217,7 @@ class _Hooks:
 
 
 class _Placed:
-    """An input where modules want it, as long as nobody changes it."""
+    """An input in the layout that modules want, valid until somebody writes it."""
 
     def __init__(self, x: Tensor, place: _WantedPlacement) -> None:
         self.result = place.put(x)
@@ -189,12 +225,12 @@ class _Placed:
         self._versions = self._count(x)
 
     def is_right(self, x: Tensor, place: _WantedPlacement) -> bool:
-        """Return whether the result is what a module gets that wants `x` at `place`."""
+        """Return whether the result is `x` at `place`, and up to date."""
         return (
             x is self._x
             and place.is_like(self._place, x)
             and self._count(x) == self._versions
-            # Which it may have been told since, as where its gradients go.
+            # `requires_grad_` or `detach_` since then would send gradients elsewhere.
             and x.requires_grad == self.result.requires_grad
             and x.grad_fn is self._source
         )
@@ -204,12 +240,12 @@ class _Placed:
 
 
 class _WantedPlacement:
-    """Where the plan wants a tensor.
+    """The placement that a plan wants for one tensor.
 
     Args:
-        dims: What it says; nothing where any place will do.
-        mesh: What the tensor is divided over.
-        where: What the tensor is, for messages.
+        dims: Axes of each dim; None accepts every placement.
+        mesh: Mesh that the tensor is on.
+        where: Name of the tensor, for messages.
     """
 
     def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
@@ -218,7 +254,7 @@ class _WantedPlacement:
         self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
 
     def put(self, x: Tensor) -> DTensor:
-        """Return `x` there; a plain tensor is the same on every rank."""
+        """Return `x` in this placement; a plain tensor counts as replicated."""
         placed = x
         if not isinstance(placed, DTensor):
             placed = on_mesh(x, self._mesh, self._replicated)
@@ -228,7 +264,7 @@ class _WantedPlacement:
         return placed if placed.placements == wanted else placed.redistribute(self._mesh, wanted)
 
     def is_like(self, other: _WantedPlacement, x: Tensor) -> bool:
-        """Return whether `x` goes to the same place here and there."""
+        """Return whether `self` and `other` want the same placement of `x`."""
         if self._dims is None or other._dims is None:
             return self._dims is other._dims
         return self._wanted(x.shape) == other._wanted(x.shape)
@@ -241,7 +277,11 @@ class _WantedPlacement:
         return self._placements[shape]
 
     def _find(self, shape: torch.Size) -> tuple[Placement, ...]:
-        """Return the placements of a tensor of that shape, if these divide it evenly."""
+        """Return the placements of a tensor of `shape`.
+
+        Raises:
+            ModelError: They do not divide it evenly.
+        """
         try:
             wanted = placements(self._dims or [], self._mesh, len(shape))
         except UsageError as error:
@@ -257,7 +297,7 @@ class _WantedPlacement:
 
 
 def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward; whole, plain tensors leave it, unless a guarded loss takes them."""
+    """Run a model's forward under the guard; return plain tensors, or shards for a guarded loss."""
     with guard.active():
         output = forward(*args, **kwargs)
     return _plain(output, may_be_sharded=guard.has_loss)

@@ -1,7 +1,9 @@
-"""Axis names of each tensor dim, as configurations write them, and the placements of torch.
+"""Translates between axis names of each tensor dim, as configurations have them, and placements.
 
-Torch lists one placement for each mesh axis; we list axis names for each tensor dim, the first
-of several names being the most significant.
+torch lists one placement for each mesh axis; configurations list axis names for each tensor dim,
+the most significant first.  torch applies placements in mesh order, so if a later mesh axis is the
+more significant one of a dim, the earlier axis needs a strided shard: it splits each part that the
+later axis made.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from msrun.parallel.torch_compat import parts_before, strided_shard
 
 
 def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """Return the placements of a tensor of `ndim` dims whose dims are cut as `dims` says.
+    """Return the placements of a tensor of `ndim` dims that is sharded as `dims` says.
 
     Args:
-        dims: Axis names of each dim; one `...` stands for as many whole dims as fit.
-        mesh: Its axes have those names; axes that are not named replicate.
+        dims: Axis names of each dim; one `...` stands for as many unsharded dims as fit.
+        mesh: Mesh with axes of these names; the tensor is replicated over axes without a name here.
         ndim: Dims of the tensor.
 
     Raises:
-        ConfigError: The dims are not as many, or an axis is unknown or stands there twice.
+        ConfigError: `dims` has another length, or an axis is unknown or named twice.
     """
     names = mesh.mesh_dim_names or ()
     placed: list[Placement] = [Replicate()] * mesh.ndim
@@ -44,14 +46,15 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
 
 
 def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
-    """Return the tensor of which `part` lies here; gradients of gradients flow through, too.
+    """Return the DTensor whose part on this rank is `part`; gradients of gradients are right, too.
 
-    torch alone drops those where the first gradient is still a sum over ranks.
+    torch alone drops gradients of gradients where the first gradient is partial, without an error
+    if others flow.
 
     Args:
-        part: Of the size that the placements say, on every rank.
-        mesh: Where the whole lies.
-        placed: How; nothing of it is a pending sum.
+        part: This rank's part, of the size that the placements give.
+        mesh: Mesh of the tensor.
+        placed: Placements; none is partial.
     """
     tensor = DTensor.from_local(part, mesh, placed, run_check=False)
     if tensor.requires_grad:
@@ -60,7 +63,7 @@ def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTen
 
 
 def _as_placed(placed: tuple[Placement, ...], gradient: DTensor) -> DTensor:
-    """Return the gradient as the tensor lies."""
+    """Return the gradient in the placements of the tensor."""
     return gradient if gradient.placements == placed else gradient.redistribute(placements=placed)
 
 
@@ -68,12 +71,12 @@ def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Di
     """Return the axis names of each of `ndim` dims: the inverse of `placements`.
 
     Raises:
-        ConfigError: No axis names say it: a sum over ranks is pending, or the cut is none that
-            axes in some order make.
+        ConfigError: Axis names cannot express it: a placement is partial, or a strided shard fits
+            no order of the axes.
     """
     names = mesh.mesh_dim_names or ()
     orders: list[list[int]] = [[] for _ in range(ndim)]
-    # From the last axis on, as a split parts counts only the axes that follow.
+    # From the last axis on: a strided shard counts only parts of later axes.
     for index in reversed(range(mesh.ndim)):
         placement = placed[index]
         if placement.is_replicate():
@@ -87,7 +90,7 @@ def dims_of(placed: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> list[Di
 
 
 def _position(order: list[int], parts: int, mesh: DeviceMesh, placement: Placement) -> int:
-    """Return where in `order` so many parts, `parts`, have been made before."""
+    """Return the position in `order` before which the axes make `parts` parts."""
     for position in range(len(order) + 1):
         if math.prod(mesh.size(index) for index in order[:position]) == parts:
             return position

@@ -1,6 +1,6 @@
-"""The operator plan made concrete: which rule is for which module, and how it divides what.
+"""Resolves an operator plan: which rule applies to which module, and the axes of each tensor.
 
-Pure: modules come as descriptions, so that a plan is checked without a process group.
+Modules are given as descriptions, so that a plan is checked without torch or a process group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from msrun.parallel.notation.rules import notation_dims
 
 
 class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan must know of one module.
+    """Kind and parameters of one module.
 
     Args:
         kind: Name of its class.
-        params: Name of each own parameter -> its shape.
-        shared: Own parameter -> all names that it has in the model, where there are several.
+        params: Name of each parameter of the module itself -> its shape.
+        shared: Parameter -> its further names in the model, if it has several.
     """
 
     kind: str
@@ -33,13 +33,13 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How one module computes.
+    """Axes that shard the tensors of one module.
 
     Args:
-        key: Its rule in the configuration, for messages.
+        key: Path of its rule in the configuration, for messages.
         params: Parameter -> axis names of each dim.
-        inputs: Of the first input; None leaves it as it comes.
-        out: Of the output; None leaves it as it comes.
+        inputs: Axis names of each dim of the first input; None leaves it as it comes.
+        out: Axis names of each dim of the output; None leaves it as it comes.
     """
 
     key: str
@@ -57,13 +57,13 @@ def plan_modules(
     """Return the plan of each module that a rule matches.
 
     Args:
-        rules: The first that matches a module counts.
+        rules: Rules, of which the first that matches a module applies.
         layout: The mesh.
         modules: All modules, by name.
         source: File that the rules come from, for messages; None is the configuration.
 
     Raises:
-        ConfigError: A rule matches nothing, does not fit its module, or cannot divide it.
+        ConfigError: A rule matches nothing, does not fit its module, or does not divide it evenly.
     """
     keys = [
         f"{source}: {rule.match}" if source else f"{ROOT}.plan[{index}]"
@@ -103,13 +103,15 @@ def _from_mindspore_notation(
     axes = {name: layout.axes[name] for name in plan_axes(layout)}
     notated = notation_dims(rule, key, module.kind, axes)
     params = notated.params
-    if rule.layout is None:  # a strategy has no names: of what such modules can have, what is there
+    # A strategy names no parameters: it gives those that this kind of module can have, such as a
+    # bias that is absent here.
+    if rule.layout is None:
         params = {name: dims for name, dims in params.items() if name in module.params}
     return ModulePlan(key=key, params=params, inputs=notated.inputs, out=notated.out)
 
 
 def _styled(key: str, style: str, axis: str, module_name: str, module: ModuleShape) -> ModulePlan:
-    """Return what `style` means for a module of this kind.
+    """Return the plan that `style` stands for, for a module of this kind.
 
     A linear weight is (out, in), that of an embedding (rows, width).
     """
@@ -124,7 +126,7 @@ def _styled(key: str, style: str, axis: str, module_name: str, module: ModuleSha
         ("embedding", "Embedding"): ({"weight": [axis, None]}, unsharded, unsharded),
     }
     if style == "sequence":
-        # (batch, sequence, ...): every rank has its part of each sequence.
+        # Shape (batch, sequence, ...): every rank has a part of each sequence.
         sequence: Dims = [None, axis, UNSHARDED_DIMS]
         return ModulePlan(key=key, params={}, inputs=sequence, out=sequence)
     if (style, module.kind) not in styles:
@@ -136,7 +138,7 @@ def _styled(key: str, style: str, axis: str, module_name: str, module: ModuleSha
 
 
 def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
-    """Refuse what cannot be cut evenly, by MindSpore's rule: every dim into equal parts."""
+    """Refuse a parameter with a dim that does not split in equal parts; MindSpore's rule too."""
     for param, dims in plan.params.items():
         shape = module.params[param]
         if len(dims) != len(shape):
@@ -155,7 +157,7 @@ def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleS
 
 
 def _check_shared(plans: Mapping[str, ModulePlan], modules: Mapping[str, ModuleShape]) -> None:
-    """Refuse a parameter of several modules unless all of them divide it alike."""
+    """Refuse a shared parameter unless all of its modules shard it alike."""
     for name, plan in plans.items():
         for param, dims in plan.params.items():
             for other in modules[name].shared.get(param, ()):
@@ -164,6 +166,6 @@ def _check_shared(plans: Mapping[str, ModulePlan], modules: Mapping[str, ModuleS
                 if theirs != dims:
                     raise ConfigError(
                         f"{plan.key}: {name}.{param} and {other} are one parameter, and the plan "
-                        "divides them in two ways",
-                        hint=f"give {owner} a rule that divides it like {name}",
+                        "shards them differently",
+                        hint=f"give {owner} a rule that shards it like {name}",
                     )

@@ -75,7 +75,7 @@ def early():
 
 def test_before_it_is_found_there_is_no_mesh():
     (said,) = run_warm(early, 1)
-    assert said == ["parallel.mesh: auto is found by rt.shard: call it first"] * 4
+    assert said == ["parallel.mesh: auto is chosen by rt.shard: call it first"] * 4
 
 
 def refused(config, samples=8):

@@ -153,8 +153,8 @@ def test_extra_that_json_cannot_say(folder):
     network, optimizer = make()
     steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
     for sentence, value in {
-        "extra['x'] is a set; a checkpoint holds tensors of models and optimizers, and besides "
-        "what JSON can say": {1},
+        "extra['x'] is a set; a checkpoint holds tensors of models and optimizers, and JSON "
+        "values": {1},
         "extra['x'].milestones: key 1 is no text, and JSON has no other": steps,
         "extra['x'][0] is a Tensor of several elements": [torch.zeros(2)],
     }.items():
@@ -401,7 +401,7 @@ def test_what_is_no_checkpoint(folder):
             "HERE/index.json: object missing required field `chunks` - at `$.tensors[...]`"
         ),
         _damage(folder, "index.json", lambda c: c["aliases"].update(x="y")): (
-            "HERE/index.json: 'x' is another name of nothing"
+            "HERE/index.json: 'x' is an alias of no tensor"
         ),
     }
     before = network.fc1.weight.clone()

@@ -163,7 +163,7 @@ def clipped_by_hand():
 
 def test_a_norm_over_an_axis_that_the_script_divides_is_refused():
     assert run_warm(clipped_by_hand, 2)[0] == (
-        "parallel.mode: manual does not say which gradients are divided over tp (size 2), "
+        "parallel.mode: manual does not say which gradients are sharded over tp (size 2), "
         "so there is no norm of the whole model"
     )
 

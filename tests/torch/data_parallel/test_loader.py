@@ -130,7 +130,7 @@ class Endless(IterableDataset):
         ),
         (
             {"dataset": numbers(), "batch_size": 1, "sampler": [0]},
-            "rt.loader: sampler is what rt.loader makes (use a DataLoader for it)",
+            "rt.loader: it makes its own sampler (for another use a DataLoader)",
         ),
     ],
 )

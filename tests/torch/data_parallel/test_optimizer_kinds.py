@@ -30,7 +30,7 @@ REFUSED = {
     "Rprop": "writes elements by a mask",
     "SparseAdam": "takes sparse gradients",
 }
-ONCE = "LBFGS computes the loss several times a step, and rt.step does once"
+ONCE = "LBFGS computes the loss several times a step, and rt.step computes it once"
 
 
 def made(config, kind, options):
@@ -79,7 +79,7 @@ def test_it_learns_what_it_learns_in_one_process(kind, config):
 def test_what_needs_whole_parameters_is_refused(kind, config, divided):
     needs_torch(kind)
     count = 3 if kind == "Muon" else 6
-    parts = f"{round(divided * count)} of its {count} parameters are divided"
+    parts = f"{round(divided * count)} of its {count} parameters are sharded"
 
     assert run_warm(refused, 2, DIVIDED[config], kind) == 2 * [
         f"{kind} {REFUSED[kind]}, and {parts}"
@@ -113,7 +113,7 @@ def refused_in_a_step(config, kind):
 def test_a_step_refuses_them_too():
     assert run_warm(refused_in_a_step, 1, {}, "LBFGS") == [ONCE]
     assert run_warm(refused_in_a_step, 2, zero(1), "Rprop") == 2 * [
-        "Rprop writes elements by a mask, and 6 of its 6 parameters are divided"
+        "Rprop writes elements by a mask, and 6 of its 6 parameters are sharded"
     ]
 
 

@@ -88,7 +88,7 @@ def refused(level):
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_divided_optimizers_refuse_them(level):
     sentence = (
-        "parallel.optimizer.zero: gradients of gradients (create_graph=True) need parameters that "
-        "stay whole"
+        "parallel.optimizer.zero: gradients of gradients (create_graph=True) need "
+        "replicated parameters"
     )
     assert run_ranks(refused, 2, level) == [sentence, sentence]

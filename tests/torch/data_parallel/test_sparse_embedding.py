@@ -250,8 +250,8 @@ def refused(config, options):
     return caught.value.message
 
 
-WHOLE = "has sparse gradients, which are for tables that stay whole"
-FOR_WHOLE = "which is for tables that stay whole"
+WHOLE = "has sparse gradients, and only a replicated table can"
+FOR_WHOLE = "and only a replicated table can"
 NORM = "embed: max_norm writes the rows that a rank reads, and other ranks keep them"
 COUNTS = (
     "embed: scale_grad_by_freq counts words of a whole batch, "

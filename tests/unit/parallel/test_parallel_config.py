@@ -101,7 +101,7 @@ def test_rendering_reads_back():
         ({"reduce": {"fuse": 0}}, "parallel.reduce.fuse: 0 must be at least 1 byte"),
         (
             {"optimizer": {"zero": 1}, "reduce": {"fuse": "1MiB"}},
-            "parallel.reduce: fuse needs what optimizer.threshold leaves whole; it is 0",
+            "parallel.reduce: fuse applies to parameters below optimizer.threshold, which is 0",
         ),
         ({"accumulate": 0}, "parallel.accumulate: 0 must be at least 1"),
         ({"seed": -1}, "parallel.seed: -1 must be at least 0"),
@@ -167,7 +167,7 @@ def test_rendering_reads_back():
         ),
         (
             {"plan": [COLWISE | {"out": [None]}]},
-            "parallel.plan[0].style: stands instead of params",
+            "parallel.plan[0].style: cannot be combined with params",
         ),
         (
             {"plan": [{"match": "*", "out": [None], "axis": "tp"}]},
@@ -199,7 +199,7 @@ def test_rendering_reads_back():
         ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
         (
             {"mode": "auto", "plan": "plan.json", "memory": "1GiB"},
-            "parallel.memory: plan.json of plan is found already",
+            "parallel.memory: plan.json is a plan already, so nothing is searched",
         ),
         (
             {"mode": "auto", "optimizer": {"zero": 1}},
@@ -338,7 +338,7 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             8,
             (
                 "parallel.optimizer.zero: 1 beside a plan over 3 axes (x, y, z): "
-                "torch divides what a plan divided over at most 2"
+                "zero can shard what a plan shards over at most 2"
             ),
         ),
         (
@@ -444,16 +444,16 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             {"optimizer": {"zero": 2, "dtype": "bfloat16", "threshold": "1KiB"}},
             2,
             (
-                "parallel.optimizer.threshold: 1024 leaves parameters whole and in their own type, "
-                "and parallel.optimizer.dtype computes in bfloat16"
+                "parallel.optimizer.threshold: 1024 leaves parameters replicated and in their "
+                "own type, and parallel.optimizer.dtype computes in bfloat16"
             ),
         ),
         (
             {"optimizer": {"zero": 3, "dtype": "float16"}, "reduce": {"exclude": ["*.bias", "a"]}},
             2,
             (
-                "parallel.reduce.exclude: *.bias, a leaves parameters whole and in their own type, "
-                "and parallel.optimizer.dtype computes in float16"
+                "parallel.reduce.exclude: *.bias, a leaves parameters replicated and in their "
+                "own type, and parallel.optimizer.dtype computes in float16"
             ),
         ),
     ],
