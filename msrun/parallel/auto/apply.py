@@ -170,7 +170,7 @@ def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any
         ConfigError: There is none, or the model has no values.
     """
     if sample is None:
-        raise UsageError(
+        raise ConfigError(
             f"{ROOT}.mode: auto needs a batch to trace the model with",
             hint="rt.shard(model, sample=(x,)) with the inputs of one local batch",
         )
@@ -223,7 +223,7 @@ def _samples(rank: Rank, sample: Sequence[Any]) -> int:
     """Return the samples of a step of all ranks."""
     local = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
     if not local:
-        raise UsageError("the sample of rt.shard holds no tensor with a first dim of samples")
+        raise ConfigError("the sample of rt.shard holds no tensor with a first dim of samples")
     return local * rank.layout.size(DATA_AXIS) if isinstance(rank, RankContext) else local
 
 
@@ -384,7 +384,7 @@ def _agreed(decide: Callable[[], PlanBroadcast], rank: Rank) -> PlanBroadcast:
     """Return the decision of the first rank on every rank.
 
     Raises:
-        UsageError: The first rank could not decide; then every rank raises what it did.
+        ConfigError: The first rank could not decide; then every rank raises what it did.
     """
     content = msgspec.json.encode(_tried(decide)) if rank.rank == 0 else b""
     answer = msgspec.json.decode(rank.broadcast(content), type=PlanBroadcast)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import Parameter, functional
 from torch.utils.checkpoint import checkpoint
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.redistribute import RedistributeFunction, Redistributor
 from msrun.parallel.auto.trace import Traced
@@ -213,14 +213,14 @@ class Executor:
         """Return the inputs by the names of their values.
 
         Raises:
-            UsageError: They are not like those of the sample.
+            ModelError: They are not like those of the sample.
         """
         given = self._traced.bind(args, kwargs)
         values = {name: x for name, x in given.items() if name in self._program.values}
         for name, x in values.items():
             shape = self.local_shape(name, self._uses.layouts[name][0])
             if tuple(x.shape) != shape:
-                raise UsageError(
+                raise ModelError(
                     f"an input of shape {list(x.shape)} came where the plan of parallel.mode "
                     f"auto has {list(shape)}",
                     hint="give rt.shard a sample like every batch, and drop the last one",

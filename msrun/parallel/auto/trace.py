@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.auto.export import Exported, export
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
@@ -72,11 +72,11 @@ class Traced:
         """Return value -> tensor of the arguments of one call.
 
         Raises:
-            UsageError: They are not as many as those of the sample.
+            ModelError: They are not as many as those of the sample.
         """
         leaves = list(_flat([list(args), list(kwargs.values())]))
         if len(leaves) != len(self._inputs):
-            raise UsageError(
+            raise ModelError(
                 f"the model got {len(leaves)} inputs, and the sample of rt.shard had "
                 f"{len(self._inputs)}"
             )
@@ -213,14 +213,14 @@ class Traced:
             if self._values[name].shape == tuple(tensor.shape):
                 self._names[f"{node.name}.{index}"] = name
                 continue
-            raise UsageError(f"search: {node.name} broadcasts tensors, which is not supported")
+            raise ModelError(f"search: {node.name} broadcasts tensors, which is not supported")
 
 
 def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
     """Return the forward pass of `model` on a batch such as `sample`; nothing is computed.
 
     Raises:
-        UsageError: `torch.export` cannot follow its forward.
+        ModelError: `torch.export` cannot follow its forward.
     """
     distinct = [item.clone() if isinstance(item, Tensor) else item for item in sample]
     try:
@@ -229,7 +229,7 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
             exported = export(model, distinct)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UsageError(
+        raise ModelError(
             f"search: the forward of {type(model).__name__} cannot be traced: {reason}",
             hint="torch.export needs a forward whose steps do not depend on values of tensors",
         ) from error

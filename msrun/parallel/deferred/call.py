@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.log import (
     ConstructorLog,
@@ -111,7 +111,7 @@ class Call:
             log: Of the block.
 
         Raises:
-            UsageError: It can not.
+            ModelError: It can not.
         """
         device, layout = self.kwargs.get("device"), self.kwargs.get("layout")
         is_written_outside = any(slot_of(tensor) is None for tensor in self.written)
@@ -142,7 +142,7 @@ class Call:
             message = f"{self.name} writes a tensor from before init_on_meta"
             hint = "make that tensor inside the block"
         if message:
-            raise UsageError(message, hint=hint)
+            raise ModelError(message, hint=hint)
 
     def is_no_concern(self, *, is_inside: bool) -> bool:
         """Return whether the call runs as it would outside of the block.
@@ -180,12 +180,12 @@ class Call:
         """Return whether one of `results` has the memory of a tensor from outside.
 
         Raises:
-            UsageError: A tensor of the block would have it.
+            ModelError: A tensor of the block would have it.
         """
         shadows = {id(tensor.untyped_storage()) for tensor in self._shadows}
         is_view = any(id(tensor.untyped_storage()) in shadows for tensor in results)
         if is_view and self.ours:
-            raise UsageError(
+            raise ModelError(
                 f"{self.name} has a tensor of the model share memory from before init_on_meta",
                 hint="give the model a copy",
             )

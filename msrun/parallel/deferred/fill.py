@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.init import materialize
 from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View, slot_of, tensors_of
@@ -44,13 +44,13 @@ def find(model: nn.Module) -> Weights | None:
     """Return the tensors of `model` that were made in `DeferredInit`; None if there are none.
 
     Raises:
-        UsageError: A tensor is on meta for another reason, was written since, or shares memory
+        ModelError: A tensor is on meta for another reason, was written since, or shares memory
             with another one.
     """
     registered = {name: tensor for name, tensor in _registered(model) if not is_lazy(tensor)}
     for name, tensor in registered.items():
         if tensor.is_meta and slot_of(tensor) is None:
-            raise UsageError(
+            raise ModelError(
                 f"{name} is on the device meta, and was not made inside init_on_meta",
                 hint="build the whole model in one `with rt.init_on_meta()`",
             )
@@ -68,7 +68,7 @@ def find(model: nn.Module) -> Weights | None:
             weights.views.setdefault(slot.log, {})[name] = view
     for name, tensor in _registered(model):
         if is_lazy(tensor):
-            raise UsageError(f"{name} was made inside init_on_meta, and has no shape yet")
+            raise ModelError(f"{name} was made inside init_on_meta, and has no shape yet")
     return weights
 
 
@@ -81,15 +81,15 @@ def _check(name: str, tensor: Tensor, view: View, seen: list[tuple[str, View]]) 
     """Refuse a tensor whose values are not those of the log, or which overlaps with `seen`."""
     log = view.slot.log
     if log.is_open:
-        raise UsageError("rt.shard is called inside init_on_meta", hint="call it after the block")
+        raise ModelError("rt.shard is called inside init_on_meta", hint="call it after the block")
     if torch_compat.write_count(tensor) > log.writes_max:
-        raise UsageError(
+        raise ModelError(
             f"{name} was written between init_on_meta and rt.shard, where it has no memory",
             hint="do it inside the block, or after rt.shard",
         )
     for other, taken in seen:
         if view.overlaps(taken):
-            raise UsageError(
+            raise ModelError(
                 f"{name} shares memory with {other} and is another tensor",
                 hint="give the model one parameter under both names, or two copies",
             )
@@ -113,7 +113,7 @@ def fill(
         on_host: Parameters that belong on the CPU instead.
 
     Raises:
-        UsageError: Another rank has built another model.
+        ModelError: Another rank has built another model.
     """
     for log in weights.views:
         check_same_log(log, device)
@@ -187,7 +187,7 @@ def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parame
         with _swapping():
             torch_compat.replace_tensors(model, make)
     except RuntimeError as error:
-        raise UsageError(
+        raise ModelError(
             f"a parameter can not be given memory: {error.__cause__ or error}",
             hint="weak references to it, and results computed from it, must be gone by rt.shard",
         ) from error
@@ -251,7 +251,7 @@ def check_same_log(log: ConstructorLog, device: torch.device) -> None:
     """Refuse a log that differs from that of the first rank; all ranks call it.
 
     Raises:
-        UsageError: Some rank has another one.
+        ModelError: Some rank has another one.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -260,7 +260,7 @@ def check_same_log(log: ConstructorLog, device: torch.device) -> None:
     dist.all_gather(fingerprints, own)
     for rank, other in enumerate(fingerprints):
         if not torch.equal(other, fingerprints[0]):
-            raise UsageError(
+            raise ModelError(
                 f"rank {rank} did not build the model of rank 0 inside init_on_meta",
                 hint="numbers of Python's and numpy's generators must be the same on all ranks: "
                 "`seed` in the configuration sees to it",

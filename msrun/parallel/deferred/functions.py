@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.deferred.call import META
 from msrun.parallel.deferred.log import mapped, slot_of, tensors_of
 from msrun.parallel.deferred.record import Recorder
@@ -62,7 +62,7 @@ class Functions(TorchFunctionMode):
         if func in self._answers:
             return self._answers[func]
         if func in self._refused:
-            raise UsageError(
+            raise ModelError(
                 f"Tensor.{func.__name__} needs memory, which tensors get after init_on_meta",
                 hint="call it after rt.shard",
             )

@@ -26,7 +26,7 @@ from typing import Self
 import torch
 from torch import Tensor, UntypedStorage
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.functions import Functions
 from msrun.parallel.deferred.log import ConstructorLog, StorageSlot, View
@@ -44,7 +44,7 @@ class DeferredInit:
 
     def __enter__(self) -> Self:
         if self.log.is_open:
-            raise UsageError("init_on_meta is already active")
+            raise ModelError("init_on_meta is already active")
         self.log.random.at(torch.default_generator)
         self._entered_in = torch.get_rng_state()
         recorder = Recorder(self.log)
@@ -82,7 +82,7 @@ def materialize(
         take: Copies what it needs: the memory is freed afterwards.
 
     Raises:
-        UsageError: A tensor from outside that the block read has changed, or random numbers were
+        ModelError: A tensor from outside that the block read has changed, or random numbers were
             drawn since.
     """
     names: dict[StorageSlot, list[str]] = {}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn.parameter import is_lazy
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.checkpoint.tensors import digest
 
@@ -112,11 +112,11 @@ class OutsideTensor:
         """Return the tensor.
 
         Raises:
-            UsageError: It has been written since.
+            ModelError: It has been written since.
         """
         if torch_compat.write_count(self.tensor) != self.writes:
             shape = list(self.tensor.shape)
-            raise UsageError(
+            raise ModelError(
                 f"a tensor {shape} that init_on_meta read was written before rt.shard",
                 hint="give the model a copy of it",
             )
@@ -199,7 +199,7 @@ class RandomStates:
         """Return the state that `generator` has, or has a placeholder for.
 
         Raises:
-            UsageError: Numbers were drawn after the placeholder was set.
+            ModelError: Numbers were drawn after the placeholder was set.
         """
         pending = self.pending_state(generator)
         if pending is not None:
@@ -217,14 +217,14 @@ class RandomStates:
         """Return the state that `generator` has a placeholder for; None if it has none.
 
         Raises:
-            UsageError: Numbers were drawn after the placeholder was set.
+            ModelError: Numbers were drawn after the placeholder was set.
         """
         seed = generator.initial_seed()
         state = self._placeholders.get(seed)
         if state is None:
             return None
         if not torch.equal(generator.get_state(), torch.Generator().manual_seed(seed).get_state()):
-            raise UsageError(
+            raise ModelError(
                 "random numbers were drawn between init_on_meta and rt.shard, where those of the "
                 "weights have not been drawn yet",
                 hint="call rt.shard first, or seed the generator after the block",
@@ -283,10 +283,10 @@ class ConstructorLog:
         """Return the view that `tensor`, on meta, is.
 
         Raises:
-            UsageError: Strides do not describe it, as of a quantized tensor.
+            ModelError: Strides do not describe it, as of a quantized tensor.
         """
         if tensor.is_neg() or tensor.is_quantized:
-            raise UsageError(
+            raise ModelError(
                 "init_on_meta knows no quantized tensors, and none that are negated when read",
                 hint="tensor.resolve_neg() negates now",
             )

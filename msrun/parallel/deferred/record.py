@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.deferred.call import ALLOCATING, Call, without_values
 from msrun.parallel.deferred.log import (
@@ -58,7 +58,7 @@ class Recorder:
         """Run `operator` on meta and record it.
 
         Raises:
-            UsageError: It cannot be recorded.
+            ModelError: It cannot be recorded.
         """
         if self._is_paused:
             return operator(*args, **kwargs)
@@ -79,7 +79,7 @@ class Recorder:
         call.check(types, self.log)
         if call.name in _DECOMPOSING and self.function not in _DECOMPOSITIONS:
             function = getattr(self.function, "__name__", call.name)
-            raise UsageError(f"{function} has other last bits inside init_on_meta", hint=_BEFORE)
+            raise ModelError(f"{function} has other last bits inside init_on_meta", hint=_BEFORE)
         counts = map(torch_compat.write_count, call.written)
         self.log.writes_max = max(self.log.writes_max, *(count + 1 for count in counts), 0)
         if call.name in _LIFTING and call.outside:
@@ -128,7 +128,7 @@ class Recorder:
         result = self._run_on_values(call) if call.needs_values else self._run_on_meta(call)
         results = tensors_of(result)
         if any(tensor.layout is not torch.strided for tensor in results):
-            raise UsageError(f"{call.name} makes a tensor that is not dense", hint=_BEFORE)
+            raise ModelError(f"{call.name} makes a tensor that is not dense", hint=_BEFORE)
         if call.is_view_of_outside(results):
             return call.operator(*call.args, **call.kwargs)
         for tensor in call.written:
@@ -152,7 +152,7 @@ class Recorder:
     def _run_on_values(self, call: Call) -> Any:
         """Return the result of `call` on real values, where meta cannot tell its form."""
         if call.is_random:
-            raise UsageError(f"{call.name} can not be put off by init_on_meta", hint=_BEFORE)
+            raise ModelError(f"{call.name} can not be put off by init_on_meta", hint=_BEFORE)
 
         args = mapped(self.real, list(call.args))
         kwargs = {name: mapped(self.real, value) for name, value in call.kwargs.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.deferred.log import (
     ConstructorLog,
     Draw,
@@ -46,7 +46,7 @@ def replay(
         states: Further states of generators that are known afterwards.
 
     Raises:
-        UsageError: A tensor from outside that the log read has changed.
+        ModelError: A tensor from outside that the log read has changed.
     """
     plan = make_plan(log.entries, wanted, states)
     default_dtype = torch.get_default_dtype()
@@ -147,11 +147,11 @@ def _in_recorded_layout(entry: Entry, view: View, tensor: Tensor) -> UntypedStor
     """Return the memory of a result, in the layout that its tensor on meta has.
 
     Raises:
-        UsageError: Its layout differs, so that what was recorded after it would not be the same.
+        ModelError: Its layout differs, so that what was recorded after it would not be the same.
     """
     if not _has_form(tensor, view):
         name = getattr(entry.operator, "__name__", "an operator")
-        raise UsageError(
+        raise ModelError(
             f"{name} has another result than torch foresees, so it can not be put off",
             hint="compute it before init_on_meta, and have the constructor copy it",
         )

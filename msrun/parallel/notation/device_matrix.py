@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import Dims
 from msrun.parallel.notation.dims import consecutive_axes, dim_of, shown_ranks
 from msrun.units import quoted
@@ -48,16 +48,16 @@ class Layout(msgspec.Struct, frozen=True):
             entries: For each dim an alias, several with the most significant first, or "None".
 
         Raises:
-            UsageError: An alias is unknown, or stands there twice.
+            ConfigError: An alias is unknown, or stands there twice.
         """
         seen: set[str] = set()
         for alias in (alias for entry in entries for alias in _aliases(entry)):
             if alias not in self.alias_name:
-                raise UsageError(
+                raise ConfigError(
                     f"alias {quoted(alias)} is not in alias_name ({', '.join(self.alias_name)})"
                 )
             if alias in seen:
-                raise UsageError(f"alias {alias!r} cuts two dims, or one dim twice")
+                raise ConfigError(f"alias {alias!r} cuts two dims, or one dim twice")
             seen.add(alias)
         return TensorLayout(self, entries)
 
@@ -85,26 +85,26 @@ class TensorLayout(msgspec.Struct, frozen=True):
             axes: Mesh axis -> size, the slowest-varying first.
 
         Raises:
-            UsageError: The device matrix is neither that mesh nor that mesh with axes merged.
+            ConfigError: The device matrix is neither that mesh nor that mesh with axes merged.
         """
         sizes = dict(zip(self.layout.alias_name, self.layout.device_matrix, strict=True))
         devices = math.prod(sizes.values())
         where = f"device_matrix {self.layout.device_matrix}"
         if devices != math.prod(axes.values()):
-            raise UsageError(
+            raise ConfigError(
                 f"{where} has {devices} devices, and {shown_ranks(axes)}",
                 hint="leave out of it what divides the batch or the layers, as dp and pp do",
             )
         order = self.layout.rank_list or [0]
         if order != list(range(order[0], order[0] + len(order))):
-            raise UsageError(f"rank_list {order}: ranks of a mesh are in ascending order")
+            raise ConfigError(f"rank_list {order}: ranks of a mesh are in ascending order")
         try:
             axes_of = consecutive_axes(sizes, axes)
         except UsageError as error:
-            raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
+            raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
         for alias, names in axes_of.items():
             if alias in axes and names != [alias] and sizes[alias] > 1:
-                raise UsageError(
+                raise ConfigError(
                     f"{where}: alias {alias} stands for mesh axis {' and '.join(names)}"
                 )
         return [dim_of([n for alias in _aliases(e) for n in axes_of[alias]]) for e in self.entries]
@@ -138,14 +138,14 @@ def _aliases(entry: Entry) -> list[str]:
 def _check_layout(matrix: object, names: object, ranks: object) -> None:
     """Refuse what MindSpore's `Layout` refuses."""
     if not isinstance(matrix, tuple):
-        raise UsageError(f"device_matrix {matrix!r} is no tuple")
+        raise ConfigError(f"device_matrix {matrix!r} is no tuple")
     if not isinstance(names, tuple):
-        raise UsageError(f"alias_name {names!r} is no tuple")
+        raise ConfigError(f"alias_name {names!r} is no tuple")
     if len(matrix) != len(names):
-        raise UsageError(f"device_matrix has {len(matrix)} axes and alias_name {len(names)}")
+        raise ConfigError(f"device_matrix has {len(matrix)} axes and alias_name {len(names)}")
     for size in matrix:
         if type(size) is not int or size < 1:
-            raise UsageError(f"device_matrix {matrix}: {size!r} is no number of devices")
+            raise ConfigError(f"device_matrix {matrix}: {size!r} is no number of devices")
     _check_names(names)
     if ranks is not None:
         _check_ranks(ranks, math.prod(matrix))
@@ -154,17 +154,17 @@ def _check_layout(matrix: object, names: object, ranks: object) -> None:
 def _check_names(names: tuple[object, ...]) -> None:
     for name in names:
         if not isinstance(name, str) or name in ("", WHOLE):
-            raise UsageError(f"alias_name {names}: {name!r} is no name of an axis")
+            raise ConfigError(f"alias_name {names}: {name!r} is no name of an axis")
         if name == INTERLEAVED:
-            raise UsageError(f"alias_name: {INTERLEAVED} is not part of this version")
+            raise ConfigError(f"alias_name: {INTERLEAVED} is not part of this version")
         if names.count(name) > 1:
-            raise UsageError(f"alias_name {names}: {name!r} stands there twice")
+            raise ConfigError(f"alias_name {names}: {name!r} stands there twice")
 
 
 def _check_ranks(ranks: object, count: int) -> None:
     if not isinstance(ranks, list) or any(type(rank) is not int for rank in ranks):
-        raise UsageError(f"rank_list {ranks!r} is no list of ranks")
+        raise ConfigError(f"rank_list {ranks!r} is no list of ranks")
     if len(ranks) != count:
-        raise UsageError(f"rank_list has {len(ranks)} ranks and device_matrix {count}")
+        raise ConfigError(f"rank_list has {len(ranks)} ranks and device_matrix {count}")
     if len(set(ranks)) != count:
-        raise UsageError(f"rank_list {ranks}: a rank stands there twice")
+        raise ConfigError(f"rank_list {ranks}: a rank stands there twice")

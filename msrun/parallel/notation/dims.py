@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import Dim, Dims
 
 REST_OF_DIMS = "..."
@@ -47,26 +47,26 @@ def axes_of_dims(
         mesh: Names of the axes there are.
 
     Raises:
-        UsageError: Their number is wrong, or an axis is unknown or occurs twice.
+        ConfigError: Their number is wrong, or an axis is unknown or occurs twice.
     """
     entries = list(dims)
     rests = entries.count(REST_OF_DIMS)
     if rests > 1:
-        raise UsageError(f"{shown_dims(dims)}: only one entry can be ...")
+        raise ConfigError(f"{shown_dims(dims)}: only one entry can be ...")
     if rests:
         at, missing = entries.index(REST_OF_DIMS), ndim - len(entries) + 1
         entries[at : at + 1] = [None] * max(missing, 0)
     if len(entries) != ndim:
-        raise UsageError(f"{shown_dims(dims)} does not fit a {ndim}-dim tensor")
+        raise ConfigError(f"{shown_dims(dims)} does not fit a {ndim}-dim tensor")
     named = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
     seen: set[str] = set()
     for axis in (axis for axes in named for axis in axes):
         if axis not in mesh:
-            raise UsageError(
+            raise ConfigError(
                 f"{shown_dims(dims)}: axis {axis!r} is not in mesh ({', '.join(mesh)})"
             )
         if axis in seen:
-            raise UsageError(f"{shown_dims(dims)}: axis {axis!r} stands there twice")
+            raise ConfigError(f"{shown_dims(dims)}: axis {axis!r} stands there twice")
         seen.add(axis)
     return named
 
@@ -93,11 +93,11 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
         axes: Mesh axis -> size, the slowest-varying first.
 
     Raises:
-        UsageError: The axes do not make these numbers.
+        ConfigError: The axes do not make these numbers.
     """
     needed, there = math.prod(parts.values()), math.prod(axes.values())
     if needed > there:
-        raise UsageError(f"{needed} parts in all, and {shown_ranks(axes)}")
+        raise ConfigError(f"{needed} parts in all, and {shown_ranks(axes)}")
     left = [name for name, size in axes.items() if size > 1]
     axes_of: dict[str, list[str]] = {}
     for dim, count in parts.items():
@@ -106,7 +106,7 @@ def consecutive_axes(parts: Mapping[str, int], axes: Mapping[str, int]) -> dict[
             taken.append(left.pop(0))
         if math.prod(axes[name] for name in taken) != count:
             start = f" from {taken[0]} on" if taken else ""
-            raise UsageError(
+            raise ConfigError(
                 f"no axes{start} make the {count} parts of {dim} in {_shown_mesh(axes)}",
                 hint="give the mesh the smallest factors as axes, such as 2 x 2 x 2 for 2 x 4 "
                 "and 4 x 2",
@@ -155,10 +155,10 @@ def module_dims(
         out_strategy: As of `strategy_dims`.
 
     Raises:
-        UsageError: The strategy is not one of such a module, or does not fit the mesh.
+        ConfigError: The strategy is not one of such a module, or does not fit the mesh.
     """
     if kind not in _EQUATIONS and len(strategy) != 1:
-        raise UsageError(
+        raise ConfigError(
             f"strategy {_shown(strategy)}: {kind} takes one entry, for its input and its output"
         )
     equation = _EQUATIONS.get(kind, _ANY_EQUATION)
@@ -184,13 +184,13 @@ def check_strategy(
         out_strategy: As of `module_dims`.
 
     Raises:
-        UsageError: No module can have it.
+        ConfigError: No module can have it.
     """
     where = f"strategy {_shown(strategy)}"
     of_length: dict[int, Mapping[str, str]] = {1: {"module": _ANY_EQUATION}, 2: _EQUATIONS}
     if len(strategy) not in of_length:
         kinds = " or ".join(_EQUATIONS)
-        raise UsageError(f"{where}: a module takes one entry, and {kinds} two")
+        raise ConfigError(f"{where}: a module takes one entry, and {kinds} two")
     faults: dict[str, UsageError] = {}
     for kind, equation in of_length[len(strategy)].items():
         try:
@@ -209,7 +209,7 @@ def check_strategy(
     reasons = [
         f"no {kind} ({error.message.removeprefix(f'{where}: ')})" for kind, error in faults.items()
     ]
-    raise UsageError(f"{where} is for {' and '.join(reasons)}", hint=first.hint)
+    raise ConfigError(f"{where} is for {' and '.join(reasons)}", hint=first.hint)
 
 
 def strategy_dims(
@@ -232,7 +232,7 @@ def strategy_dims(
             ((A, B), (B, C)).
 
     Raises:
-        UsageError: The strategy does not fit the operator, its shapes, or the mesh.
+        ConfigError: The strategy does not fit the operator, its shapes, or the mesh.
     """
     where = f"strategy {_shown(strategy)}"
     _check_parts(strategy, where)
@@ -243,7 +243,7 @@ def strategy_dims(
     try:
         taken = consecutive_axes({names[letter]: parts[letter] for letter in parts}, axes)
     except UsageError as error:
-        raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
     axes_of = {letter: taken[name] for letter, name in names.items()}
     cut: list[Dims] = [
         [
@@ -270,7 +270,7 @@ def _check_parts(strategy: Strategy, where: str) -> None:
     for counts in strategy:
         for count in counts:
             if type(count) is not int or count < 1:
-                raise UsageError(f"{where}: {count!r} is no number of parts")
+                raise ConfigError(f"{where}: {count!r} is no number of parts")
 
 
 def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], str]:
@@ -278,7 +278,7 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
     written, _, out = equation.partition("->")
     terms = written.split(",")
     if len(terms) != len(strategy):
-        raise UsageError(
+        raise ConfigError(
             f"{where}: {equation} takes {len(terms)} of such entries, not {len(strategy)}"
         )
     inputs: list[str] = []
@@ -286,7 +286,7 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
     for index, (term, counts) in enumerate(zip(terms, strategy, strict=True)):
         leading = len(counts) - len(term.replace("...", ""))
         if leading < 0 or (leading and "..." not in term):
-            raise UsageError(
+            raise ConfigError(
                 f"{where}: input {index} is {term}, which takes other than {len(counts)} numbers"
             )
         longest = max(longest, leading)
@@ -297,10 +297,10 @@ def _letters(strategy: Strategy, equation: str, where: str) -> tuple[list[str], 
 def _check_shapes(strategy: Strategy, shapes: Sequence[Sequence[int]], where: str) -> None:
     for index, (counts, shape) in enumerate(zip(strategy, shapes, strict=True)):
         if len(counts) != len(shape):
-            raise UsageError(f"{where}: input {index} is of shape {list(shape)}")
+            raise ConfigError(f"{where}: input {index} is of shape {list(shape)}")
         for dim, (count, size) in enumerate(zip(counts, shape, strict=True)):
             if size % count:
-                raise UsageError(
+                raise ConfigError(
                     f"{where}: dim {dim} of input {index}, of size {size}, "
                     f"can not be split into {count} parts"
                 )
@@ -319,7 +319,7 @@ def _merge(
             names.setdefault(letter, name)
             # A dim that broadcasts has one part, or as many as the others.
             if known != count and not (letter in _LEADING and 1 in (known, count)):
-                raise UsageError(
+                raise ConfigError(
                     f"{where}: {name} has {count} parts and {names[letter]} has {known}, "
                     f"and both are {letter} of {equation}"
                 )
@@ -341,7 +341,7 @@ def _scatter(
     given = [list(counts) for counts in wanted]
     if len(given) != 1 or given[0] not in choices:
         names = " or ".join(_shown([choice]) for choice in choices)
-        raise UsageError(f"out_strategy {_shown(wanted)}: the inputs give {names}")
+        raise ConfigError(f"out_strategy {_shown(wanted)}: the inputs give {names}")
     if given[0] != plain:
         out[choices.index(given[0]) - 1] += summed
 

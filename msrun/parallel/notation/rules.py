@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config import Dims, LayoutRule, PlanRule
 from msrun.parallel.notation.device_matrix import Layout
 from msrun.parallel.notation.dims import ModuleDims, check_strategy, module_dims
@@ -24,16 +24,16 @@ def notation_dims(rule: PlanRule, key: str, kind: str, axes: Mapping[str, int]) 
         axes: Axes that a plan may name -> size, the slowest-varying first.
 
     Raises:
-        UsageError: It does not fit the module or the mesh.
+        ConfigError: It does not fit the module or the mesh.
     """
     if rule.layout is not None:
         return _of_layout(rule.layout, f"{key}.layout", axes)
     if rule.strategy is None:
-        raise UsageError(f"{key}: is empty")
+        raise ConfigError(f"{key}: is empty")
     try:
         return module_dims(kind, rule.strategy, axes, out_strategy=rule.out_strategy)
     except UsageError as error:
-        raise UsageError(f"{key}.{error.message}", hint=error.hint) from None
+        raise ConfigError(f"{key}.{error.message}", hint=error.hint) from None
 
 
 def check_notation(rule: PlanRule, key: str, axes: Mapping[str, int] | None) -> None:
@@ -45,7 +45,7 @@ def check_notation(rule: PlanRule, key: str, axes: Mapping[str, int] | None) -> 
         axes: As of `notation_dims`; None leaves the mesh out.
 
     Raises:
-        UsageError: No model can make it right.
+        ConfigError: No model can make it right.
     """
     if rule.layout is not None:
         _of_layout(rule.layout, f"{key}.layout", axes)
@@ -53,7 +53,7 @@ def check_notation(rule: PlanRule, key: str, axes: Mapping[str, int] | None) -> 
         try:
             check_strategy(rule.strategy, axes, out_strategy=rule.out_strategy)
         except UsageError as error:
-            raise UsageError(f"{key}.{error.message}", hint=error.hint) from None
+            raise ConfigError(f"{key}.{error.message}", hint=error.hint) from None
 
 
 def _of_layout(rule: LayoutRule, key: str, axes: Mapping[str, int] | None) -> ModuleDims:
@@ -63,13 +63,13 @@ def _of_layout(rule: LayoutRule, key: str, axes: Mapping[str, int] | None) -> Mo
         if axes is not None:
             cut().on_mesh(axes)
     except UsageError as error:
-        raise UsageError(f"{key}.{error.message}", hint=error.hint) from None
+        raise ConfigError(f"{key}.{error.message}", hint=error.hint) from None
 
     def dims(entries: Dims, name: str) -> Dims:
         try:
             tensor = cut(*entries)
         except UsageError as error:
-            raise UsageError(f"{key}.{name}: {error.message}", hint=error.hint) from None
+            raise ConfigError(f"{key}.{name}: {error.message}", hint=error.hint) from None
         return tensor.dims if axes is None else tensor.on_mesh(axes)
 
     return ModuleDims(

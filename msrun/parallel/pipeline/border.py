@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.chunks import STAGES
 
@@ -59,7 +59,7 @@ def ready_to_send(
         received: What it received.
 
     Raises:
-        UsageError: A value is something else.
+        ModelError: A value is something else.
     """
     pairs = zip(values, borders, strict=True)
     return join_graph([_fitting(value, border) for value, border in pairs], received)
@@ -80,18 +80,18 @@ def join_graph(values: Sequence[Tensor], received: Sequence[Tensor]) -> Tensors:
 
 def _fitting(value: Any, border: Border) -> Tensor:
     if not isinstance(value, Tensor):
-        raise UsageError(f"{STAGES}: {border.name} yields no tensor but {type(value).__name__}")
+        raise ModelError(f"{STAGES}: {border.name} yields no tensor but {type(value).__name__}")
     tensor: Tensor = full_tensor(value)
     is_exact = torch.promote_types(tensor.dtype, border.dtype) == border.dtype
     if tensor.is_floating_point() and is_exact:  # the receiver may compute in less again
         tensor = tensor.to(border.dtype)
     if (tuple(tensor.shape), tensor.dtype) != (border.shape, border.dtype):
-        raise UsageError(
+        raise ModelError(
             f"{STAGES}: {border.name} yields {_kind(tuple(tensor.shape), tensor.dtype)}, "
             f"and the next stage expects {_kind(border.shape, border.dtype)}"
         )
     if tensor.requires_grad and not border.requires_grad:
-        raise UsageError(f"{STAGES}: {border.name} had no gradient when the model was split")
+        raise ModelError(f"{STAGES}: {border.name} had no gradient when the model was split")
     return tensor
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import PIPELINE_AXIS, ROOT, Pipeline, Schedule
 
 STAGES = f"{ROOT}.pipeline.stages"
@@ -68,7 +68,7 @@ def read_chunks(settings: Pipeline, stages: int) -> tuple[Chunks, dict[str, int]
     """Return the chunks that `settings` configures, and the chunk of each pattern.
 
     Raises:
-        UsageError: A stage is missing, is not there, or does not suit the schedule.
+        ConfigError: A stage is missing, is not there, or does not suit the schedule.
     """
     if isinstance(settings.stages, str):
         segments = 1 if settings.schedule in _ONE_SEGMENT else 2
@@ -80,7 +80,7 @@ def read_chunks(settings: Pipeline, stages: int) -> tuple[Chunks, dict[str, int]
         for pattern, place in settings.stages.items()
     }
     if not places:
-        raise UsageError(f"{STAGES}: no module has a stage (choose auto, or name them)")
+        raise ConfigError(f"{STAGES}: no module has a stage (choose auto, or name them)")
     for pattern, (stage, segment) in places.items():
         _check_place(settings.schedule, stages, pattern, stage, segment)
     segments = 1 + max(segment for _, segment in places.values())
@@ -89,21 +89,25 @@ def read_chunks(settings: Pipeline, stages: int) -> tuple[Chunks, dict[str, int]
     named = {pattern: chunks.index(*place) for pattern, place in places.items()}
     for chunk in range(chunks.count):
         if chunk not in named.values():
-            raise UsageError(f"{STAGES}: no pattern names {chunks.shown(chunk)} of {stages} stages")
+            raise ConfigError(
+                f"{STAGES}: no pattern names {chunks.shown(chunk)} of {stages} stages"
+            )
     check_microbatches(chunks, settings.microbatches)
     return chunks, named
 
 
 def _check_place(schedule: Schedule, stages: int, pattern: str, stage: int, segment: int) -> None:
     if not 0 <= stage < stages:
-        raise UsageError(
+        raise ConfigError(
             f"{STAGES}: {pattern!r} is in stage {stage}, "
             f"and axis {PIPELINE_AXIS} has {stages} (0 to {stages - 1})"
         )
     if segment < 0:
-        raise UsageError(f"{STAGES}: {pattern!r} is in segment {segment}, which must be at least 0")
+        raise ConfigError(
+            f"{STAGES}: {pattern!r} is in segment {segment}, which must be at least 0"
+        )
     if segment and schedule in _ONE_SEGMENT:
-        raise UsageError(
+        raise ConfigError(
             f"{STAGES}: {pattern!r} is in segment {segment}, and {schedule} has only segment 0"
             " (choose interleaved, looped_bfs, interleaved_zb, zbv or dualpipev)"
         )
@@ -112,7 +116,7 @@ def _check_place(schedule: Schedule, stages: int, pattern: str, stage: int, segm
 def _check_segments(chunks: Chunks) -> None:
     if chunks.schedule in _V_SHAPED and chunks.segments != 2:  # noqa: PLR2004 - there and back
         hint = "write `[stage, segment]`; segment 1 goes back from the last stage to stage 0"
-        raise UsageError(
+        raise ConfigError(
             f"{STAGES}: {chunks.schedule} needs segments 0 and 1, not {chunks.segments} segment(s)",
             hint=hint,
         )
@@ -122,17 +126,17 @@ def check_microbatches(chunks: Chunks, microbatches: int) -> None:
     """Refuse a number of micro-batches that the schedule cannot run.
 
     Raises:
-        UsageError: There are too few, or they do not divide into rounds.
+        ConfigError: There are too few, or they do not divide into rounds.
     """
     least = {"1f1b": chunks.stages, "dualpipev": chunks.count}.get(chunks.schedule, 1)
     if microbatches < least:
-        raise UsageError(
+        raise ConfigError(
             f"{MICROBATCHES}: {microbatches} is too few, "
             f"{chunks.schedule} with {chunks.stages} stages needs {least}"
         )
     rounds = max(1, microbatches // chunks.stages)
     if chunks.schedule in _BY_ROUNDS and microbatches % rounds:
-        raise UsageError(
+        raise ConfigError(
             f"{MICROBATCHES}: {microbatches} does not divide into {rounds} rounds, "
             f"as {chunks.schedule} with {chunks.stages} stages does "
             f"(choose {chunks.stages * rounds})"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.pipeline.balance import balance
 from msrun.parallel.pipeline.chunks import STAGES, Chunks
 from msrun.parallel.pipeline.skeleton import Skeleton
@@ -38,7 +38,7 @@ def place_evenly(
     with values, the number of parameters stands for it, without those of embedding tables.
 
     Raises:
-        UsageError: There are fewer modules than chunks.
+        ModelError: There are fewer modules than chunks.
     """
     flops, measure = _flops(model, trace, sample)
     units: list[list[fx.Node]] = []
@@ -48,7 +48,7 @@ def place_evenly(
         if units:
             units[-1].append(node)
     if len(units) < chunks.count:
-        raise UsageError(
+        raise ModelError(
             f"{STAGES}: auto finds {len(units)} module(s) to cut between, "
             f"and {chunks.count} chunks are needed"
         )

@@ -28,7 +28,7 @@ def infer(
     All micro-batches pass a chunk before the next chunk of the same stage begins.
 
     Raises:
-        UsageError: The outputs of micro-batches cannot be joined.
+        ModelError: The outputs of micro-batches cannot be joined.
     """
     passed_on: dict[tuple[int, int], Sequence[Tensor]] = {}
     sending: list[tuple[dist.Work | None, Tensor]] = []

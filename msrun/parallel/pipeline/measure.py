@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
@@ -52,13 +52,13 @@ class MeasuredShapes:
             may_differ: Whether there may be more micro-batches.
 
         Raises:
-            UsageError: There is none.
+            ModelError: There is none.
         """
         needed = -(-split.samples // self.width)
         parts = max(split.parts, needed) if may_differ else split.parts
         fitting = replace(split, parts=parts, wide=self.width)
         if kinds(fitting.padded(inputs, 0)) != self.kinds:
-            raise UsageError(
+            raise ModelError(
                 f"{MICROBATCHES}: a micro-batch has another shape than the first, and what stages "
                 f"send then cannot be known without values ({self.reason})",
                 hint="give every batch the shape of the first; only the last may be smaller",
@@ -78,7 +78,7 @@ def measure(
     Buffers and random numbers are as before.  All ranks of the axis take part.
 
     Raises:
-        UsageError: A chunk sends something else than tensors; all ranks say so.
+        ModelError: A chunk sends something else than tensors; all ranks say so.
     """
     pieces = split.padded(inputs, 0)
     borders: list[tuple[Border, ...]] = []

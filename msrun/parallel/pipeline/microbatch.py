@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 
@@ -74,14 +74,14 @@ class MicrobatchSplit:
         """Return `output` of a part without its repeated samples.
 
         Raises:
-            UsageError: It has repeated ones, and a tensor in it does not begin with samples.
+            ModelError: It has repeated ones, and a tensor in it does not begin with samples.
         """
         rows = self._real_rows(part)
 
         def trim_tensor(tensor: Tensor) -> Tensor:
             if tensor.dim() and len(tensor) == self.width:
                 return tensor[:rows]
-            raise UsageError(
+            raise ModelError(
                 f"{MICROBATCHES}: {self.samples} samples do not divide into {self.parts} equal "
                 f"micro-batches, and an output of shape {tuple(tensor.shape)} "
                 "does not begin with samples"
@@ -99,15 +99,15 @@ def split_batch(inputs: Sequence[Any], parts: int, *, may_differ: bool) -> Micro
         may_differ: Whether there are fewer where there are fewer samples.
 
     Raises:
-        UsageError: There is no tensor in it, or no sample.
+        ModelError: There is no tensor in it, or no sample.
     """
     lengths: list[int] = []
     map_leaves(lambda tensor: lengths.extend(tensor.shape[:1]), list(inputs))
     if not lengths:
-        raise UsageError("the batch holds no tensor with a first dim of samples")
+        raise ModelError("the batch holds no tensor with a first dim of samples")
     samples = lengths[0]
     if samples == 0:
-        raise UsageError("the batch has no sample")
+        raise ModelError("the batch has no sample")
     return MicrobatchSplit(samples, min(parts, samples) if may_differ else parts)
 
 
@@ -115,7 +115,7 @@ def join(outputs: Sequence[Any]) -> Any:
     """Return the outputs of all parts, trimmed, as that of one batch.
 
     Raises:
-        UsageError: A tensor in them has no samples to join.
+        ModelError: A tensor in them has no samples to join.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -124,7 +124,7 @@ def join(outputs: Sequence[Any]) -> Any:
         case Tensor() if first.dim():
             return torch.cat(list(outputs))
         case Tensor():
-            raise UsageError(
+            raise ModelError(
                 f"{MICROBATCHES}: the output holds a tensor without samples, which "
                 f"{len(outputs)} micro-batches cannot make one"
             )

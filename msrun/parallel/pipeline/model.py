@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.border import Borders
@@ -53,7 +53,7 @@ def split_model(
             also says which inputs with defaults a batch fills.
 
     Raises:
-        UsageError: It cannot be cut so; then nothing was changed.
+        ModelError: It cannot be cut so; then nothing was changed.
     """
     check_names(PipelineModel, model)
     plan = plan_split(model, settings, group.size(), sample)
@@ -114,7 +114,7 @@ class PipelineModel(nn.Module):
             may_differ: Whether there may be another number of micro-batches than configured.
 
         Raises:
-            UsageError: The batch cannot be split, or stages would send something else than tensors.
+            ModelError: The batch cannot be split, or stages would send something else than tensors.
         """
         raise NotImplementedError
 
@@ -126,12 +126,12 @@ class PipelineModel(nn.Module):
             pipeline_chunk: Runs that chunk alone; a run of the model consists of such calls.
 
         Raises:
-            UsageError: Gradients are enabled: those come from `train_step` alone.
+            ModelError: Gradients are enabled: those come from `train_step` alone.
         """
         if pipeline_chunk is not None:
             return self._run_chunk(pipeline_chunk, inputs)
         if self.training and torch.is_grad_enabled():
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.pipeline: {self._name} has no gradients outside a step of the pipeline",
                 hint="call rt.step to train; evaluate with model.eval() or under torch.no_grad()",
             )
@@ -157,11 +157,11 @@ class PipelineModel(nn.Module):
             The mean loss, the same on all ranks of the axis.
 
         Raises:
-            UsageError: The batch cannot be split, or stages would send something else than tensors.
+            ModelError: The batch cannot be split, or stages would send something else than tensors.
         """
         split, borders = self._prepare(inputs, may_differ=False)
         if self.training and self._norms and split.repeats:
-            raise UsageError(
+            raise ModelError(
                 f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
                 f"{split.parts} equal micro-batches, and {self._norms[0]} would see some twice"
             )
@@ -253,7 +253,7 @@ class SplitModel(PipelineModel):
         """Return how a batch is split, and what chunks send, found with a copy without values."""
         names = self._plan.traced.inputs
         if len(inputs) != len(names):
-            raise UsageError(
+            raise ModelError(
                 f"{self._name} takes {len(names)} input(s) ({', '.join(names)}), "
                 f"not {len(inputs)}, as it was split",
                 hint="an input with a default is one if it is in the sample of rt.shard",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import Pipeline
 from msrun.parallel.match import matching
 from msrun.parallel.pipeline import even_cut
@@ -104,7 +104,7 @@ def plan_split(
         sample: Inputs of one batch, for `auto`; see `even_cut.place_evenly`.
 
     Raises:
-        UsageError: It cannot be cut so.
+        ModelError: It cannot be cut so.
     """
     chunks, patterns = read_chunks(settings, stages)
     inputs = input_names(model, sample)
@@ -168,7 +168,7 @@ def _refuse(missing: Sequence[str]) -> None:
     if missing:
         others = len(missing) - _SHOWN_MAX
         more = f" and {others} more" if others > 0 else ""
-        raise UsageError(
+        raise ModelError(
             f"{STAGES}: no stage for {', '.join(missing[:_SHOWN_MAX])}{more}",
             hint="everything that has parameters needs one",
         )
@@ -200,7 +200,7 @@ def _unused(
     """Yield the parameters that no program uses, with the chunk that gets them.
 
     Raises:
-        UsageError: Stages are named, and one of them has none.
+        ModelError: Stages are named, and one of them has none.
     """
     used = {param for params in stage_params for param in params.values()}
     missing = []

@@ -80,7 +80,7 @@ class Work:
         """Return the share of micro-batch `part` in the loss that is differentiated.
 
         Raises:
-            UsageError: The loss is not one number.
+            ModelError: The loss is not one number.
         """
         target = self.split.real(self.target, part)
         loss = scalar_loss(self.loss_fn(self.split.trim(output, part), target))

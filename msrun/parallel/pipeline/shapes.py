@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.microbatch import map_leaves
@@ -42,7 +42,7 @@ class Shapes:
         """Return what chunks send for one micro-batch of `inputs`.
 
         Raises:
-            UsageError: They would send something else than tensors.
+            ModelError: They would send something else than tensors.
             NeedsValues: It cannot be known; the text says why.
         """
         key = (training, kinds(inputs))
@@ -96,10 +96,10 @@ def make_border(node: fx.Node, value: Any) -> Border:
     """Return what a chunk sends as the value of `node`.
 
     Raises:
-        UsageError: It is no tensor.
+        ModelError: It is no tensor.
     """
     if not isinstance(value, Tensor):
-        raise UsageError(
+        raise ModelError(
             f"{STAGES}: {shown(node)} yields {type(value).__name__}, which another stage uses",
             hint="only tensors go from stage to stage: cut where the model hands on a tensor",
         )

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import STAGES, Chunks
 from msrun.parallel.pipeline.trace import is_value, shown
 
@@ -67,7 +67,7 @@ def place(
         movable: Those of them that may also come later.
 
     Raises:
-        UsageError: A module runs before something it uses.
+        ModelError: A module runs before something it uses.
     """
     places: dict[fx.Node, int] = {}
     free: list[fx.Node] = []
@@ -81,7 +81,7 @@ def place(
             if latest is None or places[latest] <= places[node]:
                 continue
             if node not in movable:
-                raise UsageError(
+                raise ModelError(
                     f"{STAGES}: {shown(node)} is in {chunks.shown(places[node])}, "
                     f"and uses {shown(latest)} of {chunks.shown(places[latest])}",
                     hint=_order_hint(chunks),
@@ -109,7 +109,7 @@ def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
     A value that a later chunk uses is sent through all chunks in between.
 
     Raises:
-        UsageError: A chunk does nothing, or uses nothing of the one before.
+        ModelError: A chunk does nothing, or uses nothing of the one before.
     """
     steps = [_Steps(graph, places, chunk, chunks.count) for chunk in range(chunks.count)]
     borders: list[list[fx.Node]] = []
@@ -118,9 +118,9 @@ def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
         borders.append([n for n in graph.nodes if n in wanted and places[n] <= chunk])
     for chunk in range(chunks.count):
         if chunk not in places.values():
-            raise UsageError(f"{STAGES}: nothing in {chunks.shown(chunk)} runs in forward")
+            raise ModelError(f"{STAGES}: nothing in {chunks.shown(chunk)} runs in forward")
         if chunk and not borders[chunk - 1]:
-            raise UsageError(f"{STAGES}: {chunks.shown(chunk)} uses nothing that runs before it")
+            raise ModelError(f"{STAGES}: {chunks.shown(chunk)} uses nothing that runs before it")
     borders = [[], *borders, []]
     return [_program(graph, steps[c], borders[c], borders[c + 1]) for c in range(chunks.count)]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.local import is_sharded, local_gradient, local_part, set_local_gradient
 from msrun.parallel.pipeline.plan import PipelineCut
@@ -112,7 +112,7 @@ class TiedWeights:
             layouts = {layout for each in all_layouts for layout in each.get(number, [])}
             if len(layouts) > 1:
                 names = dict.fromkeys(name for names in tie.names.values() for name in names)
-                raise UsageError(
+                raise ModelError(
                     f"{ROOT}.plan: {' and '.join(names)} are one weight of several stages, "
                     f"and are divided in different ways ({' and '.join(sorted(layouts))})"
                 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import STAGES
 
 _TORCH = Path(torch.__file__).parent
@@ -59,7 +59,7 @@ def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str
         inputs: As of `Trace`; other parameters keep their defaults.
 
     Raises:
-        UsageError: `forward` depends on values, or has other steps in evaluation.
+        ModelError: `forward` depends on values, or has other steps in evaluation.
     """
     with _mode(model, training=True):
         trained = _trace(model, is_leaf, inputs)
@@ -68,7 +68,7 @@ def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str
     # Where one is shorter, its last step differs.
     for node, other in zip(trained.graph.nodes, evaluated.graph.nodes, strict=False):
         if _written(node) != _written(other):
-            raise UsageError(
+            raise ModelError(
                 f"{STAGES}: the forward of {type(model).__name__} is not the same in training "
                 f"and in evaluation ({shown(node)})",
                 hint="let modules such as nn.Dropout tell the two apart",
@@ -83,7 +83,7 @@ def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
         sample: Inputs of one batch; None means one for each parameter without a default.
 
     Raises:
-        UsageError: `forward` takes fewer than there are in `sample`.
+        ModelError: `forward` takes fewer than there are in `sample`.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [
@@ -94,7 +94,7 @@ def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
     if sample is None:
         return [p.name for p in parameters if p.default is inspect.Parameter.empty]
     if len(sample) > len(parameters):
-        raise UsageError(
+        raise ModelError(
             f"the sample has {len(sample)} inputs, "
             f"and the forward of {type(model).__name__} takes {len(parameters)}"
         )
@@ -162,7 +162,7 @@ def _trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[st
         graph = _Tracer(is_leaf, inputs).trace(model)
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
         problem = str(error).partition("\n")[0] or type(error).__name__
-        raise UsageError(
+        raise ModelError(
             f"{STAGES}: the forward of {type(model).__name__} cannot be traced: "
             f"{problem}{_where(error)}",
             hint="move what depends on values into a module of its own, and give that one a stage",

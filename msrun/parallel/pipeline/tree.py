@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
 from msrun.parallel.pipeline.plan import PipelineCut
 
@@ -41,14 +41,14 @@ def check_names(kind: type[nn.Module], model: nn.Module) -> None:
     """Refuse members of `model` whose names `kind` has for something else.
 
     Raises:
-        UsageError: There is one.
+        ModelError: There is one.
     """
     taken = set(dir(kind)) - set(dir(nn.Module))
     members = [
         name for name, _ in (*model.named_children(), *model.named_parameters(recurse=False))
     ]
     for name in taken.intersection(members):
-        raise UsageError(
+        raise ModelError(
             f"{ROOT}.pipeline: {type(model).__name__}.{name} has a name that the pipeline needs"
         )
 

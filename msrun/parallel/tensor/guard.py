@@ -52,7 +52,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.tensor.placements import on_mesh
 
@@ -200,7 +200,7 @@ class Guard(TorchFunctionMode):
         """
         region = torch_compat.checkpointed()
         if region is not None and region not in self._regions:
-            raise UsageError(
+            raise ModelError(
                 f"torch.utils.checkpoint would run {name} of a divided tensor again without msrun, "
                 "and get something else",
                 hint="let it begin with a module of parallel.plan, or use parallel.recompute",
@@ -262,7 +262,7 @@ class Guard(TorchFunctionMode):
             result = self._gather(target).clone()
             self._run_replicated(func, name, (result, *others), kwargs)
         if result.shape != target.shape:
-            raise UsageError(
+            raise ModelError(
                 f"{name} changes the shape of a divided tensor in place, from "
                 f"{list(target.shape)} to {list(result.shape)}",
                 hint="use the result of the function without the underscore",

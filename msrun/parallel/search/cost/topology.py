@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError, UsageError
 from msrun.parallel.config_file import load_yaml
 from msrun.units import quoted
 
@@ -204,10 +204,10 @@ def parse_topology(tree: object) -> Topology:
     A key `preset` names one of `PRESETS`, which the other keys change.
 
     Raises:
-        UsageError: An unknown key or preset, or a value that is none.
+        ConfigError: An unknown key or preset, or a value that is none.
     """
     if not isinstance(tree, Mapping):
-        raise UsageError("topology: it is no mapping")
+        raise ConfigError("topology: it is no mapping")
     given: dict[str, Any] = dict(tree)
     name = given.pop("preset", None)
     if name is not None:
@@ -217,18 +217,18 @@ def parse_topology(tree: object) -> Topology:
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         where = path.rstrip("`")
-        raise UsageError(f"topology{where}: {problem[:1].lower()}{problem[1:]}") from None
+        raise ConfigError(f"topology{where}: {problem[:1].lower()}{problem[1:]}") from None
 
 
 def preset(name: str) -> Topology:
     """Return the preset called `name`.
 
     Raises:
-        UsageError: There is none.
+        ConfigError: There is none.
     """
     topology = PRESETS.get(name.lower())
     if topology is None:
-        raise UsageError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
+        raise ConfigError(f"topology: {quoted(name)} is no preset (choose {', '.join(PRESETS)})")
     return topology
 
 
@@ -236,7 +236,7 @@ def find_topology(name: str) -> Topology:
     """Return the preset called `name`, or what the file of that name says.
 
     Raises:
-        UsageError: There is neither, or the file says something else.
+        ConfigError: There is neither, or the file says something else.
     """
     path = Path(name)
     if path.suffix not in _FILE_SUFFIXES:
@@ -244,5 +244,5 @@ def find_topology(name: str) -> Topology:
     try:
         tree = load_yaml(path)
     except UsageError as error:
-        raise UsageError(f"topology: {error.message}") from None
+        raise ConfigError(f"topology: {error.message}") from None
     return parse_topology(tree)

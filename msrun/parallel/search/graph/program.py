@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -114,13 +114,13 @@ class ProgramByBatch:
         ends: The two programs and their sizes, as they were given.
 
     Raises:
-        UsageError: The two are not the same program.
+        ModelError: The two are not the same program.
     """
 
     def __init__(self, small: Program, large: Program, sizes: tuple[int, int]) -> None:
         same = [step.target for step in small.steps] == [step.target for step in large.steps]
         if not same or list(small.values) != list(large.values):
-            raise UsageError(
+            raise ModelError(
                 "search: the model runs other operators with another size of the batch"
             )
         self._small, self._large, self._sizes = small, large, sizes
@@ -164,5 +164,5 @@ class ProgramByBatch:
         small, large = self._sizes
         growth, rest = divmod((b - a) * (batch - small), large - small)
         if rest:
-            raise UsageError(f"search: the model cannot run a batch of {batch}")
+            raise ModelError(f"search: the model cannot run a batch of {batch}")
         return a + growth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.graph.views import dim_map
@@ -21,7 +21,7 @@ def check(program: Program) -> None:
     """Refuse steps that cannot give the single-process result on shards.
 
     Raises:
-        UsageError: There is one.
+        ModelError: There is one.
     """
     producers = {name: step for step in program.steps for name in step.outputs}
     read = {_base(name, program, producers) for name in program.outputs}
@@ -35,7 +35,7 @@ def check(program: Program) -> None:
             what = f"{packet} on a tensor that a later step reads"
         if what:
             where = step.module or "the model"
-            raise UsageError(f"parallel.mode: auto cannot run {what}, as {where} does")
+            raise ModelError(f"parallel.mode: auto cannot run {what}, as {where} does")
         read.update(bases)
 
 

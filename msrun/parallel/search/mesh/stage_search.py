@@ -57,7 +57,7 @@ def search_stages(
         limit: Bytes that a rank has; None is any.
 
     Raises:
-        UsageError: No strategy has a placement that the user has fixed, or there are too few
+        ConfigError: No strategy has a placement that the user has fixed, or there are too few
             places to cut at.
         OutOfMemoryError: No plan fits.
     """

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 import msgspec
 import numpy as np
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.search.graph.axis_placement import FloatArray
 from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.repeat import Blocks
@@ -163,11 +163,11 @@ def cut_between_blocks(blocks: Blocks | None, stages: int, key: str) -> list[int
         key: Where the number of stages stands, for messages.
 
     Raises:
-        UsageError: The blocks do not divide.
+        ConfigError: The blocks do not divide.
     """
     count = blocks.count if blocks else 0
     if blocks is None or count % stages:
-        raise UsageError(
+        raise ConfigError(
             f"{key}: {stages} stages do not divide the {count} equal blocks of the model"
         )
     steps = blocks.period * (count // stages)
@@ -193,7 +193,7 @@ def cut_evenly(
         stages: At least 2.
 
     Raises:
-        UsageError: There are too few steps to cut between.
+        ConfigError: There are too few steps to cut between.
     """
     crossing = _crossing(program, uses)
     steps = program.steps
@@ -211,7 +211,7 @@ def cut_evenly(
     cost[count[places] <= count[places][:, None]] = np.inf
     slowest = _shortest(cost, np.maximum, stages)
     if slowest is None:
-        raise UsageError(
+        raise ConfigError(
             f"parallel.mesh.pp: {stages} stages, and the model has fewer places to cut at"
         )
     limit = max(cost[a, b] for a, b in pairwise(slowest)) * _SLACK

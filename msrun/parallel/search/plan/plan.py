@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from msrun.bounded_file import read_bounded
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.config import PIPELINE_AXIS
 from msrun.units import quoted
 
@@ -96,28 +96,28 @@ def write_plan(plan: SavedPlan, path: Path) -> None:
     """Write `plan` as JSON.
 
     Raises:
-        UsageError: The file cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def read_plan(path: Path) -> SavedPlan:
     """Return the plan in a file.
 
     Raises:
-        UsageError: It cannot be read, or holds no plan.
+        ConfigError: It cannot be read, or holds no plan.
     """
     content = read_bounded(path, str(path), mebibytes=64)
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
         if version != VERSION:
-            raise UsageError(f"{path} has version {version} (this msrun reads {VERSION})")
+            raise ConfigError(f"{path} has version {version} (this msrun reads {VERSION})")
         return msgspec.json.decode(content, type=SavedPlan)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no plan of msrun search: {error}") from None
+        raise ConfigError(f"{path} is no plan of msrun search: {error}") from None
 
 
 class _Versioned(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str,
         pattern: Of names of parameters, modules or steps; `*` also crosses dots.
 
     Raises:
-        UsageError: Nothing has such a name.
+        ConfigError: Nothing has such a name.
     """
     is_known = False
     for name, placed in plan.params.items():
@@ -150,7 +150,7 @@ def explain(plan: SavedPlan, pattern: str) -> Iterator[tuple[str, str, str, str,
     if not is_known:
         modules = sorted({one.module for one in plan.operators.values() if one.module})
         shown = ", ".join(modules[:_SHOWN_MAX])
-        raise UsageError(f"--explain {quoted(pattern)}: nothing has this name (choose {shown})")
+        raise ConfigError(f"--explain {quoted(pattern)}: nothing has this name (choose {shown})")
 
 
 # Operator and the loop that is split -> style of the runtime's rules, and placement of the weight.

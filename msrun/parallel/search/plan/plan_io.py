@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.search.graph.axis_placement import placement_text
 from msrun.parallel.search.graph.program import Program
 from msrun.parallel.search.graph.rules import ShardingRule
@@ -50,14 +50,14 @@ def check_fit(
         batch: Samples of a step.
 
     Raises:
-        UsageError: World, mesh or batch differ.
+        ConfigError: World, mesh or batch differ.
     """
     if plan.world != world:
-        raise UsageError(f"{where} is for {plan.world} ranks, and world_size is {world}")
+        raise ConfigError(f"{where} is for {plan.world} ranks, and world_size is {world}")
     if plan.axes() != dict(mesh):
-        raise UsageError(f"{where} is for the mesh {_shown(plan.axes())}, not {_shown(mesh)}")
+        raise ConfigError(f"{where} is for the mesh {_shown(plan.axes())}, not {_shown(mesh)}")
     if plan.batch != batch:
-        raise UsageError(
+        raise ConfigError(
             f"{where} is for {plan.batch} samples a step, and the sample of rt.shard makes {batch}",
             hint="search again with `msrun search --batch`",
         )
@@ -67,11 +67,11 @@ def check_model(plan: SavedPlan, where: str, program: Program) -> None:
     """Refuse a plan of another model.
 
     Raises:
-        UsageError: Its parameters or steps are others.
+        ConfigError: Its parameters or steps are others.
     """
     given = identity(program)
     if plan.program != given:
-        raise UsageError(f"{where} is for a model of {plan.program}, and this one has {given}")
+        raise ConfigError(f"{where} is for a model of {plan.program}, and this one has {given}")
 
 
 def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) -> dict[str, Row]:
@@ -84,7 +84,7 @@ def choices_of(plan: SavedPlan, where: str, problem: Problem, program: Program) 
         program: Of the problem.
 
     Raises:
-        UsageError: The plan says nothing of a node, or what the node cannot do.
+        ConfigError: The plan says nothing of a node, or what the node cannot do.
     """
     return {node.name: _row(plan, where, node, program) for node in problem.nodes}
 
@@ -105,7 +105,7 @@ def _row(plan: SavedPlan, where: str, node: StrategyNode, program: Program) -> R
     row = tuple(words.index(word) if word in words else -1 for word in said)
     if row not in rows:
         shown = " x ".join(said) or "nothing"
-        raise UsageError(f"{where} has {shown} for {name}, which has no such placement")
+        raise ConfigError(f"{where} has {shown} for {name}, which has no such placement")
     return row
 
 

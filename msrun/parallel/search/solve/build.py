@@ -45,7 +45,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from msrun.errors import UsageError
+from msrun.errors import ConfigError
 from msrun.parallel.search.cost.cost import RedistributionCosts, collective
 from msrun.parallel.search.cost.redistribution import MoveKind
 from msrun.parallel.search.graph.axis_placement import (
@@ -140,7 +140,7 @@ def build(
         redistribution: Costs of the setting, if they are known already.
 
     Raises:
-        UsageError: No strategy has a placement that the user has fixed.
+        ConfigError: No strategy has a placement that the user has fixed.
     """
     builder = _Builder(
         program,
@@ -256,7 +256,7 @@ class _Builder:
             per_axis.append(allowed)
         rows = combinations(per_axis, choices, sizes)
         if not len(rows):
-            raise UsageError(f"{pins[0].key}: {name} cannot be placed like that")
+            raise ConfigError(f"{pins[0].key}: {name} cannot be placed like that")
         return rows
 
     def _add_param(self, name: str) -> None:

@@ -80,7 +80,7 @@ def search(
         limit: Bytes that a rank has; None is any.
 
     Raises:
-        UsageError: No strategy has a placement that the user has fixed.
+        ConfigError: No strategy has a placement that the user has fixed.
         OutOfMemoryError: No plan fits.
     """
     blocks = _blocks(program, pins)
