@@ -2,7 +2,7 @@
 
 Reducers and gathers are set up for the parameters that exist in `rt.shard`.  A parameter that is
 replaced, added or thawed later would be trained by each rank alone, and the replicas would drift
-apart without an error.  `ParameterSnapshot` detects that before the gradients are reduced.
+apart without an error.  `ParameterSnapshot` detects that before the optimizer uses the gradients.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ Invariants:
 - A parameter has a gradient after the reduction if some rank had one before, as in one process.
   Behind the gradients a bucket carries one mark a parameter, 1 if this rank has a gradient; a sum
   of 0 means that no rank has.  So a bucket is larger than its gradients by one element a parameter.
-- The parameters are those of `rt.shard`: `check` refuses a changed model before anything is sent.
+- The parameters are those of `rt.shard`: at the end of a backward pass `check` refuses a model
+  that has others by now, before the optimizer uses the gradients.
 
 It serves plain data parallelism, data parallelism around operator plans (the parts of DTensors are
 reduced like plain tensors), and the parameters that ZeRO leaves replicated.  Embedding tables with
