@@ -156,8 +156,8 @@ def shift(
         x: Of the same shape on all ranks.
         axis: Axis or group.
         step: Direction.
-        ring: As of `neighbor_exchange`.
-        fill: As of `neighbor_exchange`.
+        ring: Whether the last and the first rank are neighbors too.
+        fill: Value of the elements that a missing neighbor would send.
     """
     nothing = x.new_empty(0)
     if step == 1:
@@ -188,6 +188,8 @@ class _Max(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Several ranks may hold the maximum.  Each gets an equal part of the gradient, so that the
+        # parts add up to it once.
         (is_largest,) = ctx.saved_tensors
         share = is_largest.to(gradient.dtype)
         share = share / _apply(_Sum, share, ctx.group)
@@ -248,6 +250,7 @@ class _Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         total = _apply(_Sum, gradient, ctx.group)
+        # Zeros, not None: the other ranks must take part in collectives further back.
         return total * float(ctx.group.rank() == ctx.src), None, None
 
 

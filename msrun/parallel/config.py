@@ -283,7 +283,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
 
     Args:
         mesh: Axis name -> size, the slowest-varying first.  One size may be -1: the ranks that are
-            left.  `auto`, with mode auto, has the search choose the mesh.
+            left.  The default has all ranks on `dp`.  `auto`, with mode auto, has the search choose
+            the mesh.
         mode: Check of what the configuration may use.  `stand_alone` allows one rank, `data` only
             the axis `dp`, `semi_auto` everything; `manual` leaves axes beside `dp` to the script;
             `auto` searches the plan.  None allows what `semi_auto` does.

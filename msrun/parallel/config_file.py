@@ -71,8 +71,9 @@ def parse_config(tree: object) -> ParallelConfig:
     Numbers may be given as text, as in a job file.
 
     Raises:
-        ConfigError: As of `read_config`.
+        ConfigError: A key or value is wrong.
     """
+    # A file may have the configuration under the key `parallel`, as a job file does.
     if isinstance(tree, Mapping) and set(tree) == {ROOT}:
         tree = tree[ROOT]
     tree = {} if tree is None else tree
@@ -164,6 +165,7 @@ def _follow(tree: object, path: str) -> tuple[object, type[ConfigSection], str]:
         else:
             key = step[1]
             tree = tree.get(key) if isinstance(tree, Mapping) else None
+    # msgspec gives the path of the mapping for an unknown key, and of the key for a wrong value.
     is_section = key in _SECTIONS and isinstance(tree, Mapping)
     return tree, _SECTIONS[key] if is_section else section, key
 

@@ -163,6 +163,7 @@ class MeshLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         _check_last(self.split)
+        # `rt.step` reads this weight; the loader sets it for as long as its batch is in use.
         self._weight = context.batch
         self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
@@ -209,6 +210,7 @@ class MeshLoader(DataLoader[Any]):
         Raises:
             UsageError: The global batch differs, and the position is inside one of them.
         """
+        # On another number of ranks only the number of samples is the same, not that of batches.
         batch, rest = divmod(state["samples"], self.split.global_batch)
         if rest and state["samples"] < self.split.samples:
             raise UsageError(
@@ -228,6 +230,7 @@ class MeshLoader(DataLoader[Any]):
     def _order(self) -> range | list[int]:
         if not self._shuffle:
             return range(self.split.samples)
+        # A generator of its own: every rank must shuffle alike, whatever it has drawn before.
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order: list[int] = torch.randperm(self.split.samples, generator=generator).tolist()
         return order

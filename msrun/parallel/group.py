@@ -40,6 +40,7 @@ def join(
         dist.init_process_group(backend, store=store, timeout=limit, rank=0, world_size=1)
         return
     host, port = find_master(env, identity)
+    # These starters serve a store themselves, which `env://` joins; elsewhere rank 0 serves one.
     if identity.source in ("msrun", "torchrun"):
         options: dict[str, Any] = {} if limit is None else {"timeout": limit}
         meeting = dist.rendezvous("env://", **options)  # type: ignore[attr-defined]

@@ -271,11 +271,11 @@ def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
 def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
     """Refuse `optimizer.dtype` with replicated parameters: `fully_shard` does not cast those."""
     dtype = config.optimizer.dtype
-    whole = {
+    replicating = {
         "optimizer.threshold": config.optimizer.threshold,
         "reduce.exclude": ", ".join(config.reduce.exclude),
     }
-    for key, value in whole.items():
+    for key, value in replicating.items():
         if dtype and value and degree > 1:
             raise ConfigError(
                 f"{ROOT}.{key}: {value} leaves parameters replicated and in their own type, "

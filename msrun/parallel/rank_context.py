@@ -58,6 +58,7 @@ class Rank:
         layout = resolve(config, self.world_size)
         mesh = _device_mesh(self.device, layout.axes)
         axes = root_axes(config, layout)
+        # Exact dropout and searched plans compute with one random stream on all ranks.
         is_common = config.dropout == "exact" or config.mode == "auto"
         return RankContext(
             rank=self.rank,
@@ -79,6 +80,7 @@ class Rank:
         """Return the `content` of rank 0 on every rank; all ranks call it together."""
         if self.world_size == 1:
             return content
+        # The other ranks cannot know the size, and a broadcast needs equal ones.
         size = torch.tensor([len(content)], device=self.device)
         dist.broadcast(size, src=0)
         sent = torch.zeros(int(size), dtype=torch.uint8, device=self.device)

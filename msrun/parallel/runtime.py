@@ -202,6 +202,8 @@ class Runtime:
         from msrun.parallel.deferred.init import DeferredInit
 
         block = self._deferred
+        # Blocks that follow each other before `shard` record in one log, so that values are drawn
+        # in the order of the script.
         if block is None or not (block.log.is_open or block.is_pending()):
             if self.world_size > 1:
                 share_random_state(self.device)
@@ -229,6 +231,7 @@ class Runtime:
 
         if model in self._models:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
+        # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
         result, state, self._place = shard_model(self.config, rank, model, sample)
         self._models[result] = state
@@ -431,6 +434,8 @@ class Runtime:
         Raises:
             UsageError: A checkpoint could not be written.
         """
+        # The cached property exists only if something was saved or loaded; to make it here would
+        # be collective.
         if "checkpoints" in self.__dict__:
             self.checkpoints.finish()
 
@@ -493,6 +498,7 @@ def init(
     identity = read_identity(env)
     settings = read_config(environ.config_file(env) if config is None else config)
     is_adopted = dist.is_initialized()
+    # Before the group exists: a mesh that does not fit is one error, and no rank waits for peers.
     if settings.mesh != "auto":
         resolve(settings, dist.get_world_size() if is_adopted else identity.world_size)
     own = devices.pick_device(device, identity)
@@ -505,6 +511,7 @@ def init(
             # still connect makes them fail, so all of them wait here until they are connected.
             _current.barrier()
     except BaseException:
+        # Without a runtime nobody would destroy the group, and a second `init` would adopt it.
         _current = None
         if not is_adopted:
             dist.destroy_process_group()

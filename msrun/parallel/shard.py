@@ -111,6 +111,7 @@ def shard_model(
     else:
         model.to(context.device)
     originals = _Originals(model, is_strong=weights is not None)
+    # Before anything is sharded, while every tensor is whole on every rank.
     if context.world_size > 1:
         broadcast_weights(model, resolved.excluded)
     if config.pipeline:
@@ -214,6 +215,7 @@ def _make_parallel(
     config = resolved.config
     guard = _change_modules(context, model, resolved)
     zero = None
+    # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         zero = _shard_parameters(context, model, resolved)
     if weights is not None:
@@ -280,6 +282,8 @@ def _change_modules(
     guard = _shard_operators(context, model, plans)
     if is_data_parallel and config.batch_norm == "sync":
         batch_norm.synchronize(model, context.group(DATA_AXIS))
+    # Modes that a recomputation must enter again.  Exact dropout is outside of the guard, so the
+    # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
     if is_data_parallel and config.dropout == "exact":
         from msrun.parallel.layers.dropout import ExactDropout

@@ -2,7 +2,7 @@
 
 Reducers and gathers are set up for the parameters that exist in `rt.shard`.  A parameter that is
 replaced, added or thawed later would be trained by each rank alone, and the replicas would drift
-apart without an error.  `ParameterSnapshot` detects that before the gradients are reduced.
+apart without an error.  `ParameterSnapshot` detects that before the optimizer uses the gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ParameterSnapshot:
         """
         model = self._model()
         if model is None:
-            return  # nobody can train it
+            return  # it is gone, so no step can train it
         current, original = self._identities(model), self._original
         for name in {**original, **current}:
             if name not in current or name not in original or current[name] is not original[name]:
@@ -142,6 +142,7 @@ class ShardedModel:
         order: CollectiveOrder | None = None,
         dropout_rngs: Sequence[DropoutRng] = (),
     ) -> None:
+        # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -203,6 +204,7 @@ class ShardedModel:
         """
         if self._snapshot:
             self._snapshot.check()
+        # The walk over all parameters is done once for each optimizer, not in every step.
         if optimizer in self._optimizers:
             return
         self.check_optimizer(optimizer)

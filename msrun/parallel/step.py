@@ -123,6 +123,7 @@ def _train(
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused():
+            # Parts may differ by one sample, so the sum of their means needs weights.
             weight = batch_size(part) / samples
             with sharded.computing():
                 loss = scalar_loss(loss_fn(model(*part[:-1]), part[-1]))
@@ -144,6 +145,8 @@ def _train_pipeline(
     if not sharded.is_described:
         sharded.is_described = True
         context.print(pipeline.describe(batch[:-1]))
+    # The schedule runs many backward passes in an order of its own; none of them is the last one
+    # for all parameters, so gradients are reduced after it.
     with sharded.paused(), sharded.computing():
         loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, context.batch.value)
     sharded.reduce()

@@ -148,10 +148,13 @@ def _watch_unit(
     sparse: Callable[[str], None],
     differentiated: Callable[[], None],
 ) -> None:
+    # Methods of the object are replaced, not of the class: other models in the process stay as
+    # they are.
     unshard, post_backward = group.unshard, group.post_backward
     pre_backward = group.pre_backward
 
     def watched_unshard(*options: Any, **named: Any) -> None:
+        # `unshard` returns early if parameters are gathered already; only a new result is a gather.
         had_result = group._all_gather_result is not None  # noqa: SLF001
         unshard(*options, **named)
         if not had_result and group._all_gather_result is not None:  # noqa: SLF001

@@ -25,10 +25,8 @@ a timeout wherever they are, at their next step or at their end: a rank that end
 still takes part in its checkpoint, and the others do not wait forever for one that was killed.
 
 Every stage runs in `HostGroup.together`, so an error on one rank raises on all of them.  A load
-checks names, shapes and metadata on all ranks before it changes the first tensor.
-
-Nothing is ever unpickled from a file, and a save takes no step with the optimizer to learn its
-state, as torch's `get_state_dict` does (docs/decisions/0017).
+checks names, shapes and metadata on all ranks before it changes the first tensor.  Nothing is ever
+unpickled from a file (docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -158,9 +156,9 @@ class Checkpoints:
             extra: Name -> plain JSON value, or an object whose `state_dict` returns such values.
 
         Raises:
-            CheckpointError: This checkpoint, or the one before it, could not be written on some
-                rank.
+            CheckpointError: It, or the one before it, could not be written on some rank.
         """
+        # The writer of the previous save may still run, and both would use one process group.
         self.finish()
         with self._peers.together():
             moment = self._moment(step, loader)
@@ -244,8 +242,10 @@ class Checkpoints:
             index = store.read_index(folder, manifest)
             targets = Targets(self._names(models), optimizers, index)
             check_extra(manifest, loader, extra)
+        # With a pipeline each rank takes only the tensors of its stages, so ranks answer together.
         check_taken(self._peers.any_of(targets.taken), index)
         with self._peers.together():
+            # The loader first: it may refuse the position, and then no tensor has changed yet.
             if loader is not None:
                 loader.load_state_dict(manifest.loader or {})
             plans.read(folder, targets.tensors)
@@ -420,10 +420,7 @@ class Checkpoints:
         return plans.accept(state, peers.scatter(writes), layout)
 
     def _compare(self, state: State) -> None:
-        """Refuse plain tensors that differ between ranks.
-
-        One rank writes each of them, so the parts of the others would be lost.
-        """
+        """Refuse plain tensors that differ between ranks, of which one rank would write its own."""
         with self._peers.together():
             own = plans.digests(state)
         each = self._peers.gather(own)
@@ -444,6 +441,7 @@ class Checkpoints:
                     path = folder / plans.file_name(self._context.rank)
                     write_file(path, file, staged.pop)
                     store.sync_directory(folder)
+            # `together` above was the barrier: now every file is written and synced.
             with self._peers.together():
                 if commit is not None:
                     commit()

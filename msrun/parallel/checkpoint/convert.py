@@ -297,6 +297,7 @@ def _take_model(content: Content, model: object, path: Path) -> None:
                 raise CheckpointError(f"{path}: {name} is no tensor, but a {type(value).__name__}")
             content.values[MODEL + name] = plain(value, name)
             continue
+        # Tied weights in a state dict share their address; a checkpoint has one and an alias.
         place = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if value.numel() and place in first:
             content.aliases[MODEL + name] = first[place]

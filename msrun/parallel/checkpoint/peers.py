@@ -33,6 +33,7 @@ class HostGroup:
     """
 
     def __init__(self) -> None:
+        # gloo on every device, since the values are on the host.
         self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
@@ -61,6 +62,7 @@ class HostGroup:
             yield
         except Exception as error:  # noqa: BLE001 - the peers wait for it
             own = error
+        # Texts of a fixed size need one all-gather, without a round for the sizes.
         texts = self._gather_texts("" if own is None else _sentence(own))
         if own is not None:
             raise _shown(own) from None

@@ -186,6 +186,8 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
     for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
         writes.append(RankWrites(plan=plan, has_side_state=not known.issuperset(proposal.names)))
         known.update(proposal.names)
+        # `accept` on the other ranks makes the same file plan from the same items, so rank 0 knows
+        # the first byte of every part without asking.
         items = dict(_slots(plan))
         if not items:
             continue
@@ -299,6 +301,7 @@ def read(folder: Path, targets: Mapping[str, Target]) -> None:
             wanted.setdefault(chunk.file, []).append((chunk.start, item))
         for name, items in wanted.items():
             with (folder / name).open("rb") as file:
+                # In the order of the file, since sequential reads are the fast ones.
                 for _, item in sorted(items, key=lambda pair: pair[0]):
                     dtype = targets[item.storage_index.fqn].stored.dtype
                     part = read_part(

@@ -177,6 +177,7 @@ def begin(target: Path) -> Path:
                 entry.rename(own)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
+    # After the cleaning, which may have given the target its name back.
     check_target(target)
     partial = _hidden(target, "partial")
     partial.mkdir()
@@ -235,6 +236,7 @@ def remove_oldest(folder: Path, keep: int, newest: Path) -> None:
         OSError: A checkpoint cannot be removed.
     """
     complete = [path for _, path in _steps(folder) if problem_of(path) is None]
+    # Only complete ones count: a broken one must not push out the last that can be loaded.
     for path in [path for path in complete if path != newest][max(keep - 1, 0) :]:
         hidden = _hidden(path, "partial")
         path.rename(hidden)
@@ -295,6 +297,7 @@ def read_manifest(path: Path) -> Manifest:
             )
     manifest = _convert(content, Manifest, path / MANIFEST)
     for name in manifest.files:
+        # A manifest from elsewhere must not make a reader open files outside of the directory.
         if name != Path(name).name or name.startswith("."):
             raise CheckpointError(f"{path / MANIFEST}: {quoted(name)} is no name of a file in it")
     return manifest

@@ -119,6 +119,7 @@ class Targets:
             if not first:
                 first = name
                 self._groups.append((group, settings))
+            # Settings are stored for each parameter, but an optimizer has one set for each group.
             elif settings != self._groups[-1][1]:
                 raise CheckpointError(
                     f"{first} and {name} are in one group of {type(optimizer).__name__}, and not "
@@ -216,6 +217,7 @@ def _tensor_for(
             f"{name} {shape} has another shape than its parameter, so its sharding is not known",
             hint="let the optimizer take a step before loading",
         )
+    # torch keeps step counts, which have no dims, on the host, except for these two settings.
     is_beside = bool(shape) or group.get("capturable") or group.get("fused")
     return torch.zeros(shape, dtype=dtype, device=param.device if is_beside else "cpu")
 

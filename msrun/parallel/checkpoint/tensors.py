@@ -125,6 +125,7 @@ def plan_file(slots: Iterable[FileTensor]) -> FilePlan:
         }
         at += slot.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces after the JSON align the first tensor, as the reference implementation does.
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     starts, start = [], len(header)
@@ -204,6 +205,7 @@ def read_header(path: Path) -> Index:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            # The length comes from the file: a damaged one must not make the reader fill memory.
             if not 0 < length <= min(_HEADER_BYTES_MAX, size - _LENGTH_BYTES):
                 raise CheckpointError(f"{path} is no safetensors file")
             entries = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])

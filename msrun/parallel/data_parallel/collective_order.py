@@ -100,6 +100,7 @@ class CollectiveOrder:
             RanksDisagreeError: Events of ranks differ, so gradients are wrong.
         """
         events, digest = self._events, self._digest
+        # Cleared first, so that a refusal that the script catches does not repeat in later steps.
         self._events, self._digest = [], 0
         bits = [float(digest >> bit & 1) for bit in range(_BITS)]
         # In bfloat16 a count above 256 would be rounded.
@@ -108,6 +109,7 @@ class CollectiveOrder:
         flat = torch.cat([value.reshape(1).to(dtype), own])
         dist.all_reduce(flat, group=self._group)
         if any(0 < count < self._group.size() for count in flat[1:].tolist()):
+            # Beyond the limit names are gone: the digest at least shows that ranks differ later.
             is_full = len(events) == self._events_max
             last = f"did other things after {self._events_max} alike ({digest:08x})"
             self._refuse([*events, (last,)] if is_full else events)

@@ -45,6 +45,8 @@ def clip_gradients(
         [p for p in trained if p not in set(counted_elsewhere)], unreduced or {}, pipeline
     )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # The factor is at most 1 and applied without a condition on the norm, for which the host would
+    # wait for the device.
     for param in trained:
         if (gradient := local_gradient(param)) is not None:
             gradient.mul_(scale.to(gradient.device))
@@ -85,9 +87,11 @@ def _global_norm(
 def _square(param: Parameter) -> Tensor:
     """Return the squared norm of this rank's part of the gradient of `param`."""
     gradient = local_gradient(param)
+    # Squares of bfloat16 or float16 would lose most digits in a sum.
     dtype = torch.promote_types(param.dtype, torch.float32)
     if gradient is None:
         return torch.zeros((), dtype=dtype, device=param.device)
+    # A row may stand several times in a sparse gradient; the norm is that of the sum.
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)

@@ -20,7 +20,8 @@ Invariants:
 - A parameter has a gradient after the reduction if some rank had one before, as in one process.
   Behind the gradients a bucket carries one mark a parameter, 1 if this rank has a gradient; a sum
   of 0 means that no rank has.  So a bucket is larger than its gradients by one element a parameter.
-- The parameters are those of `rt.shard`: `check` refuses a changed model before anything is sent.
+- The parameters are those of `rt.shard`: at the end of a backward pass `check` refuses a model
+  that has others by now, before the optimizer uses the gradients.
 
 It serves plain data parallelism, data parallelism around operator plans (the parts of DTensors are
 reduced like plain tensors), and the parameters that ZeRO leaves replicated.  Embedding tables with
@@ -77,6 +78,7 @@ class Bucket:
         """Start the all-reduce over `group` of the gradients times `scale`, and release these."""
         elements = sum(self._sizes)
         flat = self._take_room(elements + len(self.params))
+        # Marks: 1 for each parameter that has a gradient on this rank.
         used = []
         parts = flat[:elements].split(self._sizes)
         for name, param, part in zip(self.names, self.params, parts, strict=True):
@@ -90,6 +92,7 @@ class Bucket:
                     hint="pass sparse=False, or use such a module",
                 )
             else:
+                # Scaled before the sum, which might overflow in a narrow type otherwise.
                 torch.mul(gradient.reshape(-1), scale, out=part)
                 param.grad = None
         flat[elements:].copy_(torch.tensor(used))
@@ -108,10 +111,12 @@ class Bucket:
         self._sent = None
         self.pending = len(self.params)
         *parts, marks = flat.split([*self._sizes, len(self.params)])
+        # Marks are sums now: 0 only if no rank had a gradient.
         used = [1.0] * len(parts) if self._is_full else marks.tolist()
         for param, part, shape, count in zip(self.params, parts, self._shapes, used, strict=True):
             if count:
                 set_local_gradient(param, part.view(shape))
+        # In another type the gradients are copies, and the buffer would be held beside them.
         if flat.device.type == "cpu" and flat.dtype == self.params[0].dtype:
             self._room = flat
 
@@ -188,11 +193,13 @@ class GradientReducer:
     def _on_gradient(self, param: Tensor) -> None:
         if not self._is_on:
             return
+        # The first gradient of a backward pass arranges for its end.
         if not self._is_running:
             self._is_running = True
             torch_compat.after_backward(self.reduce)
         bucket = self._bucket_of[param]  # type: ignore[index]  # a hook of a Parameter gets it
         bucket.pending -= 1
+        # In order: a full bucket waits for those before it, as it does on every other rank.
         while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
             self._launch_next()
 

@@ -132,7 +132,8 @@ def apply(
 ) -> FSDPModule:
     """Shard the parameters of `model` in place; those in `replicated` stay as they are."""
     options = _options(config, context, set(replicated))
-    for name in reversed(names):  # the innermost first
+    # The innermost first: `fully_shard` gives a module the parameters that no inner unit has.
+    for name in reversed(names):
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
             fully_shard(module, **options)
@@ -140,6 +141,7 @@ def apply(
         # Parameters of no unit are needed last in forward and first in backward, so they stay.
         options["reshard_after_forward"] = False
     sharded = fully_shard(model, **options)
+    # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):

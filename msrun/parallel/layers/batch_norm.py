@@ -70,6 +70,7 @@ def _forward(module: BatchNorm, group: dist.ProcessGroup, warned: set[str], x: T
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
     values = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Counts travel with the sums: ranks may have different numbers of samples.
     count = values.new_tensor([float(x.numel() // x.size(1))])
     sums = all_reduce(torch.cat([values.sum(dims), count]), group)
     total = sums[-1].detach()

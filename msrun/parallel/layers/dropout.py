@@ -78,11 +78,14 @@ class ExactDropout(TorchFunctionMode):
     ) -> Any:
         if not model.training:
             return forward(*args, **kwargs)
+        # A weight other than 1 means that ranks have different numbers of samples, so this rank
+        # does not know where its part of the mask begins.
         if self._batch.value != 1.0:
             raise ModelError(
                 f"{ROOT}.dropout: exact needs batches of one size on all ranks",
                 hint="take rt.loader(..., drop_last=True)",
             )
+        # The first tensor with dims has the batch size in its first dim.
         given = (*args, *kwargs.values())
         self._samples = next((len(x) for x in given if isinstance(x, Tensor) and x.dim()), 0)
         with self.active():

@@ -84,6 +84,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    # Without gradients nothing is saved, so nothing is to be computed again.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     run = partial(_run, _Buffers(module), forward, context)
@@ -107,10 +108,12 @@ class _Buffers:
     @contextmanager
     def written_once(self) -> Iterator[None]:
         """Run on the module's own buffers first; later on copies from before the first run."""
+        # `remove_duplicate=False`: a buffer with two names must be exchanged under both.
         if self._before is None:
             self._before = _copies(dict(self._module.named_buffers(remove_duplicate=False)))
             yield
         else:
+            # Copies again, since there may be several recomputations, as with a retained graph.
             with self._exchanged(_copies(self._before)):
                 yield
 
@@ -118,6 +121,7 @@ class _Buffers:
     def _exchanged(self, others: dict[str, Tensor]) -> Iterator[None]:
         own = {name: self._module.get_buffer(name) for name in others}
         self._set(others)
+        # torch stops a recomputation early by an exception, once it has what it needs.
         try:
             yield
         finally:

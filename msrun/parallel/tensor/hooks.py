@@ -97,6 +97,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     """
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
+    # By identity, old and new: modules that share a parameter must share its DTensor.
     sharded: dict[int, Parameter] = {}
     guard = Guard(mesh)
     for name, plan in plans.items():
@@ -179,6 +180,7 @@ class _Hooks:
         """
         placed = self._put(x)
         self._taken = None
+        # `after` compares the count of writes, which inference tensors do not have.
         if placed is not x and not placed.is_inference():
             self._taken = weakref.ref(x), weakref.ref(placed), torch_compat.write_count(placed)
         return placed
@@ -187,6 +189,7 @@ class _Hooks:
         shared = self._guard.shared
         if shared is None or not torch.is_grad_enabled() or x.is_inference():
             return self._input.put(x)
+        # One entry is enough: siblings follow each other, and more would keep activations alive.
         if not shared or not shared[0].is_right(x, self._input):
             shared[:] = [_Placed(x, self._input)]
         placed: DTensor = shared[0].result
