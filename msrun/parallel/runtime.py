@@ -123,7 +123,7 @@ class Runtime:
         """This rank on its mesh.
 
         Raises:
-            UsageError: With `mesh: auto`, `shard` was not called yet.
+            ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
         return placed(self._place, self.config)
 
@@ -132,7 +132,7 @@ class Runtime:
         """The mesh by arithmetic: sizes, coordinates and groups of all ranks.
 
         Raises:
-            UsageError: With `mesh: auto`, `shard` was not called yet.
+            ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
         return self.context.layout
 
@@ -141,7 +141,7 @@ class Runtime:
         """The mesh with its process groups.
 
         Raises:
-            UsageError: With `mesh: auto`, `shard` was not called yet.
+            ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
         return self.context.mesh
 
@@ -168,7 +168,7 @@ class Runtime:
         """Return the process group of this rank along `axis`.
 
         Raises:
-            UsageError: The mesh has no such axis.
+            ConfigError: The mesh has no such axis.
         """
         return self.context.group(axis)
 
@@ -225,7 +225,8 @@ class Runtime:
                 batch, since the mesh decides the size of a local one.
 
         Raises:
-            UsageError: The configuration does not fit the model.
+            ConfigError: The configuration does not fit the mesh or the names of the model.
+            ModelError: The model cannot train under it as in one process.
         """
         from msrun.parallel.shard import shard_model
 
@@ -246,7 +247,7 @@ class Runtime:
         with equal options, so that torch can update each group at once.
 
         Raises:
-            UsageError: It holds parameters that `shard` replaced: make it after `shard`.  Or its
+            ModelError: It holds parameters that `shard` replaced: make it after `shard`.  Or its
                 kind needs replicated parameters, or the loss several times a step.
         """
         from msrun.parallel.data_parallel.gradients import split_groups
@@ -296,7 +297,7 @@ class Runtime:
             The loss averaged over all samples of the job, the same on every rank.
 
         Raises:
-            UsageError: The batch does not fit, or the kind of the optimizer is refused.
+            ModelError: The batch does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
@@ -347,7 +348,7 @@ class Runtime:
             extra: Name -> plain JSON value, or an object with `state_dict`, such as a scheduler.
 
         Raises:
-            UsageError: It could not be written, here or on another rank.
+            CheckpointError: It could not be written, here or on another rank.
         """
         self.checkpoints.save(path, model, optimizer, step=step, loader=loader, extra=extra)
 
@@ -370,7 +371,7 @@ class Runtime:
             extra: Name -> object with `load_state_dict` to restore.
 
         Raises:
-            UsageError: There is none, or it does not fit; then nothing was changed.
+            CheckpointError: There is none, or it does not fit; then nothing was changed.
         """
         restored = self.checkpoints.load(path, model, optimizer, loader=loader, extra=extra)
         return restored.step
@@ -391,7 +392,7 @@ class Runtime:
             Number of steps that are done; 0 at the first start.
 
         Raises:
-            UsageError: The checkpoint does not fit, or no directory is configured.
+            CheckpointError: The checkpoint does not fit, or no directory is configured.
         """
         return self.checkpoints.resume(model, optimizer, loader, extra=extra)
 
@@ -432,7 +433,7 @@ class Runtime:
         """Wait until every checkpoint is written; a process that ends well does so by itself.
 
         Raises:
-            UsageError: A checkpoint could not be written.
+            CheckpointError: A checkpoint could not be written.
         """
         # The cached property exists only if something was saved or loaded; to make it here would
         # be collective.
