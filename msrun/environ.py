@@ -150,6 +150,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         job_id: The job.
+        run_id: The job in torchrun's words.
         generation: How many times the job re-formed before this worker started.
         rank: Global rank.
         world_size: Workers in the job.
@@ -172,6 +173,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     job_id: str
+    run_id: str
     generation: int
     rank: int
     world_size: int
@@ -231,7 +233,7 @@ def _torchrun_env(who: WorkerIdentity) -> dict[str, str]:
         "ROLE_WORLD_SIZE": str(who.world_size),
         "MASTER_ADDR": who.store[0],
         "MASTER_PORT": who.store[1],
-        "TORCHELASTIC_RUN_ID": who.job_id,
+        "TORCHELASTIC_RUN_ID": who.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(who.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(who.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -100,6 +100,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         job_id: Name of this launch, unique on the machine.
         program: What every worker runs.
+        run_id: torchrun's name of this launch, which workers read; empty takes `job_id`.
         nnodes_min: Fewest nodes the job runs on.
         nnodes_max: Most nodes the job runs on; `world_size` without --nnodes.
         world_size: Workers of all nodes, if --worker-num fixes it: then the job forms when the
@@ -156,6 +157,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_node: int
     cwd: str
     log_dir: str
+    run_id: str = ""
     nnodes_min: int = 1
     nnodes_max: int = 1
     world_size: int | None = None

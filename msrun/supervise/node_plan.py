@@ -170,6 +170,7 @@ def _identity(
     local_world_size = placement.local_world_size or job.workers_per_node
     return WorkerIdentity(
         job_id=job.job_id,
+        run_id=job.run_id or job.job_id,
         generation=placement.generation,
         rank=rank,
         world_size=placement.world_size,

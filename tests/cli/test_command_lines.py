@@ -32,7 +32,7 @@ def fields(job, names):
             {"master_addr": "localhost", "master_port": 0, "job_id": "100"},
         ),
         (
-            "--rdzv-endpoint [::1]:29400 --rdzv-conf timeout=5,join_timeout=300 train.py",
+            "--rdzv-endpoint [::1]:29400 --rdzv-conf join_timeout=300 train.py",
             {"master_addr": "::1", "master_port": 29400, "join_timeout": 300.0},
         ),
         ("--rdzv-id none --rdzv-endpoint '' --rdzv-conf '' train.py", {"master_addr": None}),
@@ -48,6 +48,16 @@ def fields(job, names):
         ("--nproc-per-node 4 --local_ranks_filter=1 train.py", {"tail": frozenset({1})}),
         ("-t 0 --local-ranks-filter '' --event-log-handler null train.py", {"tail": None}),
         ("--logs-specs default train.py", {}),
+        # argparse takes what begins one of its options alone.
+        ("--stand --nproc_per=2 train.py", {"workers_per_node": 2, "master_port": 0}),
+        ("--nnode=1 --nproc-per 2 train.py", {"workers_per_node": 2}),
+        ("--max-rest=3 --rdzv-i nightly train.py", {"job_id": "nightly"}),
+        ("--no_py ./prog", {"start_method": StartMethod.EXEC}),
+        ("--rdzv-id 100 train.py", {"job_id": "100", "run_id": "100"}),
+        (
+            "--rdzv-id 'sweep 3/a: lr=1e-3' train.py",
+            {"job_id": "sweep-3-a-lr-1e-3-e99f02", "run_id": "sweep 3/a: lr=1e-3"},
+        ),
     ],
 )
 def test_torchrun(msrun, words, expected):

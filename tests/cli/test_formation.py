@@ -23,8 +23,8 @@ def fields(job, names):
         ("--nnodes 4 --master-addr node0", {"is_elastic": False, "last_call": 30.0}),
         ("--nnodes 2:4 --master-addr node0 --last-call 5s", {"last_call": 5.0}),
         (
-            "--nnodes 2:4 --rdzv-endpoint node0:29400 --rdzv-conf last_call_timeout=0,timeout=9",
-            {"last_call": 0.0, "join_timeout": 9.0, "master_port": 29400},
+            "--nnodes 2:4 --rdzv-endpoint node0 --rdzv-conf last_call_timeout=0,join_timeout=9",
+            {"last_call": 0.0, "join_timeout": 9.0, "master_port": 29500},
         ),
         ("--nnodes 4 --rdzv-endpoint node0", {"master_port": 29500}),
         ("--nnodes 4 --master-addr node0 --master-port 8118", {"master_port": 8118}),
@@ -279,6 +279,17 @@ def test_ranks_that_no_node_has(msrun):
         (
             "--nnodes 2 --master-addr node0 --rdzv-conf last_call_timeout=5",
             "--rdzv-conf last_call_timeout=5 has no effect: the number of nodes is fixed",
+        ),
+        (
+            "--standalone --rdzv-endpoint node0:1",
+            "--rdzv-endpoint node0:1 has no effect: --standalone takes a free port of this node",
+        ),
+        (
+            "--rdzv-conf is_host=1",
+            (
+                "--rdzv-conf is_host=1: is_host has no effect on msrun's rendezvous "
+                "(--join-timeout is the time for all nodes to register)"
+            ),
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Every way to be refused: one sentence, exit code 2, nothing started."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -98,13 +99,15 @@ def test_what_this_user_may_not_touch(msrun, here):
 
     here.chmod(0o500)
     try:
-        outcome = msrun("-m pkg")
+        outcome, named = msrun("-m pkg"), msrun("--log-dir logs -m pkg")
     finally:
         here.chmod(0o700)
-    assert (
-        outcome.err
-        == "error: --log-dir msrun_logs/pkg-0a1b2c: HERE may not be written by this user\n"
+    folder = f"{tempfile.gettempdir()}/msrun_logs-0a1b2c0a1b2c/pkg-0a1b2c"
+    assert (outcome.code, outcome.job.log_dir) == (0, folder)
+    assert outcome.err == (
+        f"note: logs are in {folder}: msrun_logs/pkg-0a1b2c: HERE may not be written by this user\n"
     )
+    assert named.err == "error: --log-dir logs: HERE may not be written by this user\n"
 
 
 def test_a_directory_that_is_gone(msrun, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from msrun.errors import UsageError
 
 WHO = WorkerIdentity(
     job_id="job",
+    run_id="the job",
     generation=2,
     rank=5,
     world_size=8,
@@ -45,7 +46,7 @@ def test_a_worker_has_the_variables_of_torchrun_and_mindspore_and_ours():
         "ROLE_WORLD_SIZE": "8",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "40001",
-        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RUN_ID": "the job",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

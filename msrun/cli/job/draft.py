@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,10 +23,10 @@ from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import is_inline
-from msrun.cli.options.settings import DEFAULT, Given, Settings, strongest
+from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.job import JobSpec, ProgramKind, RestartLimits, StartMethod
+from msrun.job import JOB_ID_PATTERN, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
 from msrun.topology import DeviceKind, Machine
 from msrun.units import shown
@@ -42,6 +44,9 @@ _HIDDEN_ALONE: frozenset[Option[object]] = frozenset(
         *(options.WORKER_NUM, options.NODE_RANK, options.LAST_CALL, options.LOCAL_RANKS_FILTER),
     }
 )
+
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
+_ID_STEM_MAX = 40
 
 # Option -> the value that takes the place of the one given, None for the default of `JobSpec`.
 Decided = Mapping[Option[object], Given[object] | None]
@@ -117,7 +122,7 @@ def _decide(
     """
     fewest, most = size.nnodes.value
     job_id = _job_id(settings, chosen, size, rendezvous, system)
-    log_dir = _log_dir(settings, job_id.value)
+    log_dir, log_notes = _log_dir(settings, job_id.value, system)
     tail, tail_local = choose_tail(settings, size)
     start_method, start_notes = _start_method(settings, chosen)
     bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
@@ -144,7 +149,7 @@ def _decide(
         options.BIND_NUMA: bind_numa,
         options.PARALLEL: _named(settings.get(options.PARALLEL)),
     }
-    return decided, [*start_notes, *bind_notes]
+    return decided, [*log_notes, *start_notes, *bind_notes]
 
 
 def _given(option: Option[object], settings: Settings, decided: Decided) -> Given[object] | None:
@@ -172,6 +177,7 @@ def _values(
         *(_HIDDEN_ALONE if job.is_alone else ()),
         *(() if job.secret_file or not job.is_alone else (options.SECRET_FILE,)),
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
+        *(() if job.run_id else (options.RDZV_ID,)),
     }
     for option in dict.fromkeys((options.JOB_ID, *settings.table)):
         given = _given(option, settings, decided)
@@ -196,6 +202,15 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
     for option in _FOR_SEVERAL:
         if (given := settings.get(option)) and job.is_alone:
             yield f"{given.cite()} has no effect on one node"
+    endpoint, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
+    if endpoint and endpoint.source.level is Level.FLAG and alone and alone.value:
+        yield f"{endpoint.cite()} has no effect: --standalone takes a free port of this node"
+    conf = settings.get(options.RDZV_CONF)
+    if conf and conf.value.ignored:
+        yield (
+            f"{conf.cite()}: {', '.join(conf.value.ignored)} has no effect on msrun's rendezvous "
+            "(--join-timeout is the time for all nodes to register)"
+        )
     last_call = find_timeout(settings, options.LAST_CALL)
     if last_call and not job.is_elastic:
         yield f"{last_call.cite()} has no effect: the number of nodes is fixed"
@@ -264,7 +279,7 @@ def _job_id(
     settings: Settings, chosen: ChosenProgram, size: Size, rendezvous: Rendezvous, system: System
 ) -> Given[str]:
     """Return the job's name; on several nodes it follows from the command, so that all agree."""
-    named = strongest(settings.get(options.JOB_ID), settings.get(options.RDZV_ID))
+    named = strongest(settings.get(options.JOB_ID), _job_id_of(settings.get(options.RDZV_ID)))
     if named:
         return named
     token = system.token()
@@ -277,6 +292,15 @@ def _job_id(
     return Given(f"{job_id_stem(chosen.program)}-{token}")
 
 
+def _job_id_of(run_id: Given[str] | None) -> Given[str] | None:
+    """Return torchrun's name of a job as one that can stand in paths, different for each text."""
+    if run_id is None or JOB_ID_PATTERN.fullmatch(run_id.value):
+        return run_id
+    stem = _NOT_IN_ID.sub("-", run_id.value).strip("_.-")[:_ID_STEM_MAX]
+    digest = hashlib.sha256(run_id.value.encode()).hexdigest()[:6]
+    return Given(f"{stem or 'job'}-{digest}", run_id.source, run_id.text)
+
+
 def _log_name(settings: Settings, size: Size) -> Given[str] | None:
     """Return the pattern of a log's name: with the rank, where nodes may share a directory."""
     given = settings.get(options.WORKER_LOG_NAME)
@@ -286,11 +310,31 @@ def _log_name(settings: Settings, size: Size) -> Given[str] | None:
     return Given(name, given.source, given.text)
 
 
-def _log_dir(settings: Settings, job_id: str) -> Given[str]:
-    """Return the log directory, absolute; it can be made or written."""
+def _log_dir(settings: Settings, job_id: str, system: System) -> tuple[Given[str], list[str]]:
+    """Return the log directory, absolute, with a note where it is not the usual one.
+
+    It can be made or written.  Without --log-dir, logs of a job in a directory that its user may
+    not write go to a temporary directory, whose name nobody can guess and make before us.
+
+    Raises:
+        UsageError: --log-dir cannot be written.
+    """
     default = f"msrun_logs/{job_id}"
-    named = settings.get(options.LOG_DIR) or Given(default)
-    path = Path(named.value).absolute()
+    named = settings.get(options.LOG_DIR)
+    path = Path(named.value if named else default).absolute()
+    problem = _unwritable(path)
+    if problem is None:
+        return (Given(str(path), named.source, named.text) if named else Given(str(path))), []
+    if named:
+        raise UsageError(f"{named.cite()}{problem}")
+    temporary = Path(tempfile.gettempdir(), f"msrun_logs-{system.token()}{system.token()}", job_id)
+    if _unwritable(temporary):
+        raise UsageError(f"--log-dir {default}{problem}", hint="choose another with --log-dir")
+    return Given(str(temporary)), [f"logs are in {temporary}: {default}{problem}"]
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why nothing can be written at `path`, as the end of a sentence about it."""
     nearest = path
     try:
         while not os.path.lexists(nearest):
@@ -298,11 +342,8 @@ def _log_dir(settings: Settings, job_id: str) -> Given[str]:
         problem = _directory_problem(nearest)
     except (OSError, ValueError) as error:
         problem = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
-    if problem:
-        where = "" if nearest == path else f": {shown(str(nearest))}"
-        cite = named.cite() if named.text else f"--log-dir {default}"
-        raise UsageError(f"{cite}{where} {problem}")
-    return Given(str(path), named.source, named.text)
+    where = "" if nearest == path else f": {shown(str(nearest))}"
+    return problem and f"{where} {problem}"
 
 
 def _directory_problem(path: Path) -> str | None:

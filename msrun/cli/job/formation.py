@@ -212,6 +212,6 @@ def find_timeout(settings: Settings, option: Option[float]) -> Given[float] | No
     """Return the seconds of `option`, which torchrun's --rdzv-conf may hold as well, if given."""
     conf = settings.get(options.RDZV_CONF)
     named = None
-    if conf and option.name in conf.value:
-        named = Given(conf.value[option.name], conf.source, conf.text)
+    if conf and option.name in conf.value.seconds:
+        named = Given(conf.value.seconds[option.name], conf.source, conf.text)
     return strongest(settings.get(option), named)

@@ -6,6 +6,7 @@ module; what does not exist is refused before anything is started.
 
 from __future__ import annotations
 
+import difflib
 import importlib.machinery
 import importlib.util
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 from msrun.cli.options import catalog as options
 from msrun.cli.options.job_file import JobFile
 from msrun.cli.options.settings import Level, Settings, Source
+from msrun.cli.verb_table import VERBS
 from msrun.errors import UsageError
 from msrun.job import ProgramKind, WorkerProgram
 from msrun.units import quoted
@@ -199,6 +201,8 @@ def _mode(path: Path, noun: str) -> int | None:
 def _hint(target: str) -> str | None:
     """Return a guess at the intended program where the script does not exist."""
     is_name = re.fullmatch(r"\w[\w.-]*", target) and not target.endswith(".py")
+    if is_name and (verbs := difflib.get_close_matches(target, VERBS, n=1, cutoff=0.7)):
+        return f"did you mean msrun {verbs[0]}?"
     if is_name and shutil.which(target):
         return f"{target} is a command; start it with --no-python"
     if is_name and _is_found(target.partition(".")[0]):

@@ -94,12 +94,8 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:
     """Return host and port of the scheduler as they are given."""
     both, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
-    if both and alone and alone.value:
-        if both.source.level >= alone.source.level:
-            raise UsageError(
-                f"{both.cite()} contradicts --standalone, which takes a free port of this node"
-            )
-        both = None
+    if alone and alone.value:
+        both = None  # as under torchrun
     host, port = both.value if both else (None, None)
     return (
         strongest(

@@ -7,8 +7,6 @@ torchrun or MindSpore need, accepted with a note or refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msrun.cli.options import parsers
 from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_core, parse_bind_numa
 from msrun.cli.options.log_name import parse_log_name
@@ -123,7 +121,7 @@ LEASE = Option(
     field="lease",
     default_text="10s",
 )
-RDZV_CONF: Option[Mapping[str, float]] = Option(
+RDZV_CONF: Option[parsers.RdzvConf] = Option(
     name="rdzv-conf",
     group=OptionGroup.CLUSTER,
     metavar="K=V,...",
@@ -146,8 +144,9 @@ RDZV_ID = Option(
     name="rdzv-id",
     group=OptionGroup.CLUSTER,
     metavar="NAME",
-    help="The job id in torchrun's form.",
-    parse=parsers.job_id,
+    help="The job id in torchrun's form, any text; workers read it as TORCHELASTIC_RUN_ID.",
+    parse=parsers.run_id,
+    field="run_id",
     torchrun="rdzv_id",
     unset=frozenset({"none", ""}),
 )

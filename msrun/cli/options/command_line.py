@@ -16,6 +16,7 @@ from itertools import zip_longest
 import click
 
 from msrun.cli.options.option import Arity, Option, OptionGroup
+from msrun.cli.options.parsers import choose
 from msrun.cli.options.words import SETTINGS, read_params, with_hyphens
 from msrun.cli.verb_table import VERBS
 from msrun.errors import UsageError
@@ -84,7 +85,7 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
     rest = deque(args)
     while rest:
         spelling, attached = _split(rest[0], known)
-        name = with_hyphens(spelling)
+        name = _expanded(with_hyphens(spelling), table)
         if name in _OWN:
             words.append(rest.popleft())
             continue
@@ -99,6 +100,25 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
             attached = _following(option, spelling, rest, known)
         words.append(f"{option.flag}={attached}")
     return [*words, *rest], spellings
+
+
+def _expanded(name: str, table: Table) -> str:
+    """Return the option that `name` begins, as argparse does for torchrun; else `name` itself.
+
+    Where several options begin so, those of torchrun come first: its command lines mean here what
+    they mean there.
+
+    Raises:
+        UsageError: Several options begin so.
+    """
+    known = {s: option for option in table for s in (*option.spellings, *option.negatives)}
+    if name in known or name in _OWN or not name.startswith("--") or name == "--":
+        return name
+    begun = {s: option for s, option in known.items() if s.startswith(name)}
+    meant = {s: option for s, option in begun.items() if option.torchrun} or begun
+    if len(set(meant.values())) > 1:
+        raise UsageError(f"{name} may mean {choose(sorted(meant)).removeprefix('choose ')}")
+    return min(meant, key=len, default=name)
 
 
 def _split(word: str, known: Container[str]) -> tuple[str, str | None]:

@@ -20,6 +20,7 @@ _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
 _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
+_RUN_ID_MAX = 256
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -204,26 +205,49 @@ def lease(value: str) -> float:
     return seconds
 
 
-def rdzv_conf(value: str) -> Mapping[str, float]:
-    """Return the times that torchrun's `k=v,...` holds by our names; other keys are refused."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdzvConf:
+    """torchrun's `--rdzv-conf`.
+
+    Args:
+        seconds: Name of our option -> its value.
+        ignored: Keys of torch's own rendezvous, which msrun has no use for.
+    """
+
+    seconds: Mapping[str, float]
+    ignored: tuple[str, ...] = ()
+
+
+# `timeout` and `read_timeout` are those of torch's store, and no time for nodes to join.
+_TORCHS_OWN = (
+    *("close_timeout", "heartbeat_timeout", "is_host", "keep_alive_interval"),
+    *("keep_alive_max_attempt", "local_addr", "rank", "read_timeout", "store_type", "timeout"),
+    "use_libuv",
+)
+
+
+def rdzv_conf(value: str) -> RdzvConf:
+    """Return what torchrun's `k=v,...` means here; keys that torch does not know are refused."""
     known: dict[str, tuple[str, Callable[[str], float]]] = {
-        "timeout": ("join-timeout", patience),
         "join_timeout": ("join-timeout", patience),
         "last_call_timeout": ("last-call", parse_duration),
     }
-    seconds_by_name = {}
+    seconds: dict[str, float] = {}
+    ignored: list[str] = []
     for part in filter(None, value.split(",")):
-        key, equals, number = (word.strip() for word in part.partition("="))
+        key, equals, setting = (word.strip() for word in part.partition("="))
         if not equals:
             raise UsageError(f"{quoted(value)}: {quoted(part)} is no KEY=VALUE")
-        if key not in known:
-            choices = choose(("join_timeout", "last_call_timeout"))
-            raise UsageError(f"{quoted(value)}: {quoted(key)} is not known to msrun ({choices})")
-        name, parse = known[key]
-        # `join_timeout` is the narrower word, so it wins over `timeout` wherever it stands.
-        if key != "timeout" or name not in seconds_by_name:
-            seconds_by_name[name] = parse(number)
-    return seconds_by_name
+        if key in known:
+            name, parse = known[key]
+            seconds[name] = parse(setting)
+        elif key in _TORCHS_OWN:
+            ignored.append(key)
+        else:
+            raise UsageError(
+                f"{quoted(value)}: {quoted(key)} is not known to msrun ({choose(tuple(known))})"
+            )
+    return RdzvConf(seconds=seconds, ignored=tuple(ignored))
 
 
 def job_id(value: str) -> str:
@@ -233,6 +257,13 @@ def job_id(value: str) -> str:
             f"{quoted(value)} is no job id "
             "(choose 1 to 64 letters, digits, '_', '.' or '-', first a letter or digit)"
         )
+    return value
+
+
+def run_id(value: str) -> str:
+    """Return torchrun's name of a job, which may be any text of one line."""
+    if not value.isprintable() or len(value) > _RUN_ID_MAX:
+        raise UsageError(f"{quoted(value)} is no run id (choose up to {_RUN_ID_MAX} characters)")
     return value
 
 
