@@ -11,6 +11,8 @@ import msgspec
 from msrun.errors import UsageError
 from msrun.units import PORT_MAX
 
+# Workers of the largest job of which a pipe shows every rank.
+_SHOWN_BY_DEFAULT_MAX = 16
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
 
@@ -227,9 +229,15 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"--{name} {value:g}s must be at least {limit:g}s")
 
     def is_shown(self, rank: int, local_rank: int, *, is_terminal: bool) -> bool:
-        """Tell whether the console, which may be a terminal, shows the log of a worker."""
+        """Tell whether the console, which may be a terminal, shows the log of a worker.
+
+        Unless ranks were chosen, a terminal shows rank 0 beside the state of the job, and a pipe or
+        a file shows every rank, as torchrun does; of a large job rank 0, so that it stays readable.
+        """
         if self.tail is None and self.tail_local is None:
-            return bool(self.node_name) or (is_terminal and rank == 0)
+            workers = self.world_size or self.nnodes_max * self.workers_per_node
+            is_small = workers <= _SHOWN_BY_DEFAULT_MAX
+            return rank == 0 or bool(self.node_name) or (is_small and not is_terminal)
         is_chosen = self.tail is None or rank in self.tail
         return is_chosen and (self.tail_local is None or local_rank in self.tail_local)
 

@@ -40,7 +40,8 @@ def test_success_is_zero_and_one_line(msrun):
         "msrun: running 2/2 after Ns\n"
         "msrun: 2/2 workers finished after Ns\n"
     )
-    assert (job.out, job.log(0), job.log(1)) == ("", "done\n", "done\n")
+    assert (job.log(0), job.log(1)) == ("done\n", "done\n")
+    assert sorted(job.out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
 
 
 # Rank 1 fails when rank 3 is gone and the others are ready for the SIGTERM that follows.

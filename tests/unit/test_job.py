@@ -38,7 +38,7 @@ def test_nodes_of_a_job(changes, is_alone, is_elastic):
 @pytest.mark.parametrize(
     ("tail", "tail_local", "at_terminal", "in_a_pipe"),
     [
-        (None, None, [0], []),
+        (None, None, [0], [0, 1, 2, 3]),
         ({1, 2}, None, [1, 2], [1, 2]),
         (set(), None, [], []),
         (None, {0, 1}, [0, 1, 2, 3], [0, 1, 2, 3]),
@@ -55,6 +55,14 @@ def test_ranks_on_the_console_of_nodes_with_two_workers(tail, tail_local, at_ter
     for is_terminal, expected in ((True, at_terminal), (False, in_a_pipe)):
         shown = [r for r in range(4) if asked.is_shown(r, r % 2, is_terminal=is_terminal)]
         assert shown == expected
+
+
+@pytest.mark.parametrize(("nodes", "in_a_pipe"), [(8, [0, 1, 15]), (9, [0])])
+def test_a_pipe_shows_every_rank_of_up_to_16_workers(nodes, in_a_pipe):
+    large = job(nnodes_max=nodes, nnodes_min=nodes, master_addr="node0", master_port=1)
+
+    shown = [r for r in (0, 1, 15) if large.is_shown(r, r % 2, is_terminal=False)]
+    assert shown == in_a_pipe
 
 
 @pytest.mark.parametrize("job_id", ["a", "0-_.x", "a" * 64])

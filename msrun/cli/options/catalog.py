@@ -392,7 +392,7 @@ TAIL = Option(
     help="Ranks shown on the console, such as 0,2-3, all or none.",
     parse=parsers.ranks,
     field="tail",
-    default_text="0 at a terminal",
+    default_text="0 at a terminal and of more than 16 workers, else all",
     aliases=("--tail-worker-log",),
     file=FileForm.LIST,
 )

@@ -63,8 +63,16 @@ def test_chosen_ranks_show_on_the_console_line_by_line_and_harmless(msrun):
     ]
 
 
-def test_a_pipe_shows_no_worker_unless_asked(msrun):
-    job = msrun(*shell("echo secretly"))
+def test_a_pipe_shows_every_worker_of_a_small_job(msrun):
+    job = msrun("--workers-per-node", 3, *shell('echo "out $RANK"; echo "err $RANK" >&2'))
+
+    assert job.wait() == 0
+    lines = [f"[rank {rank}] {stream} {rank}" for rank in range(3) for stream in ("err", "out")]
+    assert sorted(job.out.splitlines()) == lines
+
+
+def test_a_pipe_shows_no_worker_if_so_asked(msrun):
+    job = msrun("--tail", "none", *shell("echo secretly"))
 
     assert job.wait() == 0
     assert job.out == ""
