@@ -87,7 +87,7 @@ class RestartLimits(msgspec.Struct, frozen=True, kw_only=True):
     window: float = math.inf
     backoff_initial: float = 2.0
     backoff_max: float = 60.0
-    no_progress_limit: int = 3
+    no_progress_limit: int = 0
     early: float = 60.0
     exclude_after: int = 2
 

@@ -44,7 +44,7 @@ job:
   join                false               flag --no-join
   max-restarts        0                   default
   restart-window      1h                  flag --restart-window
-  no-progress-limit   3                   default
+  no-progress-limit   0                   default
   grace               10s                 default
   hang-timeout        -                   default
   detect-idle         inf                 default

@@ -313,7 +313,7 @@ NO_PROGRESS_LIMIT = Option(
     help="Equal early failures in a row after which the job ends; 0 sets no limit.",
     parse=parsers.whole(0),
     field="restarts.no_progress_limit",
-    default_text="3",
+    default_text="0",
 )
 EXCLUDE_AFTER = Option(
     name="exclude-after",

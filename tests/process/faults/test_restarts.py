@@ -147,7 +147,8 @@ def text_of(path):
 
 def test_equal_early_failures_in_a_row_end_the_job(msrun):
     """The first restart is at once, the second waits, a third is refused: nothing changes."""
-    job = msrun("--max-restarts", 10, *shell("date +%s%N; exit 6"))
+    words = ("--max-restarts", 10, "--no-progress-limit", 3)
+    job = msrun(*words, *shell("date +%s%N; exit 6"))
 
     assert job.wait() == 123
     assert job.block() == (
@@ -167,11 +168,18 @@ def test_equal_early_failures_in_a_row_end_the_job(msrun):
 
 
 def test_without_a_no_progress_limit_the_budget_is_spent(msrun):
-    job = msrun("--max-restarts", 2, "--no-progress-limit", 0, *shell("date +%s%N; exit 6"))
+    job = msrun("--max-restarts", 2, *shell("date +%s%N; exit 6"))
 
     assert job.wait() == 6
     assert "; the budget of 2 restart(s) is spent" in job.block()
     assert len(starts(job)) == 3
+
+
+def test_restarts_that_were_asked_for_are_had(msrun):
+    """Four equal failures, and the fifth start succeeds: as under torchrun."""
+    job = msrun("--max-restarts", 4, *shell('[ "$TORCHELASTIC_RESTART_COUNT" = 4 ] || exit 1'))
+
+    assert job.wait() == 0
 
 
 def starts(job):

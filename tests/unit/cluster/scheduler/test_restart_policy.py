@@ -31,7 +31,7 @@ def failure(code=3, ran_for=1.0, **changes):
 
 
 def policy(job_id="train", **limits):
-    return RestartPolicy(job_id, RestartLimits(**limits))
+    return RestartPolicy(job_id, RestartLimits(**{"no_progress_limit": 3, **limits}))
 
 
 def steps(policy, *failures):
