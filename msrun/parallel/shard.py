@@ -280,11 +280,13 @@ def _change_modules(
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     is_data_parallel = context.layout.size(DATA_AXIS) > 1
     guard = _shard_operators(context, model, plans)
-    if is_data_parallel and config.batch_norm == "sync":
-        batch_norm.synchronize(model, context.group(DATA_AXIS))
+    group = context.group(DATA_AXIS) if is_data_parallel else None
+    norms = batch_norm.synchronize(config, model, group)
     # Modes that a recomputation must enter again.  Exact dropout is outside of the guard, so the
     # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
+    if norms:
+        inside.append(partial(norms.active, type(model).__name__))
     if is_data_parallel and config.dropout == "exact":
         from msrun.parallel.layers.dropout import ExactDropout
 

@@ -1,101 +1,156 @@
-"""Batch norms with the statistics of the global batch, whose samples are spread over ranks."""
+"""Which modules normalize over a batch, and how they get the statistics of the global batch.
+
+`norm_functions` replaces the functions that normalize; here is where.  The whole model runs inside
+of the replacement, by hooks of its root.  Batch norms, and modules whose own code names such a
+function, enter it by themselves as well: a script may call a part of the model, and
+`torch.utils.checkpoint` runs a part again in the backward pass, where the root is not entered.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from functools import partial
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import CodeType
+from typing import Any, Self
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.collectives import all_reduce
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import full_tensor, is_sharded
+from msrun.parallel.layers.norm_functions import NormFunctions
 
-# Not torch's `SyncBatchNorm`: it runs only on accelerators.
-BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+_BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+_InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+_NAMES = frozenset(["batch_norm", "instance_norm"])
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
     """Refuse batch norms that would see one micro-batch at a time.
 
+    A frozen one, in evaluation mode, is refused only if it is used in training mode later.
+
     Raises:
         ModelError: The model has one, a step has several micro-batches, and the configuration
             does not say `batch_norm: local`.
     """
+    refusal = _refusal(config)
+    if refusal is None:
+        return
+    for name, module in _norms(model):
+        if module.training:
+            raise ModelError(
+                f"{refusal} {name} sees one of them at a time",
+                hint="say `batch_norm: local` if that is meant",
+            )
+
+
+def synchronize(
+    config: ParallelConfig, model: nn.Module, group: dist.ProcessGroup | None
+) -> NormFunctions | None:
+    """Have `model` use the statistics of all samples of `group` wherever it normalizes a batch.
+
+    Args:
+        config: The configuration.
+        model: The model.
+        group: Ranks that share the batch; None for one rank.
+
+    Returns:
+        What a recomputation must enter; None if torch's own functions are right.
+    """
+    functions = NormFunctions(group, _refusal(config))
+    if config.batch_norm == "local" or functions.is_plain:
+        return None
+    named = {name: module for name, module in model.named_modules() if _is_norm_like(module)}
+    for name, module in named.items():
+        own = vars(module).get("forward")  # a script may have replaced it, too
+        entered = partial(_forward, functions, name or type(module).__name__, module, own)
+        module.forward = entered
+    # Hooks, and not another forward: scripts read the signature of the model's own.
+    hooks = _RootHooks(functions)
+    model.register_forward_pre_hook(hooks.enter, prepend=True)
+    model.register_forward_hook(hooks.leave, always_call=True)
+    return functions
+
+
+def _refusal(config: ParallelConfig) -> str | None:
     parts = config.pipeline.microbatches if config.pipeline else config.accumulate
     key = "pipeline.microbatches" if config.pipeline else "accumulate"
     if parts == 1 or config.batch_norm == "local":
-        return
-    for name, _ in _batch_norms(model):
-        raise ModelError(
-            f"{ROOT}.{key}: with {parts} micro-batches {name} sees one of them at a time",
-            hint="say `batch_norm: local` if that is meant",
-        )
+        return None
+    return f"{ROOT}.{key}: with {parts} micro-batches"
 
 
-def synchronize(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have the batch norms of `model` use the statistics of all samples of `group`."""
-    warned: set[str] = set()
-    for _, module in _batch_norms(model):
-        module.forward = partial(_forward, module, group, warned)  # type: ignore[method-assign]
-
-
-def _batch_norms(model: nn.Module) -> Iterator[tuple[str, BatchNorm]]:
+def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of torch, and their subclasses, that take statistics of a batch."""
     for name, module in model.named_modules():
-        if isinstance(module, BatchNorm):
+        tracks = isinstance(module, _InstanceNorm) and module.track_running_stats
+        if isinstance(module, _BatchNorm) or tracks:
             yield name or type(module).__name__, module
 
 
-def _forward(module: BatchNorm, group: dist.ProcessGroup, warned: set[str], x: Tensor) -> Tensor:
-    """Normalize `x`, (batch, channels, ...), as `nn.BatchNorm` does.
+def _is_norm_like(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm | _InstanceNorm) or _names_norm(type(module))  # type: ignore[arg-type]  # a class can be hashed
 
-    Two all-reduces over the group: sums of values and counts, then of squared distances from the
-    mean.  One all-reduce with sums of squares would lose precision where the mean is large.
-    Channels that a plan sharded are gathered, with a warning for the first.
-    """
-    if is_sharded(x) and any(p.is_shard() for p in x.placements) and not warned:
-        warned.add("batch_norm")
-        warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
-    x = full_tensor(x)
-    uses_batch = module.training or not module.track_running_stats
-    if not uses_batch:
-        return functional.batch_norm(
-            x, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps
+
+@cache
+def _names_norm(kind: type[nn.Module]) -> bool:
+    """Return whether the code of a class outside of torch calls such a function by its name."""
+    members = [
+        getattr(member, "__func__", member)  # of a static method
+        for owner in kind.__mro__
+        if not owner.__module__.startswith("torch.")
+        for member in vars(owner).values()
+    ]
+    codes = [member.__code__ for member in members if hasattr(member, "__code__")]
+    return any(not _NAMES.isdisjoint(_names(code)) for code in codes)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _forward(
+    functions: NormFunctions,
+    name: str,
+    module: nn.Module,
+    own: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with functions.active(name, is_module=True):
+        # Looked up inside, since that of torch's SyncBatchNorm is replaced there.
+        return (
+            type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
         )
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    values = x.to(torch.promote_types(x.dtype, torch.float32))
-    # Counts travel with the sums: ranks may have different numbers of samples.
-    count = values.new_tensor([float(x.numel() // x.size(1))])
-    sums = all_reduce(torch.cat([values.sum(dims), count]), group)
-    total = sums[-1].detach()
-    mean = sums[:-1] / total
-    centered = values - mean.view(shape)
-    variance = all_reduce(centered.square().sum(dims), group) / total
-    if module.training and module.track_running_stats:
-        _track(module, mean.detach(), (variance * total / (total - 1)).detach())
-    normal = centered * torch.rsqrt(variance + module.eps).view(shape)
-    if module.weight is not None:
-        normal = normal * module.weight.view(shape)
-    if module.bias is not None:
-        normal = normal + module.bias.view(shape)
-    return normal.to(x.dtype)
 
 
-@torch.no_grad()
-def _track(module: BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics as `nn.BatchNorm` does; `variance` is the unbiased one."""
-    if module.running_mean is None or module.running_var is None:
-        return
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-    factor = module.momentum
-    if factor is None:
-        factor = 1.0 / float(module.num_batches_tracked or 1)
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-    module.running_var.lerp_(variance.to(module.running_var.dtype), factor)
+class _RootHooks(threading.local):
+    """Hooks of a model that have its forward run inside of `NormFunctions.active`.
+
+    Each thread has contexts of its own.  A copy of the model shares this object.
+    """
+
+    def __init__(self, functions: NormFunctions) -> None:
+        self._functions = functions
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[_RootHooks], tuple[NormFunctions]]:
+        return _RootHooks, (self._functions,)
+
+    def enter(self, model: nn.Module, _args: object) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._functions.active(type(model).__name__))
+        self._entered.append(stack)
+
+    def leave(self, _model: nn.Module, _args: object, _output: object) -> None:
+        if self._entered:  # else a hook before `enter` raised
+            self._entered.pop().close()

@@ -1,0 +1,288 @@
+"""The functions of torch that normalize over a batch, replaced while a sharded model runs.
+
+The problem.  A data-parallel rank sees a part of the batch, and `functional.batch_norm` normalizes
+by the statistics of that part.  The statistics must be those of the global batch, wherever a model
+calls the function: in torch's batch norms, in subclasses with a forward of their own, and in the
+model's own code.
+
+The idea.  Replace the functions, not the modules.  `NormFunctions.active` makes a rank's thread
+compute `batch_norm` over all ranks, and leaves everything around the call to the model: its
+activation, its momentum, a flag that freezes it.  The attributes of `torch` and
+`torch.nn.functional` are replaced while some thread is inside `active`, and torch's own are there
+again afterwards.  Other threads get torch's own results meanwhile.
+
+A `TorchFunctionMode` would need no replacement, and would slow down every function of the model by
+a microsecond, for models without any batch norm too.
+
+Instance norms normalize each sample, so only their running statistics need all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from msrun.errors import ModelError
+from msrun.parallel import torch_compat
+from msrun.parallel.collectives import all_reduce
+from msrun.parallel.local import full_tensor, is_sharded
+
+
+class NormFunctions:
+    """Batch norms and instance norms by the statistics of all samples of a group.
+
+    A copy of a model shares this object.  A pickled one has no group, and computes as torch does.
+
+    Args:
+        group: Ranks that share the batch; None for one rank.
+        refusal: Why nothing may normalize over a batch here, such as micro-batches; None allows it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, refusal: str | None) -> None:
+        self._group = group
+        self._refusal = refusal
+        self._has_warned = False
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_group": None}
+
+    @contextlib.contextmanager
+    def active(self, name: str, *, is_module: bool = False) -> Iterator[None]:
+        """Replace the functions for code that this thread runs inside.
+
+        Args:
+            name: Module that runs, for messages.
+            is_module: Whether a recomputation enters this context again, since it begins outside
+                of the module.
+        """
+        outer = getattr(_THREAD, "scope", None)
+        region = None if is_module or not torch.is_grad_enabled() else torch_compat.checkpointed()
+        _THREAD.scope = _Scope(self, name, region, is_module=is_module)
+        _REPLACED.enter()
+        try:
+            yield
+        finally:
+            _REPLACED.leave()
+            _THREAD.scope = outer
+
+    def check(self, scope: _Scope) -> None:
+        """Refuse statistics of a batch that cannot be those of the global batch.
+
+        Raises:
+            ModelError: See `refusal`; or a recomputation would run the function unreplaced.
+        """
+        if self._refusal:
+            raise ModelError(
+                f"{self._refusal} {scope.name} sees one of them at a time",
+                hint="say `batch_norm: local` if that is meant",
+            )
+        if not scope.is_module and torch_compat.checkpointed() is not scope.region:
+            raise ModelError(
+                f"{scope.name} calls functional.batch_norm inside torch.utils.checkpoint, which "
+                "would run it again with the statistics of one rank",
+                hint="use nn.BatchNorm, or `recompute` of the configuration",
+            )
+
+    def batch_norm(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],
+        affine: tuple[Tensor | None, Tensor | None],
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Normalize `x`, (batch, channels, ...), as `functional.batch_norm` does in training.
+
+        Two all-reduces over the group: sums of values and counts, then of squared distances from
+        the mean.  One all-reduce with sums of squares would lose precision where the mean is large.
+        Channels that a plan sharded are gathered, with a warning for the first.
+        """
+        if is_sharded(x) and any(p.is_shard() for p in x.placements) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
+        x = full_tensor(x)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = values.new_tensor([float(x.numel() // x.size(1))])
+        sums = self._sum(torch.cat([values.sum(dims), count]))
+        total = sums[-1].detach()
+        mean = sums[:-1] / total
+        centered = values - mean.view(shape)
+        variance = self._sum(centered.square().sum(dims)) / total
+        # A running variance is the unbiased one.
+        _track(running, (mean, variance * total / (total - 1)), momentum)
+        normal = centered * torch.rsqrt(variance + eps).view(shape)
+        weight, bias = affine
+        if weight is not None:
+            normal = normal * weight.view(shape)
+        if bias is not None:
+            normal = normal + bias.view(shape)
+        return normal.to(x.dtype)
+
+    @torch.no_grad()
+    def share_running(self, samples: int, running: tuple[Tensor | None, Tensor | None]) -> None:
+        """Make running statistics of instance norms the mean over the samples of all ranks.
+
+        Each is linear in the samples, so the mean over ranks by samples is that of one process.
+        """
+        tensors = [tensor for tensor in running if tensor is not None]
+        if self._group is None or not tensors:
+            return
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        count = tensors[0].new_ones(1, dtype=dtype)
+        flat = torch.cat([*(tensor.to(dtype) for tensor in tensors), count]) * samples
+        *means, total = self._sum(flat).split([*(tensor.numel() for tensor in tensors), 1])
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean / total)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self._group is None else all_reduce(x, self._group)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own functions give the result, as on one rank."""
+        return self._group is None and self._refusal is None
+
+
+@torch.no_grad()
+def _track(
+    running: tuple[Tensor | None, Tensor | None], batch: tuple[Tensor, Tensor], momentum: float
+) -> None:
+    for old, new in zip(running, batch, strict=True):
+        if old is not None:
+            old.lerp_(new.to(old.dtype), momentum)
+
+
+class _Scope:
+    """The innermost `active` of a thread; see there."""
+
+    __slots__ = ("functions", "is_module", "name", "region")
+
+    def __init__(
+        self, functions: NormFunctions, name: str, region: object, *, is_module: bool
+    ) -> None:
+        self.functions = functions
+        self.name = name
+        self.region = region
+        self.is_module = is_module
+
+
+def _scope() -> _Scope | None:
+    """Return what replaces the functions for this thread now; None for torch's own."""
+    scope: _Scope | None = getattr(_THREAD, "scope", None)
+    return None if scope is None or scope.functions.is_plain else scope
+
+
+# Parameters in their order: all may be passed by position or by name.
+_RUNNING, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
+_OPTIONS = ("training", "momentum", "eps")
+_FUNCTIONAL = ("input", *_RUNNING, *_AFFINE, *_OPTIONS)
+_TORCH = ("input", *_AFFINE, *_RUNNING, *_OPTIONS)
+_INSTANCES = ("input", *_AFFINE, *_RUNNING, "use_input_stats")
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
+def _batch_norm(
+    names: Sequence[str], original: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    scope = _scope()
+    if scope is None:
+        return original(*args, **kwargs)
+    given = _DEFAULTS | dict(zip(names, args, strict=False)) | kwargs
+    if not given["training"] or given["eps"] <= 0:
+        return original(*args, **kwargs)
+    scope.functions.check(scope)
+    running = given["running_mean"], given["running_var"]
+    affine = given["weight"], given["bias"]
+    return scope.functions.batch_norm(
+        given["input"], running, affine, given["momentum"], given["eps"]
+    )
+
+
+def _instance_norm(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    scope = _scope()
+    if scope is None:
+        return original(*args, **kwargs)
+    given = dict(zip(_INSTANCES, args, strict=False)) | kwargs
+    running = given["running_mean"], given["running_var"]
+    if not given["use_input_stats"] or all(old is None for old in running):
+        return original(*args, **kwargs)
+    scope.functions.check(scope)
+    result = original(*args, **kwargs)
+    scope.functions.share_running(len(given["input"]), running)
+    return result
+
+
+def _sync_batch_norm_forward(
+    original: Callable[..., Tensor], module: nn.SyncBatchNorm, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run torch's SyncBatchNorm as a plain batch norm, whose function is replaced.
+
+    torch's own runs on accelerators only, and over all ranks of the job: over `tp` each sample
+    would count several times.
+    """
+    if _scope() is None:
+        return original(module, *args, **kwargs)
+    return nn.BatchNorm2d.forward(module, *args, **kwargs)
+
+
+class _Replacement:
+    """Replaces the functions while any thread is inside of `enter` and `leave`."""
+
+    _TARGETS = (
+        (functional, "batch_norm", partial(_batch_norm, _FUNCTIONAL)),
+        (torch, "batch_norm", partial(_batch_norm, _TORCH)),
+        (torch, "instance_norm", _instance_norm),
+        (nn.SyncBatchNorm, "forward", _sync_batch_norm_forward),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._originals: list[Any] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth > 1:
+                return
+            for owner, name, replacement in self._TARGETS:
+                original = getattr(owner, name)
+                self._originals.append(original)
+                setattr(owner, name, _replaced(original, replacement))
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            for (owner, name, _), original in zip(self._TARGETS, self._originals, strict=True):
+                setattr(owner, name, original)
+            self._originals.clear()
+
+
+def _replaced(original: Callable[..., Tensor], replacement: Callable[..., Tensor]) -> Any:
+    # Modes of torch functions and tracers tell functions by their names.
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        return replacement(original, *args, **kwargs)
+
+    return function
+
+
+# The functions of torch exist once in a process, so what replaces them does too.
+_THREAD = threading.local()
+_REPLACED = _Replacement()
