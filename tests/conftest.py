@@ -61,6 +61,7 @@ THOROUGH = (
     "tests/torch/data_parallel/test_clip.py",
     "tests/torch/data_parallel/test_exact_dropout.py",
     "tests/torch/data_parallel/test_gradient_bytes.py",
+    "tests/torch/data_parallel/test_optimizer_groups.py",
     "tests/torch/data_parallel/test_optimizer_kinds.py",
     "tests/torch/data_parallel/test_optimizer_lists.py",
     "tests/torch/data_parallel/test_sparse_embedding.py",

@@ -243,20 +243,20 @@ class Runtime:
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Check `optimizer`, made of parameters of a sharded model, and return it.
 
-        A group that holds both plain and sharded parameters is split in one group of each kind
-        with equal options, so that torch can update each group at once.
+        Its groups and their options stay as they are; a group may hold both plain and sharded
+        parameters.
 
         Raises:
             ModelError: It holds parameters that `shard` replaced: make it after `shard`.  Or its
                 kind needs replicated parameters, or the loss several times a step.
         """
-        from msrun.parallel.data_parallel.gradients import split_groups
+        from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
         check_kind(optimizer)
-        split_groups(optimizer)
+        support_mixed_groups(optimizer)
         return optimizer
 
     def loader(

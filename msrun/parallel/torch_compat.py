@@ -252,6 +252,16 @@ def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
     )
 
 
+def is_step_of_scheduler(step: Callable[..., Any]) -> bool:
+    """Return whether `step` is what a scheduler put in place of the method of its optimizer."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that `optimizer` takes a step; they warn if theirs come first."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - no public form
+
+
 def takes_device(operator: Any) -> bool:
     """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form

@@ -24,7 +24,9 @@ from msrun.parallel.torch_compat import (
     is_active,
     is_dispatching,
     is_in_backward,
+    is_step_of_scheduler,
     join_axes,
+    note_step,
     parts_before,
     reduce_sharded,
     replace_tensors,
@@ -311,6 +313,20 @@ def test_what_is_checkpointed_is_told_apart(is_reentrant):
 def test_takes_device():
     assert takes_device(torch.ops.aten.zeros.default)
     assert not takes_device(torch.ops.aten.add.Tensor)
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedulers_know_the_step_of_their_optimizer():
+    update = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    assert not is_step_of_scheduler(update.step)
+    scheduler = torch.optim.lr_scheduler.StepLR(update, 1)
+    assert is_step_of_scheduler(update.step)
+
+    with pytest.raises(UserWarning, match="before `optimizer"):
+        scheduler.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(update, 1)
+    note_step(update)
+    scheduler.step()
 
 
 def test_write_count_is_that_of_all_views():

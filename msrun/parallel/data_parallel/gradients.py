@@ -1,9 +1,8 @@
-"""Gradient clipping and parameter groups for optimizers of plain and sharded parameters."""
+"""Clipping of gradients by their global norm, of plain and sharded parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.parallel.local import is_sharded, local_gradient
-
-# Optimizers whose `foreach` results tests compare with the plain ones, and the largest number of
-# mesh axes with which the first `foreach` step is quick.
-_OF_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_LIST_AXES_MAX = 2
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -108,30 +102,3 @@ def _sharding_groups(param: Parameter) -> Groups:
         for axis, placement in enumerate(param.placements)
         if not placement.is_replicate()
     )
-
-
-def split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Split the groups of `optimizer` so that each has only plain parameters, or those of one mesh.
-
-    torch cannot update a mix of them at once.  Sharded parameters are updated with `foreach`, as
-    torch does on accelerators: on a small part the dispatch of a DTensor operator costs more than
-    its arithmetic.  Results are equal to the last bit.
-    """
-    for group in list(optimizer.param_groups):
-        kinds: dict[object, list[Parameter]] = {}
-        for param in group["params"]:
-            kinds.setdefault(param.device_mesh if is_sharded(param) else None, []).append(param)
-        first, *others = kinds.values()
-        group["params"] = first
-        for params in others:
-            optimizer.add_param_group({**group, "params": params})
-    if type(optimizer) in _OF_LISTS:
-        for group in optimizer.param_groups:
-            _update_as_lists(group)
-
-
-def _update_as_lists(group: dict[str, Any]) -> None:
-    first = group["params"][0]
-    is_chosen = group["foreach"] is not None or group["fused"] or group["differentiable"]
-    if is_sharded(first) and first.device_mesh.ndim <= _LIST_AXES_MAX and not is_chosen:
-        group["foreach"] = True

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import batches, build, run_warm
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import msrun
 
@@ -12,15 +13,31 @@ pytestmark = pytest.mark.torch
 ADAM = torch.optim.AdamW
 
 
+class Lists(TorchFunctionMode):
+    """Notes the lists that operators update: number of axes of their mesh, 0 for plain tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "").startswith("_foreach_"):
+            first = next(arg for arg in args if isinstance(arg, (list, tuple)))[0]
+            self.seen.add(first.device_mesh.ndim if hasattr(first, "device_mesh") else 0)
+        return func(*args, **(kwargs or {}))
+
+
 def trained(config, kind, options):
-    """Return how each group is updated, and all parameters after some steps."""
+    """Return what is updated in lists, and all parameters after some steps."""
     runtime = msrun.init(config)
     network = runtime.shard(build("mlp"))
     update = runtime.optimizer(kind(network.parameters(), lr=0.01, **options))
     for x, y in batches("mlp"):
-        runtime.step(network, update, functional.cross_entropy, x, y)
+        with Lists() as lists:
+            runtime.step(network, update, functional.cross_entropy, x, y)
     values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in network.parameters()]
-    return [group["foreach"] for group in update.param_groups], [v.tolist() for v in values]
+    assert [group["foreach"] for group in update.param_groups] == [options.get("foreach")]
+    return lists.seen - {0}, [v.tolist() for v in values]
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_size": 2}, {"threshold": 256}])
@@ -30,37 +47,27 @@ def test_lists_change_nothing(kind, own, options):
     lists, found = run_warm(trained, 4, config, kind, own)[0]
     one_by_one, expected = run_warm(trained, 4, config, kind, own | {"foreach": False})[0]
 
-    assert sorted(lists, key=str) == ([None, True] if "threshold" in options else [True])
-    assert set(one_by_one) == {False}
+    assert lists == ({2} if "shard_size" in options else {1})
+    assert not one_by_one
     assert found == expected
 
 
 def test_whole_parameters_stay_as_torch_has_them():
-    assert run_warm(trained, 2, {}, ADAM, {})[0][0] == [None]
+    assert run_warm(trained, 2, {}, ADAM, {})[0][0] == set()
 
 
 def test_what_the_user_chose_stays():
     config = {"optimizer": {"zero": 1}}
-    assert run_warm(trained, 2, config, ADAM, {"fused": True})[0][0] == [None]
+    assert run_warm(trained, 2, config, ADAM, {"fused": True})[0][0] == set()
 
 
 def test_other_optimizers_stay_as_torch_has_them():
     config = {"optimizer": {"zero": 1}}
-    assert run_warm(trained, 2, config, torch.optim.RMSprop, {})[0][0] == [None]
-
-
-def axes_of_groups(config):
-    """Return of each group how many axes divide it, and how it is updated."""
-    runtime = msrun.init(config)
-    network = runtime.shard(build("mlp"))
-    update = runtime.optimizer(ADAM(network.parameters()))
-    return {
-        (group["params"][0].device_mesh.ndim, group["foreach"]) for group in update.param_groups
-    }
+    assert run_warm(trained, 2, config, torch.optim.RMSprop, {})[0][0] == set()
 
 
 def test_many_axes_are_left_alone():
     plan = [{"match": "fc1", "style": "colwise"}, {"match": "fc2", "style": "rowwise"}]
     config = {"mesh": {"dp": 2, "tp": 2}, "plan": plan, "optimizer": {"zero": 1, "shard_size": 1}}
-    # The third layer has no rule.
-    assert run_warm(axes_of_groups, 4, config)[0] == {(2, True), (3, None)}
+    # Three axes shard the first two layers; the third layer has no rule.
+    assert run_warm(trained, 4, config, ADAM, {})[0][0] == {2}

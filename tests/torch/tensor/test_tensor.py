@@ -406,15 +406,11 @@ def at_once(accumulate):
     update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, foreach=True)
     runtime.optimizer(update)
     share = runtime.coordinate["dp"]
-    losses = [
+    return [
         runtime.step(network, update, token_loss, *(t.chunk(2)[share] for t in batch)).item()
         for batch in batches("transformer")
     ]
-    return losses, len(update.param_groups)
 
 
 def test_an_optimizer_may_update_lists_of_parameters():
-    found = run_warm(at_once, 4, 2)
-
-    assert_equal_curves([losses for losses, _ in found], oracle("transformer"))
-    assert found[0][1] > 1
+    assert_equal_curves(run_warm(at_once, 4, 2), oracle("transformer"))
