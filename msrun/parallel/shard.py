@@ -28,6 +28,7 @@ from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
+from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, recompute
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
@@ -237,7 +238,16 @@ def _make_parallel(
         excluded=resolved.excluded,
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
+        replicas=_replicas(context, model, resolved),
     )
+
+
+def _replicas(
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+) -> ReplicaDigest | None:
+    if context.world_size == 1:
+        return None
+    return ReplicaDigest(model, resolved.config, context, resolved.excluded)
 
 
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
