@@ -402,7 +402,7 @@ class Runtime:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients of `model` on this rank, for all but the last backward of a step."""
-        with self.sharded(model).paused():
+        with self.sharded(model).paused(by_script=True):
             yield
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:

@@ -29,7 +29,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, recompute
+from msrun.parallel.layers import batch_norm, recompute, spectral_norm
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -160,6 +160,7 @@ def _shard_by_search(
 
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
+    spectral_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -239,6 +240,7 @@ def _make_parallel(
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
         replicas=_replicas(context, model, resolved),
+        restored=None if config.pipeline else spectral_norm.find(model),
     )
 
 

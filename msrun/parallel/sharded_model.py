@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -125,6 +126,8 @@ class ShardedModel:
         order: Compares the order in which ranks gather modules; None without ZeRO.
         dropout_rngs: Random generators of a model that a plan of mode auto runs.
         replicas: Compares replicas now and then; None on one rank.
+        restored: Context of a micro-batch before the last one, in which buffers move that one
+            process moves once a step; None if there are none.
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
@@ -144,6 +147,7 @@ class ShardedModel:
         order: CollectiveOrder | None = None,
         dropout_rngs: Sequence[DropoutRng] = (),
         replicas: ReplicaDigest | None = None,
+        restored: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
@@ -152,6 +156,7 @@ class ShardedModel:
         self._snapshot = snapshot
         self.order = order
         self.replicas = replicas
+        self._restored = restored
         self.dropout_rngs = dropout_rngs
         self.is_described = False
         self._excluded = excluded
@@ -187,9 +192,17 @@ class ShardedModel:
         named = [] if model is None else model.named_parameters()
         return [param for name, param in named if name in self._excluded]
 
-    def paused(self) -> contextlib.ExitStack:
-        """Return an entered context in which gradients accumulate on this rank."""
-        return entered(reduction.paused for reduction in self._reductions)
+    def paused(self, *, by_script: bool = False) -> contextlib.ExitStack:
+        """Return an entered context in which gradients accumulate on this rank.
+
+        Args:
+            by_script: Whether the script splits its batch by itself.  One process would then run
+                each part, too, so `restored` does not apply.
+        """
+        paused = [reduction.paused for reduction in self._reductions]
+        if self._restored and not by_script:
+            paused.append(partial(self._restored, self.model()))
+        return entered(paused)
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""
