@@ -303,7 +303,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             are reduced once a step.
         reduce: Reduction of gradients over data-parallel ranks.
         batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
-            each rank's own batch.
+            each rank's own batch; then ranks may hold other values of any buffer.
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.

@@ -48,7 +48,7 @@ from msrun.errors import ConfigError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
-from msrun.parallel.config import ParallelConfig
+from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
 from msrun.parallel.layout import MeshLayout, resolve
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.deferred.init import DeferredInit
-    from msrun.parallel.sharded_model import ShardedModel
+    from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
@@ -114,6 +114,7 @@ class Runtime:
         # checkpoint stores and restores them by this position.
         self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
+        self._known: KnownOptimizers | None = None
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
@@ -255,6 +256,8 @@ class Runtime:
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
+            sharded.watch(optimizer)
+        self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
         return optimizer
@@ -303,13 +306,15 @@ class Runtime:
         from msrun.parallel.step import run_step
 
         check_kind(optimizer)
+        sharded = self.sharded(model)
+        self._check_known(optimizer)
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
         loss = run_step(
             self.config,
             self.context,
-            self.sharded(model),
+            sharded,
             optimizer=optimizer,
             loss_fn=loss_fn,
             batch=batch,
@@ -350,6 +355,8 @@ class Runtime:
         Raises:
             CheckpointError: It could not be written, here or on another rank.
         """
+        if model in self._models:
+            self._models[model].compare_replicas()
         self.checkpoints.save(path, model, optimizer, step=step, loader=loader, extra=extra)
 
     def load(
@@ -399,7 +406,7 @@ class Runtime:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients of `model` on this rank, for all but the last backward of a step."""
-        with self.sharded(model).paused():
+        with self.sharded(model).paused(by_script=True):
             yield
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -422,6 +429,15 @@ class Runtime:
         if sharded is None:
             raise UsageError(f"{type(model).__name__} is not a model of rt.shard")
         return sharded
+
+    def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of parameters that data-parallel ranks do not train together."""
+        if self._known is None:
+            from msrun.parallel.sharded_model import KnownOptimizers
+
+            self._known = KnownOptimizers()
+        if self.config.mode != "manual" and self.context.layout.size(DATA_AXIS) > 1:
+            self._known.check(optimizer, list(self._models.values()))
 
     def mean_over_data(self, value: Tensor) -> Tensor:
         """Return the mean of `value` over the data-parallel ranks, weighted by their samples."""

@@ -28,7 +28,8 @@ from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
-from msrun.parallel.layers import batch_norm, recompute
+from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+from msrun.parallel.layers import batch_norm, recompute, spectral_norm
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -160,6 +161,7 @@ def _shard_by_search(
 
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
+    spectral_norm.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -239,7 +241,17 @@ def _make_parallel(
         excluded=resolved.excluded,
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
+        replicas=_replicas(context, model, resolved),
+        restored=None if config.pipeline else spectral_norm.find(model),
     )
+
+
+def _replicas(
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+) -> ReplicaDigest | None:
+    if context.world_size == 1:
+        return None
+    return ReplicaDigest(model, resolved.config, context, resolved.excluded)
 
 
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from msrun.errors import ModelError
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.pipeline.model import PipelineModel
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -123,6 +125,9 @@ class ShardedModel:
         snapshot: Parameters as of `shard`; None allows changes.
         order: Compares the order in which ranks gather modules; None without ZeRO.
         dropout_rngs: Random generators of a model that a plan of mode auto runs.
+        replicas: Compares replicas now and then; None on one rank.
+        restored: Context of a micro-batch before the last one, in which buffers move that one
+            process moves once a step; None if there are none.
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
@@ -141,13 +146,18 @@ class ShardedModel:
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
         dropout_rngs: Sequence[DropoutRng] = (),
+        replicas: ReplicaDigest | None = None,
+        restored: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
+        self.replicas = replicas
+        self._restored = restored
         self.dropout_rngs = dropout_rngs
         self.is_described = False
         self._excluded = excluded
@@ -183,9 +193,17 @@ class ShardedModel:
         named = [] if model is None else model.named_parameters()
         return [param for name, param in named if name in self._excluded]
 
-    def paused(self) -> contextlib.ExitStack:
-        """Return an entered context in which gradients accumulate on this rank."""
-        return entered(reduction.paused for reduction in self._reductions)
+    def paused(self, *, by_script: bool = False) -> contextlib.ExitStack:
+        """Return an entered context in which gradients accumulate on this rank.
+
+        Args:
+            by_script: Whether the script splits its batch by itself.  One process would then run
+                each part, too, so `restored` does not apply.
+        """
+        paused = [reduction.paused for reduction in self._reductions]
+        if self._restored and not by_script:
+            paused.append(partial(self._restored, self.model()))
+        return entered(paused)
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""
@@ -213,6 +231,24 @@ class ShardedModel:
             name = type(self._model()).__name__
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers.add(optimizer)
+        self.watch(optimizer)
+
+    def compare_replicas(self) -> None:
+        """Refuse replicas that differ between ranks; all ranks call it.
+
+        Raises:
+            RanksDisagreeError: They do.
+        """
+        if self.replicas:
+            self.replicas.compare()
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have `optimizer` compare the replicas of this model now and then, before it steps."""
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        replicas = self.replicas
+        if replicas and optimizer not in self._watched and not self._own.isdisjoint(held):
+            self._watched.add(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: replicas.count_step())
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that holds parameters which `shard` replaced."""
@@ -224,3 +260,36 @@ class ShardedModel:
                     f"{type(optimizer).__name__} holds parameters from before rt.shard",
                     hint="make the optimizer after rt.shard(model)",
                 )
+
+
+class KnownOptimizers:
+    """Optimizers whose parameters were all found in models of `rt.shard`."""
+
+    def __init__(self) -> None:
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def check(self, optimizer: torch.optim.Optimizer, models: Collection[ShardedModel]) -> None:
+        """Refuse parameters that no model has, whose gradients nothing would reduce.
+
+        Raises:
+            ModelError: Each data-parallel rank would train them alone.
+        """
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._counts.get(optimizer) == count:
+            return
+        for model in models:
+            model.check_optimizer(optimizer)
+        known = {id(param) for model in models for param in model.parameters()}
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) not in known and param.requires_grad:
+                    raise ModelError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(param.shape)} in group {index} that is in no model of rt.shard, "
+                        "so each data-parallel rank would train it alone",
+                        hint="shard its module too, with rt.shard or as part of the model: "
+                        "nn.ModuleDict({'model': model, 'head': head})",
+                    )
+        self._counts[optimizer] = count

@@ -335,3 +335,41 @@ def test_a_part_that_the_script_calls_is_right_too():
     for one, other in zip(first, second, strict=True):
         whole = functional.batch_norm(x, None, None, training=True)
         torch.testing.assert_close(torch.cat([one, other]), whole)
+
+
+def timm_losses(name, is_sharded):
+    """Train a small model of timm; return losses, and buffers after them."""
+    timm = pytest.importorskip("timm", exc_type=ImportError)
+    torch.manual_seed(0)
+    network = timm.create_model(name, num_classes=3, in_chans=1).double().train()
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    runtime = msrun.init()
+    share, count = (runtime.rank, runtime.world_size) if is_sharded else (0, 1)
+    network = runtime.shard(network) if is_sharded else network
+    update = torch.optim.SGD(network.parameters(), lr=0.05)
+    losses = []
+    for x, y in batches():
+        loss_of = functional.cross_entropy
+        part = [t.chunk(count)[share] for t in (functional.interpolate(x, 32), y)]
+        if is_sharded:
+            losses.append(runtime.step(network, update, loss_of, *part).item())
+            continue
+        update.zero_grad()
+        loss = loss_of(network(part[0]), part[1])
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    return losses, {n: buffer.double() for n, buffer in network.named_buffers()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "efficientnet_b0"])
+def test_timm_models_are_those_of_one_process(name):
+    pytest.importorskip("timm", exc_type=ImportError)
+
+    expected_losses = run_warm(timm_losses, 1, name, None)[0]
+
+    for found in run_warm(timm_losses, 2, name, "sharded"):
+        torch.testing.assert_close(found, expected_losses, rtol=1e-8, atol=1e-9)

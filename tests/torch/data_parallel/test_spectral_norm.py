@@ -1,0 +1,118 @@
+"""Spectral norms move once a step, in however many micro-batches."""
+
+import functools
+
+import pytest
+import torch
+from ranks import batches, run_warm
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+
+class Critic(nn.Module):
+    """Calls a normalized layer twice, so that its buffers move twice a step."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first = KINDS[kind](nn.Linear(16, 16))
+        self.last = KINDS[kind](nn.Linear(16, 10))
+
+    def forward(self, x):
+        return self.last(self.first(torch.tanh(self.first(x))))
+
+
+KINDS = {
+    "parametrized": parametrizations.spectral_norm,
+    "older": spectral_norm,
+    "weight norm": parametrizations.weight_norm,
+    "older weight norm": weight_norm,
+}
+
+
+def build(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return Critic(kind).double()
+
+
+def state(network):
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+@functools.cache
+def expected(kind):
+    network = build(kind)
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    for x, y in batches("mlp"):
+        update.zero_grad()
+        functional.cross_entropy(network(x.double()), y).backward()
+        update.step()
+    return state(network)
+
+
+def trained(kind, config):
+    runtime = msrun.init(config)
+    network = runtime.shard(build(kind))
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    for x, y in batches("mlp"):
+        part = (t.chunk(runtime.world_size)[runtime.rank] for t in (x.double(), y))
+        runtime.step(network, update, functional.cross_entropy, *part)
+    return state(network)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (1, {"accumulate": 4}),
+        (2, {"accumulate": 4}),
+        (2, {"accumulate": 2, "recompute": {"modules": ["first"]}}),
+        (2, {}),
+    ],
+)
+def test_spectral_norms_are_those_of_one_process(ranks, config, kind):
+    for found in run_warm(trained, ranks, kind, config):
+        torch.testing.assert_close(found, expected(kind), rtol=1e-9, atol=1e-11)
+
+
+def in_pipeline():
+    pipeline = {"stages": {"0": 0, "1": 1}, "microbatches": 2}
+    runtime = msrun.init({"mesh": {"pp": 2}, "pipeline": pipeline})
+    layers = [parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(2)]
+    with pytest.raises(msrun.ModelError) as caught:
+        runtime.shard(nn.Sequential(*layers))
+    return caught.value.message
+
+
+def test_a_spectral_norm_in_micro_batches_of_a_pipeline_is_refused():
+    assert run_warm(in_pipeline, 2)[0] == (
+        "parallel.pipeline.microbatches: 2 micro-batches would each move "
+        "0.parametrizations.weight.0._u of a spectral norm, which one process moves once a step"
+    )
+
+
+def by_script():
+    """Split a batch in the script, once in one process and once under the runtime."""
+    runtime = msrun.init()
+    plain, network = build("parametrized"), runtime.shard(build("parametrized"))
+    x, _ = batches("mlp")[0]
+    for part in x.double().chunk(2):
+        plain(part).sum().backward()
+    with runtime.no_sync(network):
+        network(x.double()[:8]).sum().backward()
+    network(x.double()[8:]).sum().backward()
+    return torch.equal(
+        plain.first.parametrizations.weight[0]._u,
+        network.get_buffer("first.parametrizations.weight.0._u"),
+    )
+
+
+def test_parts_that_the_script_makes_move_them_as_in_one_process():
+    assert run_warm(by_script, 1) == [True]
