@@ -78,6 +78,7 @@ THOROUGH = (
     "tests/torch/launch/test_fork_like_python.py",
     "tests/torch/launch/test_launched.py",
     "tests/torch/launch/test_preload.py",
+    "tests/torch/losses/test_counted_losses.py",
     "tests/torch/pipeline/test_pipeline.py",
     "tests/torch/pipeline/test_zero_bubble.py",
     "tests/torch/tensor/test_collectives.py",

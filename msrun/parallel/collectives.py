@@ -28,9 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 from msrun.parallel.axes import axis_group
+from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
+from msrun.parallel.rank_context import RankContext
 from msrun.parallel.torch_compat import functional_collective
 
 Axis = str | dist.ProcessGroup
@@ -60,6 +62,36 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     group = _group(x, axis, "all_gather")
     dim = _dim(x, dim, "all_gather", axis)
     return x if group.size() == 1 else _apply(_Gather, x, group, dim)
+
+
+def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
+    """Return `x` of all data-parallel ranks, joined along `dim`; see `Runtime.gather`.
+
+    The gradient of a rank's part is the sum of the gradients of all ranks.  Together with the mean
+    over ranks, by which data parallelism reduces the gradients of parameters, that is the gradient
+    of the mean of the losses of all ranks.
+
+    Raises:
+        ModelError: A step has several micro-batches.
+    """
+    if context.batch.parts > 1:
+        raise ModelError(
+            f"rt.gather: a step of {context.batch.parts} micro-batches never has the whole batch",
+            hint=f"set {ROOT}.accumulate or {ROOT}.pipeline.microbatches to 1",
+        )
+    if DATA_AXIS not in context.layout.axes or context.layout.size(DATA_AXIS) == 1:
+        return x
+    group = context.group(DATA_AXIS)
+    if context.batch.value == 1.0:
+        return all_gather(x, group, dim)
+    # Of an uneven batch, each rank sends its samples and some more.
+    dim = _dim(x, dim, "rt.gather", group)
+    sizes: list[int] = all_gather(torch.tensor([x.size(dim)], device=x.device), group).tolist()
+    room = list(x.shape)
+    room[dim] = max(sizes) - x.size(dim)
+    parts = all_gather(torch.cat([x, x.new_zeros(room)], dim), group, dim).split(max(sizes), dim)
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in pairs], dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

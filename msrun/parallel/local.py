@@ -7,12 +7,10 @@ DTensor, so these functions look it up in `sys.modules` and never import it them
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 from torch.nn import Parameter
-
-from msrun.errors import ModelError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,19 +30,6 @@ def local_part(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor` on every rank; gradients flow through the gather."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def scalar_loss(loss: Any) -> Tensor:
-    """Return `loss` as a plain tensor of one number.
-
-    Raises:
-        ModelError: It is not a tensor of one number.
-    """
-    if not isinstance(loss, Tensor):
-        raise ModelError(f"the loss is {type(loss).__name__}, and must be a tensor of one number")
-    if loss.numel() != 1:
-        raise ModelError(f"the loss has shape {tuple(loss.shape)}, and must be one number")
-    return full_tensor(loss)
 
 
 def local_gradient(param: Parameter) -> Tensor | None:

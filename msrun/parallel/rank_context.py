@@ -26,9 +26,11 @@ class BatchWeight:
     Attributes:
         value: Samples of this rank, times the number of ranks, divided by the samples of all
             ranks; 1 if all ranks have equally many.  The loader sets it while its batch is in use.
+        parts: Micro-batches of the running step; 1 outside of one.
     """
 
     value: float = 1.0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

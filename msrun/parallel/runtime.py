@@ -283,7 +283,7 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | object,
         *batch: object,
         max_norm: float | None = None,
     ) -> Tensor:
@@ -292,15 +292,18 @@ class Runtime:
         Args:
             model: A result of `shard`.
             optimizer: Optimizer of its parameters; gradients are zeroed first.
-            loss_fn: Returns the mean loss of the samples from the model's output and the target.
-            batch: Inputs of the model, then the target.
+            loss_fn: Returns the loss from the model's output and the target: the mean over the
+                samples, or the sum of what is averaged and its count.  Without it the model returns
+                its loss, in its output or as the output's `loss`.
+            batch: Inputs of the model, then the target of `loss_fn`.  A mapping as the only input
+                has inputs by name.
             max_norm: Global norm to clip gradients to; None does not clip.
 
         Returns:
-            The loss averaged over all samples of the job, the same on every rank.
+            The loss of the batch of all ranks, the same on every rank.
 
         Raises:
-            ModelError: The batch does not fit, or the kind of the optimizer is refused.
+            ModelError: The batch or the loss does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
         from msrun.parallel.step import run_step
@@ -316,8 +319,8 @@ class Runtime:
             self.context,
             sharded,
             optimizer=optimizer,
-            loss_fn=loss_fn,
-            batch=batch,
+            loss_fn=loss_fn if callable(loss_fn) else None,
+            batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
             max_norm=max_norm,
         )
         if saves:
@@ -402,6 +405,20 @@ class Runtime:
             CheckpointError: The checkpoint does not fit, or no directory is configured.
         """
         return self.checkpoints.resume(model, optimizer, loader, extra=extra)
+
+    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return `x` of all data-parallel ranks, joined along `dim` in the order of the batch.
+
+        For losses that compare the samples of a batch with each other.  Gradients flow back to each
+        rank from the losses of all ranks, so they are those of one process: whether each rank has
+        the mean loss of its own samples against all, or the loss of all.
+
+        Raises:
+            UsageError: A step has several micro-batches, of which only one is there.
+        """
+        from msrun.parallel.collectives import gather_batch
+
+        return gather_batch(self.context, x, dim)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -1,30 +1,41 @@
 """One training step on a local batch: forward, backward, reduction, clipping, optimizer step.
 
 Gradients of all micro-batches but the last accumulate on the rank, and the last backward pass
-reduces them.  The loss of each micro-batch is weighted by its samples, so uneven ones count each
-sample once.
+reduces them.  `losses` adds up the loss over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
-from msrun.parallel.local import scalar_loss
+from msrun.parallel.losses.batch import (
+    StepBatch,
+    batch_size,
+    by_position,
+    move,
+    own_loss,
+    read_batch,
+    split_batch,
+    tensors_in,
+)
+from msrun.parallel.losses.tally import LossTally, TallyRanks
+from msrun.parallel.losses.watch import PartLoss
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
 
-# Takes the output of the model and the target of the batch; returns the mean loss.
-LossFunction = Callable[[Any, Any], Tensor]
+# Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
+LossFunction = Callable[[Any, Any], Any]
 
 
 def run_step(
@@ -33,29 +44,39 @@ def run_step(
     sharded: ShardedModel,
     *,
     optimizer: torch.optim.Optimizer,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     batch: Sequence[Any],
     max_norm: float | None,
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
-    if len(batch) < 2:  # noqa: PLR2004 - an input and a target
-        raise ModelError(f"rt.step needs the inputs and the target, not {len(batch)} value(s)")
+    model = sharded.model()
+    values = read_batch(model, batch, has_loss=loss_fn is not None)
     if max_norm is not None:
         check_clip(config, context)
     sharded.check(optimizer)
-    batch = [_to(value, context.device) for value in batch]
+    if batch_size(values) == 0:
+        raise ModelError("the batch has no sample")
+    values = StepBatch(*move(tuple(values), context.device))
     optimizer.zero_grad()
+    has_ranks = context.layout.size(DATA_AXIS) > 1
+    ranks = TallyRanks(
+        group=context.group(DATA_AXIS) if has_ranks else None,
+        weight=context.batch.value,
+        op=config.reduce.op,
+        device=context.device,
+    )
     train = _train_pipeline if sharded.is_pipeline else _train
     order = sharded.order
-    with order.compared_later() if order else contextlib.nullcontext():
-        loss = train(context, sharded, loss_fn, batch)
-    # The loss is all-reduced before the optimizer step: ranks that gathered modules in different
-    # orders are refused here, while no weight has changed.
+    try:
+        with order.compared_later() if order else contextlib.nullcontext():
+            tally = train(context, sharded, ranks, loss_fn, values)
+    finally:
+        context.batch.parts = 1
+    # Before the optimizer step: ranks that gathered modules in different orders are refused while
+    # no weight has changed.
     if order:
-        loss = order.sum_and_compare(loss.detach() * context.batch.value)
-        loss = loss / context.layout.size(DATA_AXIS)
-    else:
-        loss = mean_over_data(context, loss)
+        order.sum_and_compare(torch.zeros((), device=context.device))
+    loss = tally.finish(sharded.parameters)
     if max_norm is not None:
         clip(config, context, sharded, max_norm)
     optimizer.step()
@@ -108,110 +129,72 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
 
 
 def _train(
-    context: RankContext, sharded: ShardedModel, loss_fn: LossFunction, batch: Sequence[Any]
-) -> Tensor:
-    """Run forward and backward of all micro-batches; return their mean loss."""
+    context: RankContext,
+    sharded: ShardedModel,
+    ranks: TallyRanks,
+    loss_fn: LossFunction | None,
+    batch: StepBatch,
+) -> LossTally:
+    """Run forward and backward of all micro-batches; return their losses, of all ranks."""
     model = sharded.model()
-    samples = batch_size(batch)
-    if samples == 0:
-        raise ModelError("the batch has no sample")
-    parts = split_batch(batch, sharded.microbatches)
-    total = torch.zeros((), device=context.device)
+    parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
+    context.batch.parts = len(parts)
+    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch))
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    may_skip = context.layout.size(DATA_AXIS) > 1 and sharded.order is None
+    may_skip = ranks.size > 1 and sharded.order is None
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        with sharded.completed() if is_last else sharded.paused():
-            # Parts may differ by one sample, so the sum of their means needs weights.
-            weight = batch_size(part) / samples
-            with sharded.computing():
-                loss = scalar_loss(loss_fn(model(*part[:-1]), part[-1]))
-                if sharded.order:
-                    sharded.order.check_trains(loss)
-                if loss.requires_grad or not may_skip:
-                    (loss * (weight * context.batch.value)).backward()
-        total = total + loss.detach() * weight
-    if not loss.requires_grad and all(param.grad is None for param in sharded.parameters()):
+        with sharded.completed() if is_last else sharded.paused(), sharded.computing():
+            samples = batch_size(part)
+            loss = _loss(model, tally, loss_fn, part, samples)
+            if sharded.order:
+                sharded.order.check_trains(loss.value)
+            tally.add(loss, samples)
+            if is_last:
+                tally.combine()
+            objective = tally.objective(loss, samples)
+            if objective.requires_grad or not may_skip:
+                objective.backward()
+    if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
-    return total
+    return tally
+
+
+def _loss(
+    model: nn.Module,
+    tally: LossTally,
+    loss_fn: LossFunction | None,
+    part: StepBatch,
+    samples: int,
+) -> PartLoss:
+    """Return the loss of one micro-batch."""
+    if loss_fn is None:
+        return tally.measure(lambda: own_loss(model(*part.inputs, **part.named)), samples)
+    output = model(*part.inputs, **part.named)
+    data = tensors_in([output, part.target])
+    return tally.measure(partial(loss_fn, output, part.target), samples, data)
 
 
 def _train_pipeline(
-    context: RankContext, sharded: ShardedModel, loss_fn: LossFunction, batch: Sequence[Any]
-) -> Tensor:
+    context: RankContext,
+    sharded: ShardedModel,
+    ranks: TallyRanks,
+    loss_fn: LossFunction | None,
+    batch: StepBatch,
+) -> LossTally:
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
     pipeline = sharded.pipeline()
+    inputs = by_position(pipeline.input_names() if batch.named else (), batch)
+    context.batch.parts = pipeline.microbatches
     if not sharded.is_described:
         sharded.is_described = True
-        context.print(pipeline.describe(batch[:-1]))
+        context.print(pipeline.describe(inputs))
     # The schedule runs many backward passes in an order of its own; none of them is the last one
     # for all parameters, so gradients are reduced after it.
     with sharded.paused(), sharded.computing():
-        loss = pipeline.train_step(batch[:-1], batch[-1], loss_fn, context.batch.value)
+        tally = pipeline.train_step(inputs, batch.target, loss_fn, ranks)
+    tally.combine()
     sharded.reduce()
     pipeline.reduce_tied()
-    return loss
-
-
-def batch_size(batch: Any) -> int:
-    """Return the number of samples in `batch`: the first dim of its first tensor.
-
-    Raises:
-        ModelError: There is no tensor in it.
-    """
-    for value in _tensors(batch):
-        return len(value)
-    raise ModelError("the batch holds no tensor with a first dim of samples")
-
-
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
-
-    Raises:
-        ModelError: There are fewer samples than pieces.
-    """
-    if parts == 1:
-        return [batch]
-    samples = batch_size(batch)
-    if samples < parts:
-        raise ModelError(
-            f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
-        )
-    return [_piece(batch, samples, parts, index) for index in range(parts)]
-
-
-def _piece(value: Any, samples: int, parts: int, index: int) -> Any:
-    match value:
-        case Tensor() if value.dim() and len(value) == samples:
-            return value.tensor_split(parts)[index]
-        case tuple() | list():
-            return [_piece(item, samples, parts, index) for item in value]
-        case dict():
-            return {key: _piece(item, samples, parts, index) for key, item in value.items()}
-        case _:
-            return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    match value:
-        case Tensor():
-            return [value] if value.dim() else []
-        case tuple() | list():
-            return [tensor for item in value for tensor in _tensors(item)]
-        case dict():
-            return [tensor for item in value.values() for tensor in _tensors(item)]
-        case _:
-            return []
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    match value:
-        case Tensor():
-            return value.to(device, non_blocking=True)
-        case tuple() | list():
-            return [_to(item, device) for item in value]
-        case dict():
-            return {key: _to(item, device) for key, item in value.items()}
-        case _:
-            return value
+    return tally

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from msrun.parallel.config import Pipeline
+from msrun.parallel.losses.tally import TallyRanks
 from msrun.parallel.pipeline.model import split_model
 
 CPU = torch.device("cpu")
@@ -158,13 +159,26 @@ def split(model, settings, group=None, sample=None, network=None):
     return split_model(network, settings, group or dist.group.WORLD, CPU, sample)
 
 
+def begin_step(part, inputs, target, loss_fn):
+    """Run forward and backward; return the losses, and with them what is left to do."""
+    ranks = TallyRanks(group=None, weight=1.0, op="mean", device=CPU)
+    tally = part.train_step(inputs, target, loss_fn, ranks)
+    tally.combine()
+    return tally
+
+
+def train_step(part, inputs, target, loss_fn):
+    """Compute all gradients but those of tied weights; return the loss."""
+    return begin_step(part, inputs, target, loss_fn).finish(part.parameters)
+
+
 def train_stages(part, data, loss_fn, optimizer="sgd"):
     """Train this rank's part on each batch; return the losses."""
     update = OPTIMIZERS[optimizer](part.parameters())
     losses = []
     for x, y in data:
         update.zero_grad()
-        losses.append(part.train_step([x], y, loss_fn).item())
+        losses.append(train_step(part, [x], y, loss_fn).item())
         part.reduce_tied()
         update.step()
     return losses

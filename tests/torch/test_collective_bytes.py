@@ -16,10 +16,10 @@ pytestmark = pytest.mark.torch
 
 FLOAT = 4
 GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
-# Every step averages its loss over data-parallel ranks.
-LOSS = FLOAT
-# With it optimizer parallel compares what ranks gathered: a number for each bit of a digest.
-COMPARED = LOSS + 32 * FLOAT
+# Every step adds its loss up over data-parallel ranks: 24 numbers of eight bytes.
+LOSS = 24 * 8
+# Optimizer parallel also compares what ranks gathered: a number for each bit of a digest.
+COMPARED = LOSS + 33 * FLOAT
 LAYERS = [
     {"match": "layers.*.[qkv]", "style": "colwise"},
     {"match": "layers.*.o", "style": "rowwise"},
@@ -81,7 +81,7 @@ def test_optimizer_parallel_sends_its_units(zero, accumulate):
         assert found == {
             GATHER: (units * again, unit_bytes * again),
             SCATTER: (units * times, unit_bytes * times),
-            REDUCE: (1, COMPARED),
+            REDUCE: (2, COMPARED),
         }
 
 
@@ -92,7 +92,7 @@ def test_copies_of_optimizer_parallel_reduce_their_parts(zero):
         assert found == {
             GATHER: (3 * gathers(zero, 1), unit_bytes * gathers(zero, 1)),
             SCATTER: (3, unit_bytes),
-            REDUCE: (3 + 1, unit_bytes // 2 + COMPARED),
+            REDUCE: (3 + 2, unit_bytes // 2 + COMPARED),
         }
 
 
@@ -105,7 +105,7 @@ def test_what_stays_whole_is_reduced_and_not_gathered():
         assert found == {
             GATHER: (6, 2 * padded(weights, 2)),
             SCATTER: (3, padded(weights, 2)),
-            REDUCE: (1 + 1, small + COMPARED),
+            REDUCE: (1 + 2, small + COMPARED),
         }
 
 
@@ -119,7 +119,7 @@ def test_a_short_type_halves_what_is_sent():
     assert run_warm(sent, 2, config, "mlp")[0] == {
         GATHER: (3, unit_bytes),
         SCATTER: (3, unit_bytes),
-        REDUCE: (1, COMPARED),
+        REDUCE: (2, COMPARED),
     }
 
 
@@ -169,7 +169,7 @@ def test_data_parallel_beside_tensor_parallel_sends_parts(zero):
             assert found == {
                 GATHER: (LAYER_COUNT + 1, padded(own, 2)),
                 SCATTER: (LAYER_COUNT + 1, padded(own, 2)),
-                REDUCE: (1, COMPARED),
+                REDUCE: (2, COMPARED),
             }
         else:
             assert found == {REDUCE: (1 + 1, padded(own, 1) + FLOAT * len(own) + LOSS)}
@@ -295,5 +295,5 @@ def test_stages_reduce_their_own_parameters_once():
             assert found == common | {
                 GATHER: (4, own),
                 SCATTER: (4 * times, own * times),
-                REDUCE: (1, COMPARED),
+                REDUCE: (2, COMPARED),
             }

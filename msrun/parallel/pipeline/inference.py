@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.border import Border, Borders, ready_to_send
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join, map_leaves
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join
 from msrun.parallel.pipeline.ranks import PipelineRanks
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import MICROBATCHES
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit, map_leaves
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit
 from msrun.parallel.pipeline.plan import SplitPlan
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.shapes import kinds, make_border

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msrun.errors import ModelError
+from msrun.parallel.losses.batch import like, map_leaves
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 
@@ -129,26 +130,8 @@ def join(outputs: Sequence[Any]) -> Any:
                 f"{len(outputs)} micro-batches cannot make one"
             )
         case tuple() | list():
-            return _like(first, [join(items) for items in zip(*outputs, strict=True)])
+            return like(first, [join(items) for items in zip(*outputs, strict=True)])
         case dict():
             return {key: join([output[key] for output in outputs]) for key in first}
         case _:
             return first
-
-
-def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """Return `value` with everything of `kind` in its tuples, lists and dicts changed."""
-    match value:
-        case _ if isinstance(value, kind):
-            return change(value)
-        case tuple() | list():
-            return _like(value, [map_leaves(change, item, kind) for item in value])
-        case dict():
-            return {key: map_leaves(change, item, kind) for key, item in value.items()}
-        case _:
-            return value
-
-
-def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
-    """Return `items` in a sequence of the type of `value`, which may have named fields."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.local import local_gradient
+from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
@@ -100,6 +101,22 @@ class PipelineModel(nn.Module):
         for params in cut.stage_params:
             params.clear()  # or parameters of other stages would stay in memory here
 
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-batches of a local batch."""
+        return self._microbatches
+
+    def input_names(self) -> Sequence[str]:
+        """Return the names of the inputs of `forward`, in order.
+
+        Raises:
+            ModelError: This model takes them by position alone.
+        """
+        raise ModelError(
+            f"{self._name} takes its inputs by position",
+            hint="pass them in the order of forward: rt.step(model, optimizer, loss_fn, x, target)",
+        )
+
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run a chunk of this stage on the model's inputs and what it received."""
         raise NotImplementedError
@@ -140,21 +157,25 @@ class PipelineModel(nn.Module):
             return infer(self, self._ranks, borders, split, inputs)
 
     def train_step(
-        self, inputs: Sequence[Any], target: Any, loss_fn: LossFunction, scale: float = 1.0
-    ) -> Tensor:
+        self,
+        inputs: Sequence[Any],
+        target: Any,
+        loss_fn: LossFunction | None,
+        ranks: TallyRanks,
+    ) -> LossTally:
         """Run forward and backward of a batch; all ranks of the axis take part.
 
-        Gradients of the mean loss times `scale` are added to those there are.  Those of
-        tied weights are complete after `reduce_tied`.
+        Gradients are added to those there are.  Those of tied weights are complete after
+        `reduce_tied`, and those of a loss with a count after `finish` of the result.
 
         Args:
             inputs: As of the model, on its device, the same on all ranks of the axis.
             target: Last argument of `loss_fn`.
-            loss_fn: Mean loss of samples.
-            scale: Factor of the gradients, not of the result.
+            loss_fn: Loss of a micro-batch; None if the model returns it.
+            ranks: Data-parallel ranks of this stage.
 
         Returns:
-            The mean loss, the same on all ranks of the axis.
+            The losses of all micro-batches, the same on all ranks of the axis.
 
         Raises:
             ModelError: The batch cannot be split, or stages would send something else than tensors.
@@ -165,19 +186,22 @@ class PipelineModel(nn.Module):
                 f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
                 f"{split.parts} equal micro-batches, and {self._norms[0]} would see some twice"
             )
-        work = Work(split=split, inputs=inputs, target=target, loss_fn=loss_fn, scale=scale)
+        # Ranks before the last do not know the type of the loss, only that of tensors sent.
+        sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
+        tally = LossTally(
+            ranks,
+            parts=split.parts,
+            samples=split.samples,
+            is_pipeline=True,
+            dtype=reduce(torch.promote_types, sent, torch.float32),
+        )
+        work = Work(split=split, inputs=inputs, target=target, loss_fn=loss_fn, tally=tally)
         self._schedule(borders).run(work)
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
-        # Ranks before the last do not know the type of the loss, only that of tensors sent.
-        sent = [border.dtype for border in chain(*borders) if border.dtype.is_floating_point]
-        dtype = reduce(torch.promote_types, sent, torch.float32)
-        loss = torch.zeros((), device=self._ranks.device, dtype=dtype)
-        if work.losses:
-            loss += torch.stack(work.losses).sum()
         last = self._ranks.rank(self._cut.chunks.count - 1)
-        dist.broadcast(loss, last, self._ranks.group)
-        return loss
+        dist.broadcast(tally.numbers, last, self._ranks.group)
+        return tally
 
     def reduce_tied(self) -> None:
         """Sum gradients of tied weights over stages, after those over data-parallel ranks.
@@ -236,6 +260,10 @@ class SplitModel(PipelineModel):
         self._plan = plan
         self._shapes = shapes
         self._measured: MeasuredShapes | None = None
+
+    def input_names(self) -> Sequence[str]:
+        """Return the names of the inputs that a batch fills."""
+        return self._plan.traced.inputs
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""

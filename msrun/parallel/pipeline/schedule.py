@@ -8,7 +8,7 @@ last chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,8 +28,9 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import Parameter
 
-from msrun.errors import UsageError
-from msrun.parallel.local import scalar_loss
+from msrun.errors import ModelError, UsageError
+from msrun.parallel.losses.batch import own_loss, tensors_in
+from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
     Border,
     Borders,
@@ -37,6 +38,7 @@ from msrun.parallel.pipeline.border import (
     ready_to_send,
     with_dense_gradient,
 )
+from msrun.parallel.pipeline.chunks import MICROBATCHES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
@@ -53,7 +55,7 @@ _MULTI = {
 # The output of the last chunk, which is sent to no other.
 _LOSS = (Border(name="loss", shape=(), dtype=torch.float32, requires_grad=True),)
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,29 +66,38 @@ class Work:
         split: How the batch is split.
         inputs: Inputs of the whole batch.
         target: Last argument of the loss.
-        loss_fn: Mean loss of samples.
-        scale: Factor of the gradients.
-        losses: Shares of the mean loss so far, on the last stage.
+        loss_fn: Of one micro-batch; None if the model returns its loss.
+        tally: Adds losses up, on the last stage.
     """
 
     split: MicrobatchSplit
     inputs: Sequence[Any]
     target: Any
-    loss_fn: LossFunction
-    scale: float
-    losses: list[Tensor] = field(default_factory=list)
+    loss_fn: LossFunction | None
+    tally: LossTally
 
-    def loss(self, output: Any, part: int) -> Tensor:
-        """Return the share of micro-batch `part` in the loss that is differentiated.
+    def loss(self, run: Callable[[], Any], part: int) -> Tensor:
+        """Return what is differentiated for micro-batch `part`, whose output `run` returns.
 
         Raises:
             ModelError: The loss is not one number.
         """
-        target = self.split.real(self.target, part)
-        loss = scalar_loss(self.loss_fn(self.split.trim(output, part), target))
-        share = self.split.share(part)
-        self.losses.append(loss.detach().reshape(()) * share)
-        return loss.reshape(()) * (share * self.scale)
+        samples, loss_fn = self.split.count(part), self.loss_fn
+        if loss_fn is None:
+            if self.split.repeats:
+                raise ModelError(
+                    f"{MICROBATCHES}: {self.split.samples} samples do not divide into "
+                    f"{self.split.parts} equal micro-batches, as a model that returns its loss "
+                    "needs"
+                )
+            loss = self.tally.measure(lambda: own_loss(run()), samples)
+        else:
+            output = self.split.trim(run(), part)
+            target = self.split.real(self.target, part)
+            compute = partial(loss_fn, output, target)
+            loss = self.tally.measure(compute, max(samples, 1), tensors_in([output, target]))
+        self.tally.add(loss, samples)
+        return self.tally.objective(loss, samples)
 
 
 class Runner(nn.Module):
@@ -117,10 +128,10 @@ class Runner(nn.Module):
         index = int(part.item())
         inputs = self.work.split.padded(self.work.inputs, index)
         tensors = [with_dense_gradient(tensor) for tensor in received]
-        output = self._run(*inputs, *tensors)
+        run = partial(self._run, *inputs, *tensors)
         if self._sent is _LOSS:
-            return join_graph([self.work.loss(output, index)], tensors)[0]
-        return ready_to_send(output, self._sent, tensors)
+            return join_graph([self.work.loss(run, index)], tensors)[0]
+        return ready_to_send(run(), self._sent, tensors)
 
 
 class Schedule:

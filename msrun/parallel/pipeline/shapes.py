@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
-from msrun.parallel.pipeline.microbatch import map_leaves
 from msrun.parallel.pipeline.plan import SplitPlan
 from msrun.parallel.pipeline.skeleton import META, Skeleton
 from msrun.parallel.pipeline.trace import shown

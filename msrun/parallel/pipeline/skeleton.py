@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
 
-from msrun.parallel.pipeline.microbatch import map_leaves
+from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.trace import Trace
 
 META = torch.device("meta")

@@ -58,10 +58,10 @@ def reduced(fuse, accumulate):
 def test_fusion_is_as_configured(fuse, buckets, accumulate):
     calls, sent = run_warm(reduced, 2, fuse, accumulate)[0]
 
-    # One more of four bytes is the loss.
+    # One more is the loss, 24 numbers of eight bytes.
     assert calls == {"allreduce_": buckets + 1}
     # Each parameter travels with one number that says whether anybody has its gradient.
-    assert sent == {"allreduce_": MLP_BYTES + 4 * 6 + 4}
+    assert sent == {"allreduce_": MLP_BYTES + 4 * 6 + 24 * 8}
 
 
 def gradients_of(config):

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from pipelines import (
     MODELS,
     SCHEDULES,
+    begin_step,
     data_of,
     largest_difference,
     pipeline,
     split,
     stages,
     train_stages,
+    train_step,
     train_whole,
 )
 from ranks import (
@@ -93,7 +95,7 @@ def _messages(schedule, count):
     part = split("deep", pipeline(stages("deep", schedule, degree), schedule, count))
     for x, y in batches("deep", steps=2):
         with Counted() as counted:
-            part.train_step([x], y, functional.cross_entropy)
+            train_step(part, [x], y, functional.cross_entropy)
     return counted.calls["send"], counted.calls["recv_"]
 
 
@@ -125,7 +127,7 @@ def _live(schedule):
         live[0] -= 1
 
     part.get_submodule(f"layers.{2 * stage + 1}").register_forward_hook(forward)
-    part.train_step([batches("deep")[0][0]], batches("deep")[0][1], functional.cross_entropy)
+    train_step(part, [batches("deep")[0][0]], batches("deep")[0][1], functional.cross_entropy)
     return live[1]
 
 
@@ -163,8 +165,9 @@ def _tied():
     for batch in batches("transformer"):
         x, y = (tensor.chunk(2)[mesh.get_local_rank("dp")] for tensor in batch)
         update.zero_grad()
-        loss = part.train_step([x], y, token_loss, scale=0.5)
+        loss = train_step(part, [x], y, token_loss)
         for param in part.parameters():
+            param.grad.mul_(0.5)
             dist.all_reduce(param.grad, group=dp)
         part.reduce_tied()
         update.step()
@@ -370,9 +373,10 @@ def _sharded(schedule, is_resharded):
         x, y = (tensor.chunk(2)[mesh.get_local_rank("dp")] for tensor in batch)
         update.zero_grad()
         part.set_requires_gradient_sync(is_resharded)
-        loss = part.train_step([x], y, token_loss)
+        tally = begin_step(part, [x], y, token_loss)
         reduce_sharded(part)
         part.reduce_tied()
+        loss = tally.finish(part.parameters)
         update.step()
         dist.all_reduce(loss, group=dp)
         losses.append(loss.item() / 2)
@@ -400,7 +404,7 @@ def _routed():
     with torch.no_grad():
         off = max(off, float((part(x) - network(x)).abs().max()))
     with pytest.raises(UsageError) as caught:
-        part.train_step([x], torch.zeros(50, dtype=torch.long), functional.cross_entropy)
+        train_step(part, [x], torch.zeros(50, dtype=torch.long), functional.cross_entropy)
     return off < 1e-6, largest_difference(part, network) < 1e-6, calls, str(caught.value)
 
 

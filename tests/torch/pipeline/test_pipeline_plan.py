@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import CPU, pipeline, split
+from pipelines import CPU, pipeline, split, train_step
 from ranks import Transformer, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
@@ -287,10 +287,10 @@ def _refused():
         return functional.cross_entropy(output["logits"], target)
 
     return [
-        _told(lambda: part.train_step([x, x], target, loss)),
+        _told(lambda: train_step(part, [x, x], target, loss)),
         _told(lambda: part(x)),
-        _told(lambda: part.train_step([x[:0]], target, loss)),
-        _told(lambda: part.train_step([x[:3]], target[:3], loss)),
+        _told(lambda: train_step(part, [x[:0]], target, loss)),
+        _told(lambda: train_step(part, [x[:3]], target[:3], loss)),
     ]
 
 
@@ -312,7 +312,7 @@ def test_refusals_while_it_runs():
 def _crossing():
     part = split_model(Crossing(), pipeline(AB, microbatches=2), dist.group.WORLD, CPU)
     x, target = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
-    return _told(lambda: part.train_step([x], target, functional.cross_entropy))
+    return _told(lambda: train_step(part, [x], target, functional.cross_entropy))
 
 
 def test_only_tensors_go_from_stage_to_stage():
@@ -353,7 +353,7 @@ def _vector_loss():
     def loss(output, target):
         return functional.cross_entropy(output, target, reduction="none")
 
-    return _told(lambda: part.train_step([x], y, loss))
+    return _told(lambda: train_step(part, [x], y, loss))
 
 
 def test_the_loss_is_one_number():

@@ -1,0 +1,203 @@
+"""Batches as scripts have them: tensors in tuples, named tuples, lists and mappings of any depth.
+
+Mappings keep their type, such as the `BatchEncoding` of a tokenizer.  A tensor whose first dim is
+the number of samples is cut; numbers, strings and tensors of another first dim are for every
+sample.  A tensor that has this size by chance cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from msrun.errors import ModelError
+from msrun.parallel.config import ROOT
+
+_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class StepBatch(NamedTuple):
+    """What a step gets of a batch.
+
+    Args:
+        inputs: Of the model, by position.
+        named: Of the model, by name.
+        target: Last argument of the loss function; None if the model returns its loss.
+    """
+
+    inputs: Sequence[Any]
+    named: Mapping[str, Any]
+    target: Any
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """Return `value` with everything of `kind` in its tuples, lists and mappings changed."""
+    match value:
+        case _ if isinstance(value, kind):
+            return change(value)
+        case tuple() | list():
+            return like(value, [map_leaves(change, item, kind) for item in value])
+        case Mapping():
+            changed = {key: map_leaves(change, item, kind) for key, item in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return changed
+            result = copy.copy(value)
+            for key, item in changed.items():
+                result[key] = item
+            return result
+        case _:
+            return value
+
+
+def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Return `items` in a sequence of the type of `value`, which may have named fields."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in `value`, in order."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_leaves(add, value)
+    return found
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with its tensors on `device`."""
+    return map_leaves(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the number of samples in `batch`: the first dim of its first tensor.
+
+    Raises:
+        ModelError: There is no tensor in it.
+    """
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise ModelError("the batch holds no tensor with a first dim of samples")
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
+
+    Raises:
+        ModelError: There are fewer samples than pieces.
+    """
+    if parts == 1:
+        return [batch]
+    samples = batch_size(batch)
+    if samples < parts:
+        raise ModelError(
+            f"{ROOT}.accumulate: {parts} micro-batches of a batch of {samples} sample(s)"
+        )
+
+    def piece(index: int) -> Any:
+        return map_leaves(lambda tensor: _rows(tensor, samples, parts, index), batch)
+
+    return [piece(index) for index in range(parts)]
+
+
+def _rows(tensor: Tensor, samples: int, parts: int, index: int) -> Tensor:
+    if not tensor.dim() or len(tensor) != samples:
+        return tensor
+    return tensor.tensor_split(parts)[index]
+
+
+def read_batch(model: nn.Module, batch: Sequence[Any], *, has_loss: bool) -> StepBatch:
+    """Return the arguments of the model and the target in the values of a step.
+
+    A mapping as the only input has arguments by name, unless `forward` takes a mapping.
+
+    Args:
+        model: The model.
+        batch: Inputs, and with a loss function the target behind them.
+        has_loss: Whether there is a loss function.
+
+    Raises:
+        ModelError: There are too few values.
+    """
+    if has_loss and len(batch) < 2:  # noqa: PLR2004 - an input and a target
+        hint = "rt.step(model, optimizer, loss_fn, inputs, target); without loss_fn the model "
+        raise ModelError(
+            f"rt.step needs the inputs and the target, not {len(batch)} value(s)",
+            hint=f"{hint}returns its loss: rt.step(model, optimizer, batch)",
+        )
+    inputs, target = (batch[:-1], batch[-1]) if has_loss else (batch, None)
+    if not has_loss and len(batch) == 1 and isinstance(batch[0], tuple | list):
+        inputs = list(batch[0])
+    if not inputs:
+        raise ModelError("rt.step needs a batch", hint="rt.step(model, optimizer, batch)")
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and _takes_names(model, inputs[0]):
+        return StepBatch((), inputs[0], target)
+    return StepBatch(inputs, {}, target)
+
+
+def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether `forward` takes the values of `batch` by name, and not `batch` itself."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return True
+    names = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
+    required = [p for p in parameters if p.kind in _KINDS and p.default is inspect.Parameter.empty]
+    return bool(names.intersection(batch)) or len(required) != 1
+
+
+def by_position(names: Sequence[str], batch: StepBatch) -> Sequence[Any]:
+    """Return the inputs of `batch` in the order of `names`.
+
+    Raises:
+        ModelError: There are others.
+    """
+    if not batch.named:
+        return batch.inputs
+    if set(batch.named) != set(names):
+        raise ModelError(
+            f"the batch has {', '.join(batch.named)}, and the model was split for "
+            f"{', '.join(names)}",
+            hint="an input with a default is one if it is in the sample of rt.shard",
+        )
+    return [batch.named[name] for name in names]
+
+
+def own_loss(output: Any) -> Any:
+    """Return the loss that a model returned: itself, or its field `loss`.
+
+    Raises:
+        ModelError: There is none, or it has a term over the whole batch.
+    """
+    if isinstance(output, Tensor):
+        return output
+    if _field(output, "aux_loss") is not None and _field(output, "aux_loss").requires_grad:
+        raise ModelError(
+            "the loss of the model has a term that balances experts over a whole batch (aux_loss),"
+            " and each rank and micro-batch has a part of it",
+            hint="set output_router_logits=False",
+        )
+    loss = _field(output, "loss")
+    if isinstance(output, tuple) and loss is None:
+        sizes = [item.numel() if isinstance(item, Tensor) else 1 for item in output]
+        if sizes == [1, 1]:  # its sum and count
+            return output
+        loss = output[0] if sizes[:1] == [1] else None
+    if loss is None:
+        raise ModelError(
+            f"the model returned {type(output).__name__} without a loss",
+            hint="give it its labels in the batch, or rt.step a loss function and a target",
+        )
+    return loss
+
+
+def _field(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)

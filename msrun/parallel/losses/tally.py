@@ -1,0 +1,338 @@
+"""Adds up the loss over the micro-batches of a step and over data-parallel ranks.
+
+What one process would differentiate is `sum / count` over the whole batch, and a rank has only its
+part when its backward pass begins.  One all-reduce of a few numbers, between forward and backward,
+has the sums, the counts and the loss at once:
+
+- One micro-batch: the count of the whole batch is known before the backward pass, which therefore
+  begins with the right factor.  Hooks of parameters see the gradients of one process.
+- Several, and pipelines: backward passes begin before all counts are known.  They compute gradients
+  of the sum over a first guess, the samples of a rank, and `finish` scales the reduced gradients.
+- A sum needs no count, and a plain loss is weighted by samples.
+- A linear function of means has one count for each mean.  With one micro-batch the function is
+  replaced by one with the same gradient in which each mean has its weight.  With several the counts
+  must be alike in all parts; otherwise all ranks raise.
+
+Errors are raised in `finish`, before the optimizer step, on all ranks of the job alike.  The host
+reads the numbers that decide only there, and waits no longer for the device than to the end of the
+last forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor, local_gradient
+from msrun.parallel.losses.watch import Kind, LossWatch, PartLoss, Term, count_type
+
+_KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
+_SUM, _COUNT, _FLOOR, _OFFSET, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 5)
+_TERMS_MAX = 8
+_SIZE = _FIRST_TERM + 2 * _TERMS_MAX
+# Relative difference below which counts of parts are equal.
+_ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HINT = (
+    "return (sum, count) from the loss function: a step then divides the sum of all by the count"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TallyRanks:
+    """The data-parallel ranks of a step.
+
+    Args:
+        group: Their group; None for one rank.
+        weight: Weight of this rank's batch in a mean over them.
+        op: How gradients are reduced: `reduce.op`.
+        device: Of this rank.
+    """
+
+    group: dist.ProcessGroup | None
+    weight: float
+    op: Literal["mean", "sum"]
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return 1 if self.group is None else self.group.size()
+
+
+class LossTally:
+    """The loss of one step.
+
+    Args:
+        ranks: The data-parallel ranks.
+        parts: Micro-batches of a rank.
+        samples: Samples of this rank's batch.
+        is_pipeline: Whether backward passes begin before the last forward pass has ended.
+        dtype: Type of the loss on a rank that computes none.
+
+    Attributes:
+        numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
+            and two numbers for each mean of linear losses.
+    """
+
+    def __init__(
+        self,
+        ranks: TallyRanks,
+        *,
+        parts: int,
+        samples: int,
+        is_pipeline: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._ranks = ranks
+        self._parts = parts
+        self._samples = samples
+        self._is_pipeline = is_pipeline
+        # Whether the counts of the whole batch are known before the backward pass.
+        self._is_early = parts == 1 and not is_pipeline
+        self._dtype = dtype
+        self._is_plain = not is_pipeline
+        self._terms: Sequence[Term] = ()
+        self._host: _HostCopy | None = None
+        self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
+
+    def measure(
+        self, compute: Callable[[], Any], samples: int, data: Sequence[Tensor] | None = None
+    ) -> PartLoss:
+        """Return the loss of a part of the batch.
+
+        Args:
+            compute: Returns it, or its sum and count.
+            samples: Samples of the part.
+            data: Tensors that `compute` gets of the batch; None if it runs the model itself.
+
+        Raises:
+            ModelError: It cannot be combined with that of other parts, or is not one number.
+        """
+        if self._ranks.size == self._parts == 1:
+            loss = compute()
+            if pair := self._pair(loss):
+                return pair
+            return PartLoss(kind="plain", value=full_tensor(self._number(loss)))
+        watch = LossWatch(samples, data)
+        with watch:
+            loss = compute()
+        return self._pair(loss) or watch.read(self._number(loss))
+
+    def _number(self, loss: Any, name: str = "loss") -> Tensor:
+        """Return `loss` itself, if it is one number on the device of the model."""
+        if not isinstance(loss, Tensor):
+            raise ModelError(
+                f"the {name} is {type(loss).__name__}, and must be a tensor of one number",
+                hint="return the mean loss of the samples, or (sum, count)",
+            )
+        if loss.numel() != 1:
+            raise ModelError(
+                f"the {name} has shape {tuple(loss.shape)}, and must be one number",
+                hint="return the mean of it: loss.mean()",
+            )
+        if loss.device.type != self._ranks.device.type:
+            raise ModelError(
+                f"the {name} is on {loss.device.type}, and the model on {self._ranks.device.type}",
+                hint="compute it from the output of the model, without .cpu()",
+            )
+        return loss
+
+    def _pair(self, loss: Any) -> PartLoss | None:
+        """Return a loss that the script returned as its sum and count; None if it did not."""
+        if not isinstance(loss, tuple) or len(loss) != 2:  # noqa: PLR2004 - a pair
+            return None
+        total, count = loss
+        if isinstance(count, Tensor):
+            if count.numel() != 1 or count.requires_grad:
+                problem = "needs a gradient" if count.requires_grad else f"is {tuple(count.shape)}"
+                raise ModelError(f"the count of the loss {problem}, and must be a plain number")
+            count = full_tensor(count).to(self.numbers).reshape(())
+        elif isinstance(count, int | float):
+            count = torch.full((), count, dtype=self.numbers.dtype, device=self.numbers.device)
+        else:
+            raise ModelError(f"the count of the loss is {type(count).__name__}, and not a number")
+        total = full_tensor(self._number(total, "sum of the loss"))
+        return PartLoss(kind="counted", value=total, count=count)
+
+    def add(self, loss: PartLoss, samples: int) -> None:
+        """Add the loss of a part with so many `samples` that count; none if they are repeated."""
+        self._dtype = torch.promote_types(loss.value.dtype, torch.float32)
+        self._is_plain &= loss.kind == "plain"
+        if not samples:
+            return
+        numbers = self.numbers
+        numbers[_KINDS.index(loss.kind)] += 1
+        value = loss.value.detach().reshape(())
+        if loss.kind in ("counted", "summed"):
+            numbers[_SUM] += value
+            if loss.count is not None:
+                numbers[_COUNT] += loss.count
+                numbers[_FLOOR] += loss.limit.floor
+                numbers[_OFFSET] += loss.limit.offset
+            return
+        if len(loss.terms) > _TERMS_MAX:
+            raise ModelError(
+                f"the loss is made of {len(loss.terms)} means, and at most {_TERMS_MAX} combine",
+                hint=_HINT,
+            )
+        self._terms = loss.terms
+        for index, term in enumerate(loss.terms):
+            first, count = _FIRST_TERM + 2 * index, _count(term)
+            if self._is_early:
+                slope = loss.slopes[index].reshape(()) if loss.slopes else torch.zeros_like(value)
+                numbers[first] += slope * term.total.detach().reshape(())
+                numbers[first + 1] += count
+                value = value - slope * _mean(term).detach()
+            else:
+                # Counts are equal if the mean of their squares is the square of their mean.
+                numbers[first] += count / samples
+                numbers[first + 1] += (count / samples).square()
+        numbers[_SUM] += value * self._share(samples)
+
+    def combine(self) -> None:
+        """Add the numbers of all data-parallel ranks, which all call this."""
+        if self._ranks.group is not None:
+            dist.all_reduce(self.numbers, group=self._ranks.group)
+        if not self._is_plain:
+            self._host = _HostCopy(self.numbers)
+
+    def objective(self, loss: PartLoss, samples: int) -> Tensor:
+        """Return what a backward pass differentiates for a part with so many `samples`.
+
+        With one micro-batch, `combine` comes before it.
+        """
+        value, ranks = loss.value.reshape(()), self._ranks
+        if not samples:
+            return value * 0.0
+        if loss.kind == "summed":
+            return value * float(ranks.size) if ranks.op == "mean" else value
+        if loss.kind == "counted":
+            if not self._is_early:
+                return value * self._guess()
+            return value * (ranks.size / loss.limit(self.numbers[_COUNT])).to(value.dtype)
+        share = self._share(samples)
+        result = value * share
+        for index, (term, slope) in enumerate(zip(loss.terms, loss.slopes, strict=False)):
+            if self._is_early:  # gives the mean the weight of its count
+                everywhere = term.limit(self.numbers[_FIRST_TERM + 2 * index + 1])
+                weight = _divisor(term) * ranks.size / everywhere - share
+                result = result + slope.reshape(()) * weight.to(slope.dtype) * _mean(term)
+        return result
+
+    def finish(self, params: Callable[[], Iterable[Parameter]]) -> Tensor:
+        """Complete the gradients of `params`, which are reduced; return the loss of all ranks.
+
+        Raises:
+            ModelError: There is no such loss.  All data-parallel ranks raise.
+        """
+        ranks, numbers = self._ranks, self.numbers
+        loss = numbers[_SUM] / ranks.size
+        if self._host is None:
+            return loss.to(self._dtype)
+        found = self._host.read()
+        kinds = [kind for kind, count in zip(_KINDS, found, strict=False) if count]
+        if len(kinds) > 1:
+            raise ModelError(
+                f"the loss is {kinds[0]} in some micro-batches or ranks and {kinds[1]} in others, "
+                "so they do not make one loss; no weight was changed",
+                hint=_HINT,
+            )
+        if kinds == ["summed"]:
+            loss = numbers[_SUM]
+        elif kinds == ["counted"]:
+            floor, offset = (found[index] / found[1] for index in (_FLOOR, _OFFSET))
+            divisor = max(found[_COUNT], floor) if floor or offset else found[_COUNT]
+            divisor += offset
+            _check_count(divisor)
+            loss = numbers[_SUM] / divisor
+            if not self._is_early:
+                _scale(params(), ranks.size / divisor / self._guess())
+        elif kinds == ["linear"] and self._is_early:
+            for index, term in enumerate(self._terms):
+                first = _FIRST_TERM + 2 * index
+                _check_count(float(term.limit(torch.tensor(found[first + 1]))), term.name)
+                loss = loss + numbers[first] / term.limit(numbers[first + 1])
+        elif kinds == ["linear"]:
+            self._check_alike(found)
+        return loss.to(self._dtype)
+
+    def _check_alike(self, found: Sequence[float]) -> None:
+        """Refuse means in a linear loss that have other counts in other parts of the batch."""
+        parts = found[_KINDS.index("linear")]
+        for first in range(_FIRST_TERM, _SIZE, 2):
+            mean, square = found[first] / parts, found[first + 1] / parts
+            if abs(square - mean * mean) > _ALIKE[self.numbers.dtype] * square:
+                raise ModelError(
+                    "the loss contains a mean over parts of the batch in which different numbers "
+                    "of targets count, so their mean is not that of the batch; no weight was "
+                    "changed",
+                    hint=_HINT,
+                )
+
+    def _share(self, samples: int) -> float:
+        """Return the weight of a part in a mean over samples."""
+        return samples / self._samples * self._ranks.weight
+
+    def _guess(self) -> float:
+        """Return the factor of sums whose count is not known yet, equal on all ranks."""
+        return self._ranks.weight / self._samples
+
+
+class _HostCopy:
+    """A copy of a tensor on the host, which the device makes when it gets there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._event: torch.Event | None = None
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return the numbers; wait until the device has copied them."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._copy.tolist()
+        return numbers
+
+
+def _count(term: Term) -> Tensor:
+    if term.count is None:
+        raise TypeError("a sum has no count")
+    return term.count
+
+
+def _mean(term: Term) -> Tensor:
+    if term.mean is None:
+        raise TypeError("a sum has no mean")
+    return term.mean.reshape(())
+
+
+def _divisor(term: Term) -> Tensor:
+    """Return by what the mean of `term` was divided."""
+    divisor = term.limit(_count(term))
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
+def _check_count(divisor: float, name: str = "the loss") -> None:
+    if divisor == 0:
+        raise ModelError(
+            f"no target of the whole batch counts: {name} would be a sum divided by 0; "
+            "no weight was changed",
+            hint="leave out batches in which every target is ignored",
+        )
+
+
+@torch.no_grad()
+def _scale(params: Iterable[Parameter], factor: float) -> None:
+    """Scale gradients in place."""
+    for param in params:
+        if (gradient := local_gradient(param)) is not None:
+            gradient.mul_(factor)

@@ -1,0 +1,433 @@
+"""Finds the sum and the count of a loss, in the functions of torch that compute it.
+
+While `LossWatch` is active, it sees every function of torch.  Those that reduce a tensor to one
+number leave a `Term`: a mean leaves its sum and its count, and a sum its sum.  A quotient of two
+sums is a mean as well.  Then the loss that the script returns is one of these:
+
+- counted: the result of a mean, or a pair that the script returned.
+- summed: the result of a sum.
+- linear: a linear function of means, such as a cross entropy and a penalty.
+- plain: anything else.  Its mean over samples is right for a mean of samples.
+
+A tensor is linked to what it was computed from (`_SOURCES`): to the batch, and to terms.  So a mean
+over weights, or over values that contain a mean, is not mistaken for one over samples.  A function
+that is not linear is refused: the root of a mean is not the mean of the roots.
+
+Which functions are called follows from the code of the loss and not from values, so ranks find the
+same; `tally` compares them to be sure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor
+from msrun.parallel.torch_compat import write_count
+
+Kind = Literal["plain", "counted", "summed", "linear"]
+
+# Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
+# tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
+# two are numbers of terms, beside that of the watch: tensors may outlive it.
+_TERM, _SOURCES, _RANGE = "msrun_term", "msrun_sources", "msrun_range"
+# The batch among the sources has no number of a term.
+_ONLY_BATCH = frozenset([-1])
+_NOTHING: frozenset[int] = frozenset()
+_watches = itertools.count()
+
+_BY_CLASS = (functional.cross_entropy, functional.nll_loss)
+# Their mean is one over all elements.
+_BY_ELEMENT = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.huber_loss,
+    functional.kl_div,
+    functional.l1_loss,
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.soft_margin_loss,
+)
+_OTHERS = (
+    functional.cosine_embedding_loss,
+    functional.ctc_loss,
+    functional.gaussian_nll_loss,
+    functional.hinge_embedding_loss,
+    functional.margin_ranking_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.poisson_nll_loss,
+    functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
+)
+_LOSSES = frozenset(_BY_CLASS + _BY_ELEMENT + _OTHERS)
+_SUMS = frozenset(["sum", "nansum", "count_nonzero"])
+_MEANS = frozenset(["mean", "nanmean"])
+# A loss of the whole batch has another value of these, which does not follow from those of parts.
+_OPAQUE = frozenset(
+    ["norm", "vector_norm", "matrix_norm", "std", "var", "max", "min", "amax", "amin"]
+)
+_OPAQUE |= {"median", "quantile", "prod", "logsumexp"}
+_REDUCING = _SUMS | _MEANS | _OPAQUE
+_DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
+_LIMITING = frozenset(["clamp", "clip", "clamp_min"])
+_ADDING = frozenset(["add", "__add__", "__radd__"])
+# Their result has the values of their first argument.
+_KEEPING = frozenset(
+    ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
+)
+_KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
+_HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What keeps a divisor from 0: `count.clamp(min=floor) + offset`.
+
+    Args:
+        floor: The least count.
+        offset: What is added to it.
+    """
+
+    floor: float = 0.0
+    offset: float = 0.0
+
+    def __call__(self, count: Tensor) -> Tensor:
+        """Return the divisor for `count`."""
+        return count.clamp(min=self.floor) + self.offset if self != NO_LIMIT else count
+
+
+NO_LIMIT = Limit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Term:
+    """A sum over this part of the batch, and what it is divided by.
+
+    Args:
+        name: Of the function that computed it.
+        total: The sum, one number.
+        count: What divides it; None for a sum.
+        mean: `total / count`, or 0 without anything that counts; None for a sum.
+        limit: What the script does to the divisor.
+    """
+
+    name: str
+    total: Tensor
+    count: Tensor | None = None
+    mean: Tensor | None = None
+    limit: Limit = NO_LIMIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartLoss:
+    """The loss of one part of a batch.
+
+    Args:
+        kind: How losses of parts make one.
+        value: The loss of the part alone; of a counted or summed one its sum.
+        count: What divides a counted one.
+        limit: What the script does to the divisor.
+        terms: Means that a linear one is made of.
+        slopes: Derivatives of the value by them, if it needs gradients.
+    """
+
+    kind: Kind
+    value: Tensor
+    count: Tensor | None = None
+    limit: Limit = NO_LIMIT
+    terms: Sequence[Term] = ()
+    slopes: Sequence[Tensor] = field(default=())
+
+
+def count_type(device: torch.device) -> torch.dtype:
+    """Return the type in which counts are added; HCCL has no float64."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+class LossWatch(TorchFunctionMode):
+    """While it is active, functions that reduce to one number leave their sum and count.
+
+    Args:
+        samples: Samples of the part of the batch that the loss gets.
+        data: Tensors that a loss function gets of the batch; None takes all for parts of it.
+    """
+
+    def __init__(self, samples: int, data: Sequence[Tensor] | None = None) -> None:
+        super().__init__()
+        self._samples = samples
+        self._number = next(_watches)
+        self._terms: list[Term] = []
+        self._takes_all = data is None
+        for tensor in data or ():
+            self._link(tensor, _ONLY_BATCH)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        sources = self._sources((*args, *kwargs.values())) if self._needs_sources() else _NOTHING
+        if func in _LOSSES:
+            return self._loss(func, args, kwargs, sources)
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        if name in _REDUCING and not result.dim():
+            return self._reduced(name, result, args, kwargs, sources)
+        if name == "arange" and len(args) == 1:
+            setattr(result, _RANGE, True)
+        if sources:
+            self._link(result, sources)
+        if args and isinstance(args[0], Tensor) and result is not args[0]:
+            if name in _KEEPING:
+                self._keep(args[0], result)
+            elif (term := self._own_term(args[0])) and term.count is None:
+                return self._changed(term, name, result, args, kwargs)
+        return result
+
+    def read(self, loss: Tensor) -> PartLoss:
+        """Return what the functions that were seen say about `loss`, one number.
+
+        Raises:
+            ModelError: It depends on a number of the part that the batch has another of.
+        """
+        value = full_tensor(loss)
+        sources = self._sources((loss,)) - _ONLY_BATCH
+        term = self._own_term(loss)
+        if term and len(sources) == 1:
+            kind: Kind = "summed" if term.count is None else "counted"
+            return PartLoss(kind=kind, value=term.total, count=term.count, limit=term.limit)
+        terms = [self._terms[index] for index in sorted(sources)]
+        for term in terms:
+            if value.requires_grad and not term.total.requires_grad:
+                raise ModelError(
+                    f"the loss depends on {term.name} of a part of the batch, which is another "
+                    "number for the whole batch",
+                    hint=_HINT,
+                )
+        means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
+        if not means:
+            return PartLoss(kind="plain", value=value)
+        return PartLoss(kind="linear", value=value, terms=means, slopes=_slopes(value, means))
+
+    def _loss(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: frozenset[int],
+    ) -> Any:
+        """Run a loss of torch; its mean or sum leaves a term."""
+        name, reduction = func.__name__, _reduction(kwargs)
+        is_counted = func in _BY_CLASS or func in _BY_ELEMENT
+        if reduction != "mean" or not is_counted:
+            result = func(*args, **kwargs)
+            if reduction == "sum":
+                self._leave(result, Term(name=name, total=full_tensor(result)), sources)
+            else:
+                self._link(result, sources)
+            return result
+        values, target = args[0], args[1]
+        if func in _BY_CLASS:
+            self._check_target(values, target)
+            count = _count_targets(values, target, kwargs)
+        else:
+            shape = torch.broadcast_shapes(values.shape, target.shape)
+            count = torch.full((), shape.numel(), device=values.device)
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()  # a sum over many would exceed their range
+        options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
+        total = func(values, *args[1:], **{option: options[option] for option in kwargs})
+        return self._mean(name, total, count, args[0].dtype, sources=sources)
+
+    def _check_target(self, values: Tensor, target: Tensor) -> None:
+        """Refuse a loss that compares all samples with each other, of which it has a part."""
+        if getattr(target, _RANGE, False) and values.shape == (self._samples, self._samples):
+            raise ModelError(
+                f"the loss compares the {self._samples} samples of this part of the batch with "
+                "each other, and not with those of other ranks and micro-batches",
+                hint="compare them with rt.gather(x), which has the samples of all ranks",
+            )
+
+    def _reduced(
+        self,
+        name: str,
+        result: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: frozenset[int],
+    ) -> Tensor:
+        """Return the mean or sum `result`; over elements of the batch it leaves a term."""
+        x = args[0] if args else kwargs.get("input")
+        self._link(result, sources)
+        if isinstance(x, Tensor) and not x.dim():
+            self._keep(x, result)
+        elif isinstance(x, Tensor) and self._is_data(sources):
+            if name in _MEANS:
+                wide = torch.promote_types(result.dtype, torch.float32)
+                if name == "nanmean":
+                    sums = x.nansum(dtype=wide), x.isnan().logical_not().sum()
+                else:
+                    sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
+                return self._mean(name, *sums, result.dtype)
+            total = full_tensor(result)
+            self._leave(result, Term(name=name, total=total if name in _SUMS else total.detach()))
+        return result
+
+    def _changed(
+        self, term: Term, name: str, result: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Return `result` of a function of a sum: a quotient of two sums, or a limited divisor."""
+        other = args[1] if len(args) > 1 else kwargs.get("min")
+        names = set(kwargs) - {"min"}
+        if len(args) > 2 or names:  # noqa: PLR2004 - a sum and one more
+            return result
+        if name in _DIVIDING and isinstance(other, Tensor):
+            count = self._own_term(other)
+            if count and count.count is None and not count.total.requires_grad:
+                shown = f"{term.name} / {count.name}"
+                return self._mean(shown, term.total, count.total, result.dtype, limit=count.limit)
+        if isinstance(other, int | float) and not term.total.requires_grad:
+            floor, offset = term.limit.floor, term.limit.offset
+            if name in _LIMITING and not offset:
+                limit = Limit(max(floor, other), offset)
+            elif name in _ADDING:
+                limit = Limit(floor, offset + other)
+            else:
+                return result
+            self._leave(result, Term(name=term.name, total=term.total, limit=limit))
+        return result
+
+    def _mean(
+        self,
+        name: str,
+        total: Tensor,
+        count: Tensor,
+        dtype: torch.dtype,
+        *,
+        sources: frozenset[int] = _NOTHING,
+        limit: Limit = NO_LIMIT,
+    ) -> Tensor:
+        """Return the mean of a sum and a count, and leave its term.
+
+        The result is a tensor of its own: the script may write it in place, and what the script
+        computes with it is differentiated by the mean.
+        """
+        total, count = full_tensor(total), full_tensor(count)
+        count = count.detach().to(count_type(count.device)).reshape(())
+        divisor = limit(count)
+        mean = total / torch.where(divisor == 0, 1.0, divisor).to(total.dtype)
+        result = mean.to(dtype, copy=True)
+        term = Term(name=name, total=total, count=count, mean=mean, limit=limit)
+        self._leave(result, term, sources)
+        return result
+
+    def _leave(self, result: Tensor, term: Term, sources: frozenset[int] = _NOTHING) -> None:
+        """Note that `result` is the value of `term`, which was computed from other `sources`."""
+        number = len(self._terms)
+        self._terms.append(term)
+        setattr(result, _TERM, (self._number, number))
+        setattr(result, _SOURCES, (self._number, sources | {number}))
+
+    def _link(self, value: Any, sources: frozenset[int]) -> None:
+        if sources and isinstance(value, Tensor):
+            setattr(value, _SOURCES, (self._number, sources))
+
+    def _keep(self, source: Tensor, result: Tensor) -> None:
+        """Let `result` be the value of the same term as `source`."""
+        if hasattr(source, _RANGE):
+            setattr(result, _RANGE, True)
+        if self._own_term(source) and result.numel() == 1:
+            setattr(result, _TERM, getattr(source, _TERM))
+
+    def _own_term(self, value: Tensor) -> Term | None:
+        """Return the term whose value `value` still is."""
+        watch, number = getattr(value, _TERM, (None, 0))
+        return self._terms[number] if watch == self._number and not write_count(value) else None
+
+    def _is_data(self, sources: frozenset[int]) -> bool:
+        """Return whether what has these sources is a part of the batch without any term."""
+        return not sources if self._takes_all else sources == _ONLY_BATCH
+
+    def _needs_sources(self) -> bool:
+        return bool(self._terms) or not self._takes_all
+
+    def _sources(self, values: Iterable[Any]) -> frozenset[int]:
+        """Return what `values`, or tensors in them, were computed from."""
+        found = _NOTHING
+        for value in values:
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, Tensor):
+                    watch, sources = getattr(item, _SOURCES, (None, _NOTHING))
+                    found |= sources if watch == self._number else _NOTHING
+        return found
+
+
+def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
+    """Return the derivatives of `loss` by `means`; it must be linear in them.
+
+    The gradient stops at the means, so this does not go through the model.
+    """
+    if not loss.requires_grad:
+        return []
+    inputs = [term.mean for term in means if term.mean is not None]
+    slopes = _gradients(loss, inputs)
+    found = []
+    for slope in slopes:
+        if slope is not None and slope.requires_grad:
+            again = _gradients(slope, inputs)
+            for term, curve in zip(means, again, strict=True):
+                if curve is not None:
+                    raise ModelError(
+                        f"the loss is no linear function of {term.name} over the batch, so losses "
+                        "of parts of the batch do not make the loss of the batch",
+                        hint=_HINT,
+                    )
+        found.append(torch.zeros_like(loss) if slope is None else slope.detach())
+    return found
+
+
+def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the derivatives of `value`, which are differentiable; None where it has none."""
+    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+
+
+def _reduction(options: dict[str, Any]) -> str:
+    """Return the reduction of a loss, by its arguments or the deprecated ones."""
+    averages: bool | None = options.get("size_average")
+    reduces: bool | None = options.get("reduce")
+    if averages is None and reduces is None:
+        return str(options.get("reduction", "mean"))
+    if reduces is not None and not reduces:
+        return "none"
+    return "sum" if averages is not None and not averages else "mean"
+
+
+def _count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return what divides a mean loss by class: targets that count, or the sum of their weights."""
+    target = full_tensor(target)
+    if target.is_floating_point():  # probabilities of all classes
+        rows = values.numel() // values.size(min(values.dim() - 1, 1))
+        return torch.full((), rows, device=target.device)
+    counts = target != options.get("ignore_index", -100)
+    weight: Tensor | None = options.get("weight")
+    if weight is not None:
+        counts = full_tensor(weight).detach()[torch.where(counts, target, 0)] * counts
+    count: Tensor = counts.sum()
+    return count

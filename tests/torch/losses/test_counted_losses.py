@@ -1,0 +1,242 @@
+"""Losses that are no mean of samples: the loss and the weights of one process, or a sentence."""
+
+import functools
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor
+
+pytestmark = pytest.mark.torch
+
+CLASSES, SAMPLES, STEPS = 10, 8, 3
+PLAN = [{"match": "up", "style": "colwise"}, {"match": "mid", "style": "rowwise"}]
+PIPELINE = {"stages": {"up": 0, "mid": 1, "down": 1}, "microbatches": 2}
+WEIGHT = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
+# name -> ranks, configuration.
+CONFIGS = {
+    "dp 2": (2, {}),
+    "dp 2, accumulate 2": (2, {"accumulate": 2}),
+    "one rank, accumulate 4": (1, {"accumulate": 4}),
+    "zero 1": (2, {"optimizer": {"zero": 1}}),
+    "zero 3": (2, {"optimizer": {"zero": 3}}),
+    "pp 2": (2, {"mesh": {"pp": 2}, "pipeline": PIPELINE}),
+    "pp 2 gpipe": (2, {"mesh": {"pp": 2}, "pipeline": PIPELINE | {"schedule": "gpipe"}}),
+    "dp 4, zero 2, accumulate 2": (4, {"optimizer": {"zero": 2}, "accumulate": 2}),
+    "dp 2 x tp 2": (4, {"mesh": {"dp": 2, "tp": 2}, "plan": PLAN}),
+    "pp 2 x dp 2": (4, {"mesh": {"pp": 2, "dp": 2}, "pipeline": PIPELINE}),
+    "pp 2 x dp 2, zero 1": (
+        4,
+        {"mesh": {"pp": 2, "dp": 2}, "pipeline": PIPELINE, "optimizer": {"zero": 1}},
+    ),
+}
+ONE_PART = [
+    name for name, (_, config) in CONFIGS.items() if not {"accumulate", "pipeline"} & {*config}
+]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        return self.down(functional.relu(self.mid(functional.relu(self.up(x)))))
+
+
+def pair(output, target):
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return losses.sum(), (target >= 0).sum()
+
+
+def pair_of_numbers(output, target):
+    del target
+    return output.square().sum(), 2 * len(output)
+
+
+def masked(output, target, *, divisor=lambda count: count):
+    mask = (target >= 0).to(output.dtype)
+    return (output.square().sum(1) * mask).sum() / divisor(mask.sum())
+
+
+def quotient_with_floor(output, target):
+    return masked(output, target, divisor=lambda count: count.clamp(min=1))
+
+
+def quotient_with_offset(output, target):
+    return masked(output, target, divisor=lambda count: count + 0.5)
+
+
+def of_chosen(output, target):
+    return output[target >= 0].square().mean()
+
+
+def legacy_sum(output, target):
+    with pytest.warns(UserWarning, match="size_average"):
+        return functional.cross_entropy(output, target, size_average=False)
+
+
+def written(output, target):
+    loss = functional.cross_entropy(output, target)
+    loss += 0.0
+    loss *= 2.0
+    return loss
+
+
+def with_penalty(output, target):
+    return functional.cross_entropy(output, target) + 0.1 * output.square().mean()
+
+
+def two_means(output, target):
+    first = functional.cross_entropy(output, target)
+    second = functional.nll_loss(output, target.clamp(min=0), weight=WEIGHT)
+    return torch.stack([first, second * 0.5]).sum()
+
+
+CROSS_ENTROPY = functional.cross_entropy
+# Losses that are right in every configuration.
+EXACT = {
+    "ignored": CROSS_ENTROPY,
+    "ignored by a module": nn.CrossEntropyLoss(),
+    "another ignored, smoothed": functools.partial(
+        lambda o, t, **k: CROSS_ENTROPY(o, t.clamp(min=0), **k), ignore_index=3, label_smoothing=0.1
+    ),
+    "class weights": nn.CrossEntropyLoss(weight=WEIGHT),
+    "class weights, smoothed": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.2),
+    "nll": lambda o, t: nn.NLLLoss(WEIGHT)(o.log_softmax(1), t),
+    "probabilities": lambda o, t: CROSS_ENTROPY(
+        o, functional.one_hot(t.clamp(min=0), CLASSES) * 0.9
+    ),
+    "sum": functools.partial(CROSS_ENTROPY, reduction="sum"),
+    "sum by a module": lambda o, t: nn.MSELoss(reduction="sum")(
+        o[:, 0], t.clamp(min=0).to(o.dtype)
+    ),
+    "sum at the end": lambda o, t: (o[:, 0] - t.clamp(min=0)).square().sum(),
+    "deprecated sum": legacy_sum,
+    "pair": pair,
+    "pair of numbers": pair_of_numbers,
+    "masked": masked,
+    "masked with a floor": quotient_with_floor,
+    "masked with an offset": quotient_with_offset,
+    "of chosen": of_chosen,
+    "mean of squares": lambda o, t: functional.mse_loss(o[:, 0], t.clamp(min=0).to(o.dtype)),
+}
+# Losses that have counts inside, and need them all before the first backward pass.
+COMPOSED = {"written": written, "with a penalty": with_penalty, "two means": two_means}
+
+
+def data(*, ignored):
+    """Return the batches; the first half of the last one has no target that counts."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for step in range(STEPS):
+        x = torch.randn(SAMPLES, 6, generator=draw, dtype=torch.float64)
+        y = torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
+        if ignored:
+            y[torch.rand(SAMPLES, generator=draw) < 0.4] = -100
+            y[-1] = 2
+            if step == STEPS - 1:
+                y[: SAMPLES // 2] = -100
+        found.append((x, y))
+    return found
+
+
+def build():
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Net().double()
+
+
+def one_process(loss_fn, *, ignored, max_norm):
+    model = build()
+    update = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
+    losses = []
+    for x, y in data(ignored=ignored):
+        update.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        update.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def difference(rt, loss_fn, *, ignored=True, max_norm=None):
+    """Return by how much losses and weights differ from those of one process."""
+    losses, weights = one_process(loss_fn, ignored=ignored, max_norm=max_norm)
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9))
+    count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    worst = 0.0
+    for (x, y), expected in zip(data(ignored=ignored), losses, strict=True):
+        part = [t.chunk(count)[share] for t in (x, y)]
+        loss = rt.step(model, update, loss_fn, *part, max_norm=max_norm)
+        worst = max(worst, abs(loss.item() - expected) / max(1.0, abs(expected)))
+    for name, param in model.named_parameters():
+        worst = max(worst, (full_tensor(param.detach()) - weights[name]).abs().max().item())
+    return worst
+
+
+def differences(config, names, options=None):
+    """Return the difference, or what was refused, for each loss of `names`."""
+    found = {}
+    for name in names:
+        rt = msrun.init(config)
+        try:
+            found[name] = difference(rt, {**EXACT, **COMPOSED}[name], **(options or {}))
+        except ModelError as error:
+            found[name] = error.message
+        rt.close()
+    return found
+
+
+def wrong(name, losses, *arguments):
+    """Return the losses that differ from one process under a configuration, and by how much."""
+    ranks, config = CONFIGS[name]
+    found = run_warm(differences, ranks, {"mesh": {"dp": -1}, **config}, list(losses), *arguments)
+    equal = pytest.approx(0, abs=1e-12)
+    return [{loss: off for loss, off in of_rank.items() if off != equal} for of_rank in found]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_that_count_are_those_of_one_process(name):
+    assert wrong(name, EXACT) == [{}] * CONFIGS[name][0]
+
+
+@pytest.mark.parametrize("name", ["zero 1", "dp 4, zero 2, accumulate 2", "pp 2 x dp 2"])
+def test_their_gradients_are_clipped_as_in_one_process(name):
+    names = ["ignored", "class weights", "sum", "pair"]
+
+    assert wrong(name, names, {"max_norm": 0.01}) == [{}] * CONFIGS[name][0]
+
+
+@pytest.mark.parametrize("name", ONE_PART)
+def test_linear_functions_of_means_are_exact_with_one_micro_batch(name):
+    assert wrong(name, COMPOSED) == [{}] * CONFIGS[name][0]
+
+
+@pytest.mark.parametrize("name", sorted({*CONFIGS} - {*ONE_PART}))
+def test_linear_functions_of_means_need_equal_counts_with_several_micro_batches(name):
+    sentence = (
+        "the loss contains a mean over parts of the batch in which different numbers of targets "
+        "count, so their mean is not that of the batch; no weight was changed"
+    )
+    everywhere = [dict.fromkeys(COMPOSED, sentence)] * CONFIGS[name][0]
+
+    assert wrong(name, COMPOSED) == everywhere
+    assert wrong(name, ["written", "with a penalty"], {"ignored": False}) == [{}] * CONFIGS[name][0]
+
+
+@pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
+def test_a_sum_of_gradients_is_that_of_a_summed_loss(config):
+    sums = ["sum", "sum by a module", "sum at the end"]
+    found = run_warm(differences, 2, config | {"reduce": {"op": "sum"}}, sums)
+
+    assert found == [dict.fromkeys(sums, pytest.approx(0, abs=1e-12))] * 2
