@@ -26,7 +26,8 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
-from msrun.parallel.data_parallel import sparse_embedding
+from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
+from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.layers import batch_norm, recompute
 from msrun.parallel.layout import plan_axes, resolve
@@ -137,8 +138,10 @@ def _shard_by_search(
     originals = _Originals(model, is_strong=False)
     if rank.world_size > 1:
         broadcast_weights(model, excluded=())
+    hooked = parameter_hooks.hooked(model)
     applied = apply(config, rank, model, sample)
     if applied.config is None:
+        parameter_hooks.refuse(hooked)
         state = ShardedModel(
             applied.model,
             originals.references(),
@@ -147,6 +150,7 @@ def _shard_by_search(
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
             dropout_rngs=applied.dropout_rngs,
+            hooks=ParameterHooks(applied.model, can_run=False),
         )
         return Sharded(applied.model, state, applied.context)
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
@@ -222,22 +226,40 @@ def _make_parallel(
         is_offloaded = zero is not None and config.optimizer.offload
         on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
         fill(model, weights, context.device, on_host)
+    hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
 
-        watch(model)
+        watch(model, hooks.check)
     snapshot = _snapshot(config, model, zero)
+    if zero:
+        zero.order.check = hooks.check
     return ShardedModel(
         model,
         originals.references(),
-        _reductions(context, model, resolved, zero, snapshot.check),
+        _reductions(context, model, resolved, zero, (snapshot.check, hooks.check)),
         guard.active_with_loss if guard else contextlib.nullcontext,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
+        hooks=hooks,
     )
+
+
+def _find_hooks(
+    context: RankContext, model: nn.Module, zero: _Zero | None, originals: _Originals
+) -> ParameterHooks:
+    """Return the gradient hooks on `model`; refuse those that hold a replaced parameter."""
+    params = set(model.parameters())
+    if context.world_size > 1:
+        references = (reference() for reference in originals.references())
+        replaced = {id(param) for param in references if param is not None and param not in params}
+        parameter_hooks.check_references(model, replaced)
+    if context.layout.size(DATA_AXIS) > 1:
+        params = params - zero.replicated if zero else set()
+    return ParameterHooks(model, is_after_reduction=params)
 
 
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
@@ -343,7 +365,7 @@ def _reductions(
     model: nn.Module,
     resolved: _ResolvedPlan,
     zero: _Zero | None,
-    check: Callable[[], None],
+    checks: tuple[Callable[[], None], Callable[[], None]],
 ) -> list[Reduction]:
     """Return the reductions over data-parallel ranks: of ZeRO, and of replicated parameters."""
     if context.layout.size(DATA_AXIS) == 1:
@@ -368,6 +390,7 @@ def _reductions(
         sparse = sparse_embedding.sparse(model)
         buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse)
         scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
-        reducer = GradientReducer(buckets, group, scale=scale, check=check)
+        check, check_hooks = checks
+        reducer = GradientReducer(buckets, group, scale=scale, check=check, check_hooks=check_hooks)
         reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
     return reductions

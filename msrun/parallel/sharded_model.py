@@ -22,6 +22,7 @@ from msrun.errors import ModelError
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.pipeline.model import PipelineModel
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -123,6 +124,7 @@ class ShardedModel:
         snapshot: Parameters as of `shard`; None allows changes.
         order: Compares the order in which ranks gather modules; None without ZeRO.
         dropout_rngs: Random generators of a model that a plan of mode auto runs.
+        hooks: Gradient hooks of the script, which run once gradients are complete.
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
@@ -141,7 +143,9 @@ class ShardedModel:
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
         dropout_rngs: Sequence[DropoutRng] = (),
+        hooks: ParameterHooks,
     ) -> None:
+        self.hooks = hooks
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -47,7 +47,8 @@ def run_step(
     optimizer.zero_grad()
     train = _train_pipeline if sharded.is_pipeline else _train
     order = sharded.order
-    with order.compared_later() if order else contextlib.nullcontext():
+    compared = order.compared_later() if order else contextlib.nullcontext()
+    with sharded.hooks.suspended(), compared:
         loss = train(context, sharded, loss_fn, batch)
     # The loss is all-reduced before the optimizer step: ranks that gathered modules in different
     # orders are refused here, while no weight has changed.
@@ -56,6 +57,7 @@ def run_step(
         loss = loss / context.layout.size(DATA_AXIS)
     else:
         loss = mean_over_data(context, loss)
+    sharded.hooks.run()
     if max_norm is not None:
         clip(config, context, sharded, max_norm)
     optimizer.step()

@@ -137,6 +137,8 @@ class GradientReducer:
         group: Ranks to reduce over.
         scale: Factor of each gradient before the sum: 1 / ranks makes it a mean.
         check: Raises if the model has other parameters than these by now.
+        check_hooks: Raises, at the first gradient of a backward pass, if hooks of the script see
+            gradients before they are reduced.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class GradientReducer:
         *,
         scale: float,
         check: Callable[[], None],
+        check_hooks: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check_hooks = check_hooks
         self._buckets = tuple(buckets)
         self._group = group
         self._scale = scale
@@ -189,6 +193,7 @@ class GradientReducer:
         if not self._is_on:
             return
         if not self._is_running:
+            self._check_hooks()
             self._is_running = True
             torch_compat.after_backward(self.reduce)
         bucket = self._bucket_of[param]  # type: ignore[index]  # a hook of a Parameter gets it
