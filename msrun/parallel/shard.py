@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -100,6 +101,8 @@ def shard_model(
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
+    if context.world_size == 1:
+        _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
     if is_deferred := _is_on_meta(model):
@@ -124,6 +127,17 @@ def shard_model(
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
+
+
+def _warn_of_no_effect(config: ParallelConfig) -> None:
+    """Say that one rank, which computes as without the runtime, computes as without these keys."""
+    for key in ("dtype", "offload"):
+        if value := getattr(config.optimizer, key):
+            warnings.warn(
+                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank, "
+                "which keeps the type and the device of its parameters",
+                stacklevel=4,
+            )
 
 
 def _shard_by_search(
