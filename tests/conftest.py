@@ -65,6 +65,7 @@ THOROUGH = (
     "tests/torch/data_parallel/test_optimizer_groups.py",
     "tests/torch/data_parallel/test_optimizer_kinds.py",
     "tests/torch/data_parallel/test_optimizer_lists.py",
+    "tests/torch/data_parallel/test_parameter_hooks.py",
     "tests/torch/data_parallel/test_replica_digest.py",
     "tests/torch/data_parallel/test_sparse_embedding.py",
     "tests/torch/data_parallel/test_zero.py",

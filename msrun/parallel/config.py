@@ -170,8 +170,9 @@ class Optimizer(ConfigSection, frozen=True, kw_only=True):
             each member of a `ModuleList` or `Sequential`, or each child of the model if it has
             none.
         dtype: Type of gathered parameters and of the computation; None keeps the type of the
-            parameters.
-        offload: Whether sharded parameters and optimizer state stay in host memory.
+            parameters.  On one rank nothing is gathered: a warning says that it has no effect.
+        offload: Whether sharded parameters and optimizer state stay in host memory.  On one rank it
+            has no effect, as `dtype`.
     """
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -294,8 +295,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         topology: With mode auto, the devices and links whose costs are minimised: the name of a
             preset, or a file of `msrun calibrate`; None takes the preset of the device.
         plan: Operator-level rules; the first rule that matches a module applies.  With mode auto,
-            rules fix the layout of parameters.  A path names a strategy file, or with mode auto a
-            plan file.
+            rules fix the layout of parameters, and `in` and `out` are refused.  A path names a
+            strategy file, or with mode auto a plan file.
         optimizer: Optimizer parallel (ZeRO).
         pipeline: Pipeline parallel; None runs without.
         recompute: Recomputation; None recomputes nothing.
@@ -371,8 +372,31 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
+        for index, rule in enumerate([] if isinstance(self.plan, str) else self.plan):
+            for key, is_given in _wishes_of_activations(rule).items():
+                if is_given:
+                    raise ValueError(
+                        f"plan[{index}].{key}: mode auto takes wishes for parameters, and finds "
+                        "the layout of activations"
+                    )
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
+
+
+def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
+    """Return the keys of a rule that say how inputs and outputs are sharded, and which are given.
+
+    The other styles also shard activations, as follows from their parameters.
+    """
+    layout = rule.layout
+    return {
+        "style: sequence": rule.style == "sequence",
+        "in": rule.inputs is not None,
+        "out": rule.out is not None,
+        "out_strategy": rule.out_strategy is not None,
+        "layout.in": layout is not None and layout.inputs is not None,
+        "layout.out": layout is not None and layout.out is not None,
+    }
 
 
 def preloads(config: ParallelConfig) -> tuple[str, ...]:

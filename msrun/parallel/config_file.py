@@ -130,7 +130,7 @@ def _check_aliases(events: Iterable[object], path: Path) -> None:
 _WHERE = r"(?s)(.*) - at (?:`?key`? in )?`\$(.*)`"
 _UNKNOWN = r"Object contains unknown field `(.*)`"
 _MISSING = r"Object missing required field `(.*)`"
-_OURS = r"(?s)([a-z_]+): (.*)"
+_OURS = r"(?s)([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+)*): (.*)"
 _STEP = r"\.([^.\[]+)|\[(\d+)\]"
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeGuard
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.parallel import torch_compat
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,17 @@ def local_part(tensor: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return all of `tensor` on every rank; gradients flow through the gather."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def replace_parameter(old: Parameter, new: Parameter) -> None:
+    """Give `new`, which takes the place of `old` in a model, its attributes and gradient hooks.
+
+    Scripts mark parameters for their optimizer by attributes, such as `no_weight_decay`.
+    """
+    if new is not old:
+        for name, value in vars(old).items():
+            vars(new).setdefault(name, value)
+        torch_compat.share_gradient_hooks(old, new)
 
 
 def local_gradient(param: Parameter) -> Tensor | None:

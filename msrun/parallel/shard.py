@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,8 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
-from msrun.parallel.data_parallel import sparse_embedding
+from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
+from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, recompute, spectral_norm
@@ -100,6 +102,8 @@ def shard_model(
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
+    if context.world_size == 1:
+        _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
     if is_deferred := _is_on_meta(model):
@@ -127,6 +131,17 @@ def shard_model(
     return Sharded(model, state, context)
 
 
+def _warn_of_no_effect(config: ParallelConfig) -> None:
+    """Say that one rank, which computes as without the runtime, computes as without these keys."""
+    for key in ("dtype", "offload"):
+        if value := getattr(config.optimizer, key):
+            warnings.warn(
+                f"msrun: {ROOT}.optimizer.{key}: {str(value).lower()} has no effect on one rank, "
+                "which keeps the type and the device of its parameters",
+                stacklevel=4,
+            )
+
+
 def _shard_by_search(
     config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
 ) -> Sharded:
@@ -139,8 +154,10 @@ def _shard_by_search(
     originals = _Originals(model, is_strong=False)
     if rank.world_size > 1:
         broadcast_weights(model, excluded=())
+    hooked = parameter_hooks.hooked(model)
     applied = apply(config, rank, model, sample)
     if applied.config is None:
+        parameter_hooks.refuse(hooked)
         state = ShardedModel(
             applied.model,
             originals.references(),
@@ -149,6 +166,7 @@ def _shard_by_search(
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
             dropout_rngs=applied.dropout_rngs,
+            hooks=ParameterHooks(applied.model, can_run=False),
         )
         return Sharded(applied.model, state, applied.context)
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
@@ -226,15 +244,18 @@ def _make_parallel(
         is_offloaded = zero is not None and config.optimizer.offload
         on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
         fill(model, weights, context.device, on_host)
+    hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
 
-        watch(model)
+        watch(model, hooks.check)
     snapshot = _snapshot(config, model, zero)
+    if zero:
+        zero.order.check = hooks.check
     return ShardedModel(
         model,
         originals.references(),
-        _reductions(context, model, resolved, zero, snapshot.check),
+        _reductions(context, model, resolved, zero, (snapshot.check, hooks.check)),
         guard.active_with_loss if guard else contextlib.nullcontext,
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
@@ -243,6 +264,7 @@ def _make_parallel(
         order=zero.order if zero else None,
         replicas=_replicas(context, model, resolved),
         restored=None if config.pipeline else spectral_norm.find(model),
+        hooks=hooks,
     )
 
 
@@ -252,6 +274,20 @@ def _replicas(
     if context.world_size == 1:
         return None
     return ReplicaDigest(model, resolved.config, context, resolved.excluded)
+
+
+def _find_hooks(
+    context: RankContext, model: nn.Module, zero: _Zero | None, originals: _Originals
+) -> ParameterHooks:
+    """Return the gradient hooks on `model`; refuse those that hold a replaced parameter."""
+    params = set(model.parameters())
+    if context.world_size > 1:
+        references = (reference() for reference in originals.references())
+        replaced = {id(param) for param in references if param is not None and param not in params}
+        parameter_hooks.check_references(model, replaced)
+    if context.layout.size(DATA_AXIS) > 1:
+        params = params - zero.replicated if zero else set()
+    return ParameterHooks(model, is_after_reduction=params)
 
 
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
@@ -361,7 +397,7 @@ def _reductions(
     model: nn.Module,
     resolved: _ResolvedPlan,
     zero: _Zero | None,
-    check: Callable[[], None],
+    checks: tuple[Callable[[], None], Callable[[], None]],
 ) -> list[Reduction]:
     """Return the reductions over data-parallel ranks: of ZeRO, and of replicated parameters."""
     if context.layout.size(DATA_AXIS) == 1:
@@ -386,6 +422,7 @@ def _reductions(
         sparse = sparse_embedding.sparse(model)
         buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse)
         scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
-        reducer = GradientReducer(buckets, group, scale=scale, check=check)
+        check, check_hooks = checks
+        reducer = GradientReducer(buckets, group, scale=scale, check=check, check_hooks=check_hooks)
         reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
     return reductions

@@ -23,6 +23,7 @@ from msrun.errors import ModelError
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.pipeline.model import PipelineModel
 
@@ -128,6 +129,7 @@ class ShardedModel:
         replicas: Compares replicas now and then; None on one rank.
         restored: Context of a micro-batch before the last one, in which buffers move that one
             process moves once a step; None if there are none.
+        hooks: Gradient hooks of the script, which run once gradients are complete.
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
@@ -148,7 +150,9 @@ class ShardedModel:
         dropout_rngs: Sequence[DropoutRng] = (),
         replicas: ReplicaDigest | None = None,
         restored: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
+        hooks: ParameterHooks,
     ) -> None:
+        self.hooks = hooks
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())

@@ -67,8 +67,9 @@ def run_step(
     )
     train = _train_pipeline if sharded.is_pipeline else _train
     order = sharded.order
+    compared = order.compared_later() if order else contextlib.nullcontext()
     try:
-        with order.compared_later() if order else contextlib.nullcontext():
+        with sharded.hooks.suspended(), compared:
             tally = train(context, sharded, ranks, loss_fn, values)
     finally:
         context.batch.parts = 1
@@ -77,6 +78,7 @@ def run_step(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    sharded.hooks.run()
     if max_norm is not None:
         clip(config, context, sharded, max_norm)
     optimizer.step()

@@ -252,6 +252,57 @@ def written_arguments(operator: Any) -> tuple[list[int], list[str]]:
     )
 
 
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Return whether hooks were ever registered on the gradient of `param`; it takes no time."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # noqa: SLF001
+
+
+def gradient_hooks(param: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks on the gradient of `param`, before and after it is accumulated.
+
+    Autograd and the handles of the hooks use the same dicts.  Without hooks a dict is a new one.
+    """
+    before: Any = param._backward_hooks  # noqa: SLF001 - there is no public form
+    after: Any = param._post_accumulate_grad_hooks  # noqa: SLF001 - there is no public form
+    return before if before is not None else {}, after if after is not None else {}
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Give `target` the hooks of `source`; handles remove them from both."""
+    if source._backward_hooks:  # noqa: SLF001 - there is no public form
+        target._backward_hooks = source._backward_hooks  # noqa: SLF001
+    after: Any = source._post_accumulate_grad_hooks  # noqa: SLF001
+    if after:
+        target._post_accumulate_grad_hooks = after  # noqa: SLF001
+
+
+def share_attributes(model: FSDPModule) -> None:
+    """Give gathered parameters of `model` the attributes that their shards have now.
+
+    Modules read them in forward.  Torch makes the gathered parameters in the first one.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for module in model.modules():  # type: ignore[attr-defined]  # it is both
+        if isinstance(module, FSDPModule):
+            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+            for group in state._fsdp_param_groups:  # noqa: SLF001
+                for member in group.fsdp_params:
+                    if vars(member.sharded_param):
+                        _share_attributes(member)
+
+
+def _share_attributes(member: Any) -> None:
+    make = member.init_unsharded_param
+
+    def make_and_share() -> None:
+        make()
+        for name, value in vars(member.sharded_param).items():
+            vars(member._unsharded_param).setdefault(name, value)  # noqa: SLF001
+
+    member.init_unsharded_param = make_and_share
+
+
 def is_step_of_scheduler(step: Callable[..., Any]) -> bool:
     """Return whether `step` is what a scheduler put in place of the method of its optimizer."""
     return hasattr(step, "_wrapped_by_lr_sched")

@@ -21,6 +21,8 @@ from msrun.parallel.torch_compat import (
     checkpointed,
     dispatching,
     functional_collective,
+    gradient_hooks,
+    has_gradient_hooks,
     is_active,
     is_dispatching,
     is_in_backward,
@@ -30,6 +32,8 @@ from msrun.parallel.torch_compat import (
     parts_before,
     reduce_sharded,
     replace_tensors,
+    share_attributes,
+    share_gradient_hooks,
     strided_shard,
     takes_device,
     tensors_in,
@@ -327,6 +331,53 @@ def test_schedulers_know_the_step_of_their_optimizer():
     scheduler = torch.optim.lr_scheduler.StepLR(update, 1)
     note_step(update)
     scheduler.step()
+
+
+def test_gradient_hooks_are_those_that_autograd_runs():
+    """Also what is taken out of them, put back, or shared with another parameter."""
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seen = []
+    assert not has_gradient_hooks(first)
+    assert gradient_hooks(first) == ({}, {})
+    handles = [
+        first.register_hook(lambda _: seen.append("before")),
+        first.register_post_accumulate_grad_hook(lambda _: seen.append("after")),
+    ]
+    assert has_gradient_hooks(first)
+    taken = [dict(hooks) for hooks in gradient_hooks(first)]
+    for hooks in gradient_hooks(first):
+        hooks.clear()
+    first.sum().backward()
+    assert seen == []
+
+    for hooks, own in zip(gradient_hooks(first), taken, strict=True):
+        hooks.update(own)
+    share_gradient_hooks(first, second)
+    (first + second).sum().backward()
+    assert sorted(seen) == ["after", "after", "before", "before"]
+
+    for handle in handles:
+        handle.remove()
+    second.sum().backward()
+    assert len(seen) == 4
+    assert not has_gradient_hooks(second)
+
+
+def attribute_in_forward():
+    mesh = init_device_mesh("cpu", (2,))
+    network = torch.nn.Linear(4, 4)
+    fully_shard(network, mesh=mesh)
+    network.weight.factor = 3
+    share_attributes(network)
+    seen = []
+    network.register_forward_pre_hook(lambda *_: seen.append(network.weight.factor))
+    for _ in range(2):
+        network(torch.ones(2, 4)).sum().backward()
+    return seen
+
+
+def test_gathered_parameters_have_the_attributes_of_their_shards():
+    assert run_ranks(attribute_in_forward, 2) == [[3, 3], [3, 3]]
 
 
 def test_write_count_is_that_of_all_views():

@@ -35,6 +35,7 @@ from msrun.errors import ModelError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.redistribute import RedistributeFunction, Redistributor
 from msrun.parallel.auto.trace import Traced
+from msrun.parallel.local import replace_parameter
 from msrun.parallel.search.graph.axis_placement import (
     PARTIAL,
     REPLICATED,
@@ -124,6 +125,7 @@ class Executor:
             # Every rank has the same values: nothing needs to be sent.
             sharded = distribute_tensor(param.data, self._mesh, placements, src_data_rank=None)
             replacement = Parameter(sharded, requires_grad=param.requires_grad)
+            replace_parameter(param, replacement)
             for name, tensor in owners.items():
                 if tensor is param:
                     module, _, own = name.rpartition(".")

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,9 @@ class CollectiveOrder:
         device: Device of this rank.
         level: `zero` of the configuration, for messages.
         events_max: Events to remember by name.
+
+    Attributes:
+        check: Raises at the end of a backward pass of a plain loop whose gradients are not right.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class CollectiveOrder:
         self._events: list[Event] = []
         self._digest = 0
         self._is_planned = False
+        self.check: Callable[[], None] = lambda: None
         torch_compat.watch_units(
             model, self._on_gather, self._on_reduce, _on_sparse, _on_second_gradient
         )
@@ -142,6 +146,7 @@ class CollectiveOrder:
             self._events.append(event)
 
     def _compare(self) -> None:
+        self.check()
         # Every reduction of a backward pass asks for a comparison; the first one clears the events.
         if self._events:
             self.sum_and_compare(torch.zeros((), device=self._device))

@@ -53,7 +53,7 @@ def support_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     if replaced is None or torch_compat.is_step_of_scheduler(replaced):
         update = _split_inside(type(optimizer))
     else:
-        update = _split_around(replaced)
+        update = _split_around(lambda _, *args, **kwargs: replaced(*args, **kwargs))
     own = weakref.ref(optimizer)
 
     def step_of(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +73,10 @@ def support_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
 
 def _split_inside(kind: type[torch.optim.Optimizer]) -> Update:
     """Return the step of `kind` with groups split between its hooks."""
-    # What torch's first optimizer of this class made of the method `step`.
-    plain: Any = kind.step.__wrapped__  # type: ignore[attr-defined]
+    hooked: Any = kind.step
+    if not getattr(hooked, "hooked", False):  # a wrapper that never was set up as an optimizer
+        return _split_around(hooked)
+    plain = hooked.__wrapped__
 
     @functools.wraps(plain)
     def update(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +89,7 @@ def _split_inside(kind: type[torch.optim.Optimizer]) -> Update:
 def _split_around(step: Update) -> Update:
     def update(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         with _split(self):
-            return step(*args, **kwargs)
+            return step(self, *args, **kwargs)
 
     return update
 

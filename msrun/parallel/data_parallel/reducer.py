@@ -142,6 +142,8 @@ class GradientReducer:
         group: Ranks to reduce over.
         scale: Factor of each gradient before the sum: 1 / ranks makes it a mean.
         check: Raises if the model has other parameters than these by now.
+        check_hooks: Raises, at the first gradient of a backward pass, if hooks of the script see
+            gradients before they are reduced.
     """
 
     def __init__(
@@ -151,7 +153,9 @@ class GradientReducer:
         *,
         scale: float,
         check: Callable[[], None],
+        check_hooks: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check_hooks = check_hooks
         self._buckets = tuple(buckets)
         self._group = group
         self._scale = scale
@@ -195,6 +199,7 @@ class GradientReducer:
             return
         # The first gradient of a backward pass arranges for its end.
         if not self._is_running:
+            self._check_hooks()
             self._is_running = True
             torch_compat.after_backward(self.reduce)
         bucket = self._bucket_of[param]  # type: ignore[index]  # a hook of a Parameter gets it

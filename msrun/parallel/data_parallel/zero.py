@@ -51,7 +51,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import local_part
+from msrun.parallel.local import local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
 
@@ -136,17 +136,31 @@ def apply(
     for name in reversed(names):
         module = model.get_submodule(name)
         if any(param not in options["ignored_params"] for param in module.parameters()):
-            fully_shard(module, **options)
+            _shard_unit(module, options)
     if config.optimizer.zero == RESHARD_LEVEL:
         # Parameters of no unit are needed last in forward and first in backward, so they stay.
         options["reshard_after_forward"] = False
-    sharded = fully_shard(model, **options)
+    sharded = _shard_unit(model, options)
+    torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(enable=True)
+    return sharded
+
+
+def _shard_unit(module: nn.Module, options: dict[str, Any]) -> FSDPModule:
+    # Whole parameters of one unit at a time are kept for this, and their memory with them.
+    places = [
+        (part, name, param)
+        for part in module.modules()
+        for name, param in part.named_parameters(recurse=False)
+    ]
+    sharded = fully_shard(module, **options)
+    for part, name, param in places:
+        replace_parameter(param, part.get_parameter(name))
     return sharded
 
 

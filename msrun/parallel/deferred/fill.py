@@ -192,8 +192,8 @@ def _allocate(model: nn.Module, device: torch.device, on_host: Collection[Parame
             hint="weak references to it, and results computed from it, must be gone by rt.shard",
         ) from error
     for param, saved in attributes:
-        if not is_sharded(param):
-            vars(param).update(saved)
+        for name, value in saved.items():
+            vars(param).setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ Invariants:
 - A module that writes its input in place writes the tensor that others see: the hook copies the
   result back (`_write_back`).
 - Gradients of sharded parameters are complete before anybody reads them: a partial one, of which
-  each rank holds a summand, is reduced right after it is accumulated (`_reduce_partial`).
+  each rank holds a summand, is reduced right after it is accumulated (`watch`).
 - Axes that shard one dim together are joined into one process group, so that DTensor sends once,
   and not once for each axis.
 
@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
-from msrun.parallel.local import local_gradient
+from msrun.parallel.local import local_gradient, replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.placements import on_mesh, placements
 from msrun.parallel.tensor.plan import ModulePlan, ModuleShape
@@ -128,23 +128,36 @@ def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
     placed = placements(dims, mesh, param.dim())
     # Every rank has the same values, so nothing is sent.
     part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
-    return Parameter(part, requires_grad=param.requires_grad)
+    sharded = Parameter(part, requires_grad=param.requires_grad)
+    replace_parameter(param, sharded)
+    return sharded
 
 
-def watch(model: nn.Module) -> None:
+def watch(model: nn.Module, check: Callable[[], None]) -> None:
     """Have partial gradients of sharded parameters reduced when they are accumulated.
 
     Call it once the parameters have memory, after `fully_shard` and `init_on_meta`.
+
+    Args:
+        model: The model.
+        check: Called if the script has hooks on gradients before accumulation, which saw part of
+            one; raises unless they are off.
     """
+
+    def reduce_partial(param: Tensor) -> None:
+        if torch_compat.gradient_hooks(param)[0]:
+            check()
+        # MindSpore's mirror operator does this.
+        local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
+
     for param in model.parameters():
         if isinstance(param, DTensor) and param.requires_grad:
             tensor: Tensor = param
-            tensor.register_post_accumulate_grad_hook(_reduce_partial)
-
-
-def _reduce_partial(param: Tensor) -> None:
-    """Reduce a partial gradient in place; MindSpore's mirror operator does this."""
-    local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
+            _, hooks = torch_compat.gradient_hooks(param)
+            earlier = dict(hooks)
+            hooks.clear()
+            tensor.register_post_accumulate_grad_hook(reduce_partial)
+            hooks.update(earlier)
 
 
 class _Hooks:

@@ -348,9 +348,12 @@ def started_before_the_end():
     """Return the order in which gradients came and buckets were sent."""
     runtime = msrun.init({"reduce": {"fuse": "module"}})
     network = runtime.shard(build("mlp"))
-    events = []
+    events, nodes = [], []
     for name, param in network.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+        # Hooks on a parameter itself are refused in a plain loop.
+        node = param.view_as(param).grad_fn.next_functions[0][0]
+        nodes.append(node)
+        node.register_hook(lambda *_, name=name: events.append(name))
 
     class Sent(Counted):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

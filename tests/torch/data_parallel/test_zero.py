@@ -1,5 +1,7 @@
 """Optimizer parallel: less on each rank, the same losses, the collectives of the formulas."""
 
+import warnings
+
 import pytest
 import torch
 from ranks import (
@@ -108,3 +110,24 @@ def test_mixed_precision_computes_short_and_keeps_long():
     for seen, kept, loss in run_warm(computed_in, 2):
         assert (seen, kept) == (["torch.bfloat16"], {"torch.float32"})
         assert abs(loss - oracle("mlp", "adamw")[0]) < 0.02
+
+
+def warned(options):
+    """Return the warnings of one rank, and whether its parameters stay as they were."""
+    runtime = msrun.init({"optimizer": {"zero": 3, **options}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        network = runtime.shard(build("mlp"))
+    return [str(warning.message) for warning in caught], network.fc1.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"), [("dtype", "bfloat16", "bfloat16"), ("offload", True, "true")]
+)
+def test_one_rank_says_what_has_no_effect(key, value, shown):
+    said = (
+        f"msrun: parallel.optimizer.{key}: {shown} has no effect on one rank, which keeps the type "
+        "and the device of its parameters"
+    )
+    assert run_warm(warned, 1, {key: value}) == [([said], True)]
+    assert run_warm(warned, 1, {"threshold": 8}) == [([], True)]
