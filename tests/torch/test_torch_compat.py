@@ -21,10 +21,13 @@ from msrun.parallel.torch_compat import (
     checkpointed,
     dispatching,
     functional_collective,
+    hooks_of,
     is_active,
     is_dispatching,
+    is_higher_order,
     is_in_backward,
     join_axes,
+    move_attributes,
     parts_before,
     reduce_sharded,
     replace_tensors,
@@ -32,6 +35,7 @@ from msrun.parallel.torch_compat import (
     takes_device,
     tensors_in,
     watch_units,
+    without_forward_hooks,
     without_stack_traces,
     write_count,
     written_arguments,
@@ -356,3 +360,42 @@ def test_without_stack_traces_no_node_of_a_trace_has_one(is_without):
 
     calls = [node for node in graph.nodes if node.op == "call_function"]
     assert [bool(node.stack_trace) for node in calls] == [not is_without]
+
+
+def test_operators_that_call_graphs_are_recognised():
+    class Off(torch.nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x * 2
+
+    graph = torch.export.export(Off(), (torch.ones(2),), strict=False).graph
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert any(map(is_higher_order, calls))
+    assert not is_higher_order(torch.ops.aten.mul.Tensor)
+
+
+def test_forward_hooks_are_left_out_and_come_back():
+    net, calls = torch.nn.Linear(2, 2), []
+    net.register_forward_hook(lambda *_: calls.append("forward"))
+    assert hooks_of(net) == {"forward"}
+    with without_forward_hooks(net):
+        net.register_forward_hook(lambda *_: calls.append("inside")).remove()
+        net(torch.ones(2))
+    assert calls == []
+    net(torch.ones(2))
+    assert calls == ["forward"]
+    net.register_forward_pre_hook(lambda *_: None)
+    net.register_full_backward_hook(lambda *_: None)
+    assert hooks_of(net) == {"forward", "forward_pre", "backward"}
+
+
+def test_attributes_and_hooks_move_to_another_parameter():
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    calls = []
+    first.lr_scale = 0.5
+    first.register_hook(lambda gradient: gradient * 3)
+    first.register_post_accumulate_grad_hook(lambda param: calls.append(param.grad.tolist()))
+    move_attributes(first, second)
+    second.sum().backward()
+    assert second.lr_scale == 0.5
+    assert calls == [[3.0, 3.0]]
