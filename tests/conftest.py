@@ -51,6 +51,7 @@ THOROUGH = (
     "tests/torch/auto/test_auto_memory.py",
     "tests/torch/auto/test_auto_mesh.py",
     "tests/torch/auto/test_auto_plan_io.py",
+    "tests/torch/auto/test_auto_quirks.py",
     "tests/torch/auto/test_auto_rules.py",
     "tests/torch/auto/test_auto_stages.py",
     "tests/torch/auto/test_calibrate.py",

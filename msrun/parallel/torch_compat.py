@@ -350,3 +350,31 @@ def without_stack_traces() -> Iterator[None]:
         yield
     finally:
         config.do_not_emit_stack_traces = before
+
+
+def is_higher_order(target: object) -> bool:
+    """Return whether a target of a graph is an operator that calls other graphs."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator)
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside, have calls of `module` itself run no forward hook; pre-hooks stay."""
+    before = module._forward_hooks  # noqa: SLF001 - there is no public form
+    module._forward_hooks = type(before)()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        module._forward_hooks = before  # noqa: SLF001
+
+
+def hooks_of(module: nn.Module) -> set[str]:
+    """Return the kinds of hooks of a module: of `forward_pre`, `forward` and `backward`."""
+    kinds = {
+        "forward_pre": module._forward_pre_hooks,  # noqa: SLF001 - there is no public form
+        "forward": module._forward_hooks,  # noqa: SLF001
+        "backward": {**module._backward_pre_hooks, **module._backward_hooks},  # noqa: SLF001
+    }
+    return {kind for kind, hooks in kinds.items() if hooks}

@@ -239,6 +239,8 @@ CALLS = [
     ("slice", lambda x: x[1:3], X),
     ("narrow", lambda x: x.narrow(1, 1, 2), X),
     ("select", lambda x: x[:, 1], (4, 2, 6)),
+    ("slice_scatter", lambda x, y: torch.slice_scatter(x, y, 1, 1, 3), X, (4, 2)),
+    ("select_scatter", lambda x, y: torch.select_scatter(x, y, 1, 1), (4, 2, 6), (4, 6)),
     ("expand", lambda x: x.expand(2, 4, 6), (4, 1)),
     ("expand_as", lambda x, y: x.expand_as(y), (4, 1), X),
     ("broadcast_to", lambda x: torch.broadcast_to(x, (2, 4, 6)), (4, 1)),

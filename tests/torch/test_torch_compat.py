@@ -23,8 +23,10 @@ from msrun.parallel.torch_compat import (
     functional_collective,
     gradient_hooks,
     has_gradient_hooks,
+    hooks_of,
     is_active,
     is_dispatching,
+    is_higher_order,
     is_in_backward,
     is_step_of_scheduler,
     join_axes,
@@ -38,6 +40,7 @@ from msrun.parallel.torch_compat import (
     takes_device,
     tensors_in,
     watch_units,
+    without_forward_hooks,
     without_stack_traces,
     write_count,
     written_arguments,
@@ -423,3 +426,30 @@ def test_without_stack_traces_no_node_of_a_trace_has_one(is_without):
 
     calls = [node for node in graph.nodes if node.op == "call_function"]
     assert [bool(node.stack_trace) for node in calls] == [not is_without]
+
+
+def test_operators_that_call_graphs_are_recognised():
+    class Off(torch.nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x * 2
+
+    graph = torch.export.export(Off(), (torch.ones(2),), strict=False).graph
+    calls = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert any(map(is_higher_order, calls))
+    assert not is_higher_order(torch.ops.aten.mul.Tensor)
+
+
+def test_forward_hooks_are_left_out_and_come_back():
+    net, calls = torch.nn.Linear(2, 2), []
+    net.register_forward_hook(lambda *_: calls.append("forward"))
+    assert hooks_of(net) == {"forward"}
+    with without_forward_hooks(net):
+        net.register_forward_hook(lambda *_: calls.append("inside")).remove()
+        net(torch.ones(2))
+    assert calls == []
+    net(torch.ones(2))
+    assert calls == ["forward"]
+    net.register_forward_pre_hook(lambda *_: None)
+    net.register_full_backward_hook(lambda *_: None)
+    assert hooks_of(net) == {"forward", "forward_pre", "backward"}

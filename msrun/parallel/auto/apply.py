@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
+from msrun.parallel.auto.executable import TracedBehaviour
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
+from msrun.parallel.auto.structure import leaf_tensors
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
 from msrun.parallel.layout import rules_of
@@ -30,6 +32,7 @@ from msrun.parallel.search.cost.topology import Topology, find_topology
 from msrun.parallel.search.graph.axis_placement import RR
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks
+from msrun.parallel.search.graph.rules import ShardingRule
 from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.schedules import paces, rounds
 from msrun.parallel.search.mesh.stage_search import search_stages
@@ -119,40 +122,24 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
         ConfigError: The model cannot be traced, a wish cannot be met, no plan fits, or the one that
             was saved is for something else.
     """
-    was_training = model.training
-    model.train()
-    if isinstance(rank, RankContext) and not _axes(rank):
-        rank = _place(config, rank, {**rank.layout.axes, DATA_AXIS: 1})
-    batch = _samples(rank, sample)
-    answer = _outline(config, rank, model, sample, batch)
-    context = rank if isinstance(rank, RankContext) else _place(config, rank, answer.mesh)
-    chunks = _chunks(config, context, answer.microbatches)
-    setting = _setting(config, context, batch, chunks, answer.microbatches)
-    traced = trace(model, resized(sample, setting.batch))
-    model.train(was_training)
-    answer = _completed(config, context, model, traced, setting=setting, answer=answer)
-    problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
-    rules = {**traced.rules, **{node.name: node.rule for node in problem.nodes}}
-    if chunks.count == 1 and not answer.recompute:
-        check(traced.program)
-        planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
-        part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
-        lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
-        if lowering:
-            return _run_natively(
-                config, context, model, traced, lowering=lowering, microbatches=answer.microbatches
-            )
+    with _in_training(model):
+        plan = _find_plan(config, rank, model, sample)
+    answer, traced, setting, context = plan.answer, plan.traced, plan.setting, plan.context
+    if plan.behaviour is None:
+        return _run_natively(config, model, plan)
     make = partial(
         Executor,
         traced=traced,
-        rules=rules,
+        rules=plan.rules,
         chosen=answer.chosen,
         setting=setting,
         mesh=context.mesh[tuple(_axes(context))],
         seed=_seed(context),
+        behaviour=plan.behaviour,
         blocks=find_blocks(traced.program) if answer.recompute else None,
     )
     context.print(f"{_MODE} runs on {EXECUTOR}")
+    chunks = plan.chunks
     if chunks.count == 1:
         model.forward = run = make(model)
         return Applied(model, context, (run.dropout_rng,), microbatches=answer.microbatches)
@@ -161,6 +148,72 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
     pieces = slices(model, traced, parts, chunks)
     stage = PlannedModel(model, pieces, answer.microbatches, line, traced=traced, make=make)
     return Applied(stage, context, stage.dropout_rngs, is_pipeline=True)
+
+
+class _Plan(NamedTuple):
+    """A plan, and the trace that it is for.
+
+    Args:
+        context: This rank on the mesh of the plan.
+        chunks: Of the pipeline.
+        setting: What the plan is for.
+        traced: The model.
+        answer: The strategy of every node.
+        rules: Node -> its rule.
+        lowering: The configuration that is equal to the plan, if there is one.
+        behaviour: What an executor must find as it was; None with a lowering.
+    """
+
+    context: RankContext
+    chunks: Chunks
+    setting: Setting
+    traced: Traced
+    answer: PlanBroadcast
+    rules: dict[str, ShardingRule]
+    lowering: Lowering | None
+    behaviour: TracedBehaviour | None
+
+
+def _find_plan(
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]
+) -> _Plan:
+    """Return the plan of a model, which is not changed."""
+    if isinstance(rank, RankContext) and not _axes(rank):
+        rank = _place(config, rank, {**rank.layout.axes, DATA_AXIS: 1})
+    batch = _samples(rank, sample)
+    answer = _outline(config, rank, model, sample, batch)
+    context = rank if isinstance(rank, RankContext) else _place(config, rank, answer.mesh)
+    chunks = _chunks(config, context, answer.microbatches)
+    setting = _setting(config, context, batch, chunks, answer.microbatches)
+    whole = resized(sample, setting.batch)
+    traced = trace(model, whole)
+    answer = _completed(config, context, model, traced, setting=setting, answer=answer)
+    problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
+    rules = traced.rules | {node.name: node.rule for node in problem.nodes}
+    lowering, behaviour = None, None
+    if chunks.count == 1 and not answer.recompute:
+        check(traced.program)
+        planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
+        part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
+        lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
+    if lowering is None:
+        behaviour = TracedBehaviour(
+            model, traced, whole, forwards=answer.microbatches, stages=chunks.count
+        )
+    return _Plan(context, chunks, setting, traced, answer, rules, lowering, behaviour)
+
+
+@contextlib.contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """Inside, have a model that is evaluated be in training."""
+    modes = [(part, part.training) for part in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any]:
@@ -179,20 +232,15 @@ def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any
     return sample
 
 
-def _run_natively(
-    config: ParallelConfig,
-    context: RankContext,
-    model: nn.Module,
-    traced: Traced,
-    *,
-    lowering: Lowering,
-    microbatches: int,
-) -> Applied:
+def _run_natively(config: ParallelConfig, model: nn.Module, plan: _Plan) -> Applied:
     """Leave a model to the runtime, which does by itself what the plan says."""
+    context, traced, lowering = plan.context, plan.traced, plan.lowering
+    if lowering is None:
+        raise ValueError("no configuration is equal to the plan")
     context.print(f"{_MODE} runs on {lowering.name}")
     # A job that continues from the checkpoint under another plan needs their state.
     rngs = (DropoutRng(traced.program, _seed(context)),)
-    config = configuration(config, context.layout.axes, lowering, microbatches)
+    config = configuration(config, context.layout.axes, lowering, plan.answer.microbatches)
     if context.layout.size(DATA_AXIS) == 1:
         return Applied(model, context, rngs, config=config)
     finish = partial(return_means, model, traced, lowering, context.group(DATA_AXIS))
@@ -221,7 +269,7 @@ def _chunks(config: ParallelConfig, context: RankContext, microbatches: int) -> 
 
 def _samples(rank: Rank, sample: Sequence[Any]) -> int:
     """Return the samples of a step of all ranks."""
-    local = next((len(x) for x in sample if isinstance(x, Tensor) and x.dim()), 0)
+    local = next((len(x) for x in leaf_tensors(list(sample)) if x.dim()), 0)
     if not local:
         raise ConfigError("the sample of rt.shard holds no tensor with a first dim of samples")
     return local * rank.layout.size(DATA_AXIS) if isinstance(rank, RankContext) else local

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -33,7 +34,13 @@ from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import ModelError
 from msrun.parallel.auto.dropout_rng import DropoutRng
-from msrun.parallel.auto.redistribute import RedistributeFunction, Redistributor
+from msrun.parallel.auto.executable import TracedBehaviour
+from msrun.parallel.auto.modes import StepMode
+from msrun.parallel.auto.redistribute import (
+    Redistributor,
+    redistribute_both_ways,
+    with_gradient_share,
+)
 from msrun.parallel.auto.trace import Traced
 from msrun.parallel.local import replace_parameter
 from msrun.parallel.search.graph.axis_placement import (
@@ -71,6 +78,7 @@ class Executor:
         setting: What the plan is for.
         mesh: Its axes are those of the plan.
         seed: Of dropout masks, the same on every rank.
+        behaviour: What must be as it was in the trace; None if that is known.
         blocks: Those that are recomputed in the backward pass; None saves all activations.
         part: What the stage runs; None is all.
 
@@ -88,6 +96,7 @@ class Executor:
         setting: Setting,
         mesh: DeviceMesh,
         seed: int,
+        behaviour: TracedBehaviour | None = None,
         blocks: Blocks | None = None,
         part: Part | None = None,
     ) -> None:
@@ -100,7 +109,9 @@ class Executor:
         self._part = part or divide(self._program, self._uses, [0])[0]
         self._producers = {name: step for step in self._program.steps for name in step.outputs}
         self.dropout_rng = DropoutRng(self._program, seed)
-        self._blocks = blocks
+        self._blocks, self._behaviour = blocks, behaviour
+        modes = {step.name: traced.mode(step.name) for step in self._program.steps}
+        self._modes = {name: mode for name, mode in modes.items() if mode != StepMode()}
         self._stored: dict[str, Row] = {}
         self._divide()
 
@@ -153,10 +164,11 @@ class Executor:
         A stage also takes what it receives, after the inputs; all but the last return what they
         send.
         """
+        if self._behaviour:
+            self._behaviour.check(self._model)
         if self._model.training:
             self.dropout_rng.begin()
-        part = self._part
-        own = len(args) - len(part.received)
+        part, own = self._part, len(args) - len(self._part.received)
         values = self.read(args[:own], kwargs) | dict(zip(part.received, args[own:], strict=True))
         for name, full in self._traced.buffers.items():
             if name in part.given:
@@ -171,10 +183,18 @@ class Executor:
                 self._run_all(steps, values)
             else:
                 self._run_block(steps, cut, values)
+        self._write_buffers(values)
         if part.sent is not None:
             return tuple(values[name] for name in part.sent)
         outputs = [self._output(at, name, values) for at, name in enumerate(self._program.outputs)]
         return self._traced.rebuild(outputs)
+
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Give buffers what the forward leaves in them."""
+        for buffer, value in self._traced.written.items():
+            module, _, own = buffer.rpartition(".")
+            # A new tensor, since backward may need the old one.
+            setattr(self._model.get_submodule(module), own, values[value].detach())
 
     def _spans(self) -> Iterator[tuple[Sequence[Step], str | None]]:
         """Yield runs of steps, each with the one value that a recomputed block passes on, or None.
@@ -269,8 +289,7 @@ class Executor:
             return x
         if not x.requires_grad:
             return self._redistributor.redistribute(x, *forward)
-        moved: Tensor = _apply(RedistributeFunction, x, self._redistributor, forward, backward)
-        return moved
+        return redistribute_both_ways(x, self._redistributor, forward, backward)
 
     def _fetch(self, name: str, wanted: Row, values: Mapping[str, Tensor]) -> Tensor:
         """Return a value, or a view of one, in the layout that a consumer wants."""
@@ -320,24 +339,27 @@ class Executor:
             self._setting.sizes[axis] for axis, code in enumerate(codes) if code < SHARD_CODES
         )
         is_shared = shares > 1 and x.requires_grad
-        output: Tensor = _apply(_GradientShare, x, 1.0 / shares) if is_shared else x
-        return output
+        return with_gradient_share(x, 1.0 / shares) if is_shared else x
 
     # Steps.
 
     def _run(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
-        names = list(step.inputs.values())
         if self._uses.constants.issuperset(step.outputs):
             return self._run_constant(step, values)
         choices = self._choices(step.name)
         ins = [
             self._fetch(name, tuple(choice.ins[port] for choice in choices), values)
-            for port, name in enumerate(names)
+            for port, name in enumerate(step.inputs.values())
         ]
         special = _SPECIAL.get(step.packet)
-        if special:
+        if special is None:
+            return self._call(step, ins, choices)
+        with self._mode(step):
             return [special(self, step, choices, ins)]
-        return self._call(step, ins, choices)
+
+    def _mode(self, step: Step) -> AbstractContextManager[Any]:
+        """Return the context that the forward ran a step in."""
+        return self._modes[step.name].entered() if step.name in self._modes else nullcontext()
 
     def _run_constant(self, step: Step, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Run a step that depends on no parameter, in the layout that `Uses` gives it."""
@@ -381,7 +403,8 @@ class Executor:
         grouped = [axis for axis, choice in enumerate(choices) if choice.name == "g"]
         if grouped:
             args[-1] //= math.prod(self._setting.sizes[axis] for axis in grouped)
-        result: Any = target(*args, **kwargs)
+        with self._mode(step):
+            result: Any = target(*args, **kwargs)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         return [x for x in outputs if isinstance(x, Tensor)][: len(step.outputs)]
 
@@ -465,25 +488,6 @@ class Executor:
         mask = self.dropout_rng.mask(step, keep)
         shard = self._redistributor.redistribute(mask, replicated, placements)
         return x * shard.to(x).div(keep)
-
-
-class _GradientShare(torch.autograd.Function):
-    """The identity, whose gradient is one of several shares."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        """Return `x`."""
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Take the share."""
-        return gradient * ctx.share, None
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)
 
 
 _SIZED = frozenset(("expand", "broadcast_to"))

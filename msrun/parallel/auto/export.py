@@ -14,17 +14,19 @@ falls back to following every module, which is slower, and reports errors of the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
+from msrun.parallel.auto.functional import is_write, make_functional
 from msrun.parallel.auto.labels import Labels
+from msrun.parallel.auto.modes import inlined, recorded_modes
 from msrun.parallel.auto.module_dedup import (
     ENTER,
     LEAVE,
@@ -32,7 +34,8 @@ from msrun.parallel.auto.module_dedup import (
     NotRepeatableError,
     tensors_of,
 )
-from msrun.parallel.torch_compat import without_stack_traces
+from msrun.parallel.auto.structure import OutputForm, leaf_tensors
+from msrun.parallel.torch_compat import without_forward_hooks, without_stack_traces
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -47,8 +50,10 @@ class Exported:
         buffers: Input of the graph -> the buffer that it is, or the constant.
         constants: Tensors that the forward makes without inputs, by name.
         inputs: Names of the inputs of a call.
-        returned: Names of the nodes that it returns; None for outputs that are no tensors.
-        spec: The structure of the output.
+        returned: Names of the nodes whose results are the tensors in the output.
+        form: The output without its tensors.
+        written: Input of the graph that is a buffer -> name of the node whose result it gets.
+        refused: What no executor can do as one process does; empty if there is nothing.
     """
 
     graph: fx.Graph
@@ -57,16 +62,28 @@ class Exported:
     constants: Mapping[str, Any]
     inputs: Sequence[Any]
     returned: Sequence[Any]
-    spec: Any
+    form: OutputForm
+    written: Mapping[str, str]
+    refused: str
 
 
-def export(model: nn.Module, sample: Sequence[Any]) -> Exported:
-    """Return the forward of `model` on `sample`."""
-    with without_stack_traces():
-        return _repeated(model, sample) or exported(_followed(model, sample))
+def export(
+    model: nn.Module, sample: Sequence[Any], at_end: Callable[[], None] = lambda: None
+) -> Exported:
+    """Return the forward of `model` on `sample`, without the forward hooks of `model` itself.
+
+    Args:
+        model: The model.
+        sample: Its arguments.
+        at_end: Called at the end of the forward, before `torch.export` takes back what it changed.
+    """
+    with without_stack_traces(), without_forward_hooks(model), torch.enable_grad():
+        return _repeated(model, sample, at_end) or followed(model, sample, at_end)
 
 
-def _repeated(model: nn.Module, sample: Sequence[Any]) -> Exported | None:
+def _repeated(
+    model: nn.Module, sample: Sequence[Any], at_end: Callable[[], None]
+) -> Exported | None:
     """Return the forward with equal modules followed once; None where that fails."""
     labels, known = Labels(), -1
     while len(labels.read) > known:  # a forward has read an attribute: it is no label
@@ -77,28 +94,82 @@ def _repeated(model: nn.Module, sample: Sequence[Any]) -> Exported | None:
         # An error of the model itself is reported better by following every call.
         with suppress(Exception):
             with dedup.deduplicated():
-                program = _followed(model, sample)
+                marked = _traced(model, sample, at_end)
             if len(labels.read) == known:
-                return _Expansion(program, model, dedup).run()
+                found = _exported(model, *marked)
+                # What crosses the marks may be right when every call is followed.
+                return None if found.refused else _Expansion(found, model, dedup).run()
     return None
 
 
-def _followed(model: nn.Module, sample: Sequence[Any]) -> ExportedProgram:
-    return torch.export.export(model, tuple(sample), strict=False)
+def followed(
+    model: nn.Module, sample: Sequence[Any], at_end: Callable[[], None] = lambda: None
+) -> Exported:
+    """Return the forward of `model` on `sample`, with every module followed."""
+    return _exported(model, *_traced(model, sample, at_end))
 
 
-def exported(program: ExportedProgram) -> Exported:
-    """Return the graph of `program`, with what is needed to call it."""
+def _traced(
+    model: nn.Module, sample: Sequence[Any], at_end: Callable[[], None]
+) -> tuple[ExportedProgram, OutputForm]:
+    """Return what `torch.export` makes of a model that returns the tensors of its output alone."""
+    forms: list[OutputForm] = []
+
+    def flattened(_: nn.Module, __: Any, output: Any) -> tuple[Tensor, ...]:
+        at_end()
+        forms.append(OutputForm(output))
+        return tuple(leaf_tensors(output))
+
+    hook = model.register_forward_hook(flattened)
+    try:
+        with recorded_modes():
+            program = torch.export.export(model, tuple(sample), strict=False)
+    finally:
+        hook.remove()
+    return program, forms[-1]
+
+
+def _exported(model: nn.Module, program: ExportedProgram, form: OutputForm) -> Exported:
+    """Return the graph of `program` in operators without side effects."""
     signature = program.graph_signature
+    graph = inlined(program.graph_module)
+    params = signature.inputs_to_parameters
+    buffers = signature.inputs_to_buffers
+    constants = signature.inputs_to_lifted_tensor_constants
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    trained = {name for name, param in _named_parameters(model) if param.requires_grad}
+    writes = make_functional(
+        graph,
+        given={
+            node: f"parameter {params[name]}"
+            if name in params
+            else f"buffer {buffers[name]}"
+            if name in buffers
+            else f"tensor {constants[name]}, which is no buffer"
+            if name in constants
+            else f"input {name}"
+            for name, node in nodes.items()
+        },
+        buffers=[nodes[name] for name in buffers],
+        trained=[nodes[name] for name, full in params.items() if full in trained],
+        is_opaque=lambda node: node.target is torch.ops.msrun.mark.default,
+    )
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
     return Exported(
-        graph=program.graph,
-        params=signature.inputs_to_parameters,
-        buffers={**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants},
+        graph=graph,
+        params=params,
+        buffers={**buffers, **constants},
         constants=program.constants,
         inputs=signature.user_inputs,
-        returned=signature.user_outputs,
-        spec=program.call_spec.out_spec,
+        returned=[node.name for node in output.args[0]],
+        form=form,
+        written={buffer.name: node.name for buffer, node in writes.buffers.items()},
+        refused=writes.refused,
     )
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return model.named_parameters(remove_duplicate=False)
 
 
 @dataclass(slots=True)
@@ -120,15 +191,13 @@ class _Expansion:
     """Replaces marks by copies of the traced modules.
 
     Args:
-        program: With marks.
+        exported: With marks.
         model: The model that was traced.
         dedup: Its groups of equal modules.
     """
 
-    def __init__(
-        self, program: ExportedProgram, model: nn.Module, dedup: ModuleDeduplicator
-    ) -> None:
-        self._exported, self._model = exported(program), model
+    def __init__(self, exported: Exported, model: nn.Module, dedup: ModuleDeduplicator) -> None:
+        self._exported, self._model = exported, model
         self._names = {**self._exported.params, **self._exported.buffers}
         self._like = {
             f"{one.full}.{name}": f"{first.full}.{name}"
@@ -162,8 +231,10 @@ class _Expansion:
         self._graph.eliminate_dead_code()
         names = {old.name: new.name for old, new in self._made.items()}
         returned = [names.get(name, name) for name in self._exported.returned]
+        written = self._exported.written
         return replace(
             self._exported,
+            written={names[buffer]: names[value] for buffer, value in written.items()},
             graph=self._graph,
             params=self._params,
             buffers=self._buffers,
@@ -202,8 +273,7 @@ class _Expansion:
             if not self._inside.isdisjoint(node.all_input_nodes):
                 raise NotRepeatableError(f"{node.name} reads what a module keeps to itself")
             return
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or (schema is not None and schema.is_mutable):
+        if node.op != "call_function" or is_write(node):
             raise NotRepeatableError(f"{node.name} does more than return a value")
         self._open.nodes.append(node)
         self._inside.add(node)

@@ -57,18 +57,18 @@ class Labels:
             for kind, name in descriptors:
                 setattr(kind, name, _HiddenLabel(name, self.read))
             for part, name, _ in present:
-                vars(part)[name] = _HiddenValue()
+                vars(part)[name] = HiddenValue()
             yield
         finally:
             for kind, name in descriptors:
                 delattr(kind, name)
             for part, name, item in present:
-                if not isinstance(vars(part).get(name), _HiddenValue):
+                if not isinstance(vars(part).get(name), HiddenValue):
                     self.read.add(name)
                 vars(part)[name] = item
 
 
-class _HiddenValue:
+class HiddenValue:
     """Replaces the value of a hidden label."""
 
 
@@ -88,7 +88,7 @@ class _HiddenLabel:
         if owner is None or self.name not in vars(owner):
             raise AttributeError(f"{kind.__name__} has no attribute {self.name}")
         item = vars(owner)[self.name]
-        if isinstance(item, _HiddenValue):
+        if isinstance(item, HiddenValue):
             self._note()
         return item
 

@@ -95,6 +95,16 @@ def _attributes(module: nn.Module, labels: frozenset[str]) -> Key:
     return type(module), own, children
 
 
+def _autocasts(tensors: Iterable[Tensor]) -> Key:
+    """Return which types `torch.autocast` computes in, on the devices of tensors."""
+    devices = sorted({x.device.type for x in tensors} - {"meta"})
+    return tuple(
+        (device, torch.get_autocast_dtype(device))
+        for device in devices
+        if torch.is_autocast_enabled(device)
+    )
+
+
 def _form(x: Tensor) -> Key:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
@@ -343,7 +353,7 @@ class _Packed:
         """
         self.check()
         tensors = tuple(_form(x) for x in self.tensors)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocasts(self.tensors)
         return kind, _attributes(module, kind.labels), repr(self._form), tensors, modes
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
+from msrun.parallel.auto.structure import leaf_tensors, mapped
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
@@ -400,9 +401,13 @@ def make(target: str) -> tuple[nn.Module, list[Any]]:
         case _:
             raise UsageError(f"{target} must return a model and a sample of its inputs")
     inputs = list(sample) if isinstance(sample, tuple | list) else [sample]
-    if not any(isinstance(item, Tensor) and item.dim() for item in inputs):
+    if not _batch_of(inputs):
         raise UsageError(f"{target}: the sample has no tensor with a batch")
-    return model.to("meta"), [x.to("meta") if isinstance(x, Tensor) else x for x in inputs]
+    return model.to("meta"), mapped(inputs, _on_meta)
+
+
+def _on_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _module(where: str) -> ModuleType:
@@ -429,15 +434,15 @@ def _execute(path: Path) -> ModuleType:
 
 
 def _batch_of(sample: Sequence[Any]) -> int:
-    return next(int(x.shape[0]) for x in sample if isinstance(x, Tensor) and x.dim())
+    return next((len(x) for x in leaf_tensors(list(sample)) if x.dim()), 0)
 
 
 def resized(sample: Sequence[Any], batch: int) -> list[Any]:
     """Return inputs like `sample`, of `batch` samples; other sizes stay."""
     given = _batch_of(sample)
-    return [
-        x.new_empty((batch, *x.shape[1:]))
-        if isinstance(x, Tensor) and x.dim() and x.shape[0] == given
-        else x
-        for x in sample
-    ]
+
+    def resize(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == given
+        return leaf.new_empty((batch, *leaf.shape[1:])) if is_cut else leaf
+
+    return [mapped(item, resize) for item in sample]

@@ -94,3 +94,39 @@ class RedistributeFunction(Function):
         """Redistribute the gradient."""
         moved = ctx.redistributor.redistribute(gradient.contiguous(), *ctx.placements)
         return moved, None, None, None
+
+
+def redistribute_both_ways(
+    x: Tensor,
+    redistributor: Redistributor,
+    forward: tuple[Placements, Placements],
+    backward: tuple[Placements, Placements],
+) -> Tensor:
+    """Return `x` redistributed from one layout to another; its gradient goes back by `backward`."""
+    moved: Tensor = _apply(RedistributeFunction, x, redistributor, forward, backward)
+    return moved
+
+
+class _GradientShare(Function):
+    """The identity, whose gradient is one of several shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        """Return `x`."""
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Take the share."""
+        return gradient * ctx.share, None
+
+
+def with_gradient_share(x: Tensor, share: float) -> Tensor:
+    """Return `x`, whose gradient is a share of what it gets."""
+    output: Tensor = _apply(_GradientShare, x, share)
+    return output
+
+
+def _apply(function: type[Function], *arguments: Any) -> Any:
+    return function.apply(*arguments)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.auto.calls import CallForm
 from msrun.parallel.auto.export import Exported, export
+from msrun.parallel.auto.modes import StepMode, mode_of
+from msrun.parallel.auto.plain_values import Change, PlainValues, without_draws
+from msrun.parallel.auto.structure import leaf_tensors, mapped, with_tensors
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
 from msrun.parallel.search.plan.lowering import Modules
 
+_DETACHES = ("detach", "detach_")
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
 
 
@@ -28,15 +34,19 @@ class Traced:
         graph: The graph, as `torch.export` made it.
         rules: Step -> its rule.
         buffers: Values of the program that are buffers, or constants of the graph -> their names.
+        written: Buffer -> the value that a forward leaves in it; it depends on buffers alone.
+        refused: What the forward does that no executor can; empty if there is nothing.
         dtypes: Value -> its type.
         modules: What `lowering` must know of the model.
     """
 
-    def __init__(self, exported: Exported, model: nn.Module) -> None:
+    def __init__(self, exported: Exported, model: nn.Module, sample: Sequence[Any]) -> None:
+        self._call = CallForm(model, sample)
         self.graph = exported.graph
         self._inputs = [str(name) for name in exported.inputs]
         self._returned = list(exported.returned)
-        self._spec = exported.spec
+        self._form = exported.form
+        self.refused = exported.refused
         self.nodes: dict[str, fx.Node] = {}
         self.buffers = dict(exported.buffers)
         self._constants = dict(exported.constants)
@@ -44,18 +54,23 @@ class Traced:
         self._values: dict[str, Value] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._steps: list[Step] = []
-        self._user_outputs = set(self._returned)
+        # Values that have a gradient.
+        self._trained: set[str] = set()
         params = self._read_params(exported.params, model)
-        outputs: list[str] = []
-        for node in self.graph.nodes:
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        self._trained.update(value for value, full in params.items() if full in trained)
+        nodes = {node.name: node for node in self.graph.nodes}
+        for node in nodes.values():
             match node.op:
                 case "placeholder":
                     self._add_value(node.name, node.meta.get("val"))
                 case "call_function":
                     self._add_step(node)
-                case "output":
-                    outputs = self._outputs(node)
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        outputs = [self._name(nodes[name]) for name in self._returned]
+        self.written = {
+            self.buffers[buffer]: self._name(nodes[value])
+            for buffer, value in exported.written.items()
+        }
         self.program = Program(
             values=self._values,
             params=params,
@@ -63,6 +78,7 @@ class Traced:
             steps=tuple(self._steps),
             outputs=tuple(outputs),
             frozen=frozenset(name for name, full in params.items() if full not in trained),
+            kept=tuple(self.written.values()),
         )
         self.rules = rules_of_steps(self.program)
 
@@ -72,14 +88,9 @@ class Traced:
         """Return value -> tensor of the arguments of one call.
 
         Raises:
-            ModelError: They are not as many as those of the sample.
+            ModelError: They are not as many as those of the sample, or a plain value differs.
         """
-        leaves = list(_flat([list(args), list(kwargs.values())]))
-        if len(leaves) != len(self._inputs):
-            raise ModelError(
-                f"the model got {len(leaves)} inputs, and the sample of rt.shard had "
-                f"{len(self._inputs)}"
-            )
+        leaves = self._call.leaves(args, kwargs)
         pairs = zip(self._inputs, leaves, strict=True)
         return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
 
@@ -108,11 +119,13 @@ class Traced:
         args = [filled(x, names[at] if names else str(at)) for at, x in enumerate(node.args)]
         return args, {key: filled(item, key) for key, item in node.kwargs.items()}
 
+    def mode(self, name: str) -> StepMode:
+        """Return the mode that a step runs under."""
+        return mode_of(self.nodes[name])
+
     def rebuild(self, outputs: Sequence[Tensor]) -> Any:
         """Return the model's output, in its structure, from the outputs of the program."""
-        remaining = iter(outputs)
-        leaves = [next(remaining) if name is not None else None for name in self._returned]
-        return self._spec.unflatten(leaves)
+        return self._form.filled(outputs)
 
     def changed(
         self, output: Any, numbers: Collection[int], change: Callable[[Tensor], Tensor]
@@ -120,11 +133,32 @@ class Traced:
         """Return the model's output with some of the program's outputs changed."""
         if not numbers:
             return output
-        leaves = self._spec.flatten_up_to(output)
-        where = [at for at, name in enumerate(self._returned) if name is not None]
+        tensors = leaf_tensors(output)
         for number in numbers:
-            leaves[where[number]] = change(leaves[where[number]])
-        return self._spec.unflatten(leaves)
+            tensors[number] = change(tensors[number])
+        return with_tensors(output, tensors)
+
+    def difference(self, other: Traced) -> str:
+        """Return where another trace of the model does more than leave out dropout; or nothing."""
+        same: dict[str, str] = {}
+        theirs = iter(other.program.steps)
+        for step in self.program.steps:
+            inputs = {slot: same.get(name, name) for slot, name in step.inputs.items()}
+            if step.packet == "dropout":
+                same[step.outputs[0]] = inputs["input"]
+                continue
+            found = next(theirs, None)
+            if found is None or (step.target, inputs, step.attrs) != (
+                found.target,
+                found.inputs,
+                found.attrs,
+            ):
+                return f"{step.packet} in {step.module or 'the model'}"
+            same |= zip(step.outputs, found.outputs, strict=True)
+        if next(theirs, None) is not None:
+            return "more steps than in training"
+        ours = [same.get(name, name) for name in self.program.outputs]
+        return "" if ours == list(other.program.outputs) else "its outputs"
 
     def _read_params(self, names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
@@ -141,15 +175,6 @@ class Traced:
             kinds={name: type(module).__name__ for name, module in model.named_modules()},
         )
         return params
-
-    def _outputs(self, node: fx.Node) -> list[str]:
-        outputs = []
-        for item in _flat(node.args):
-            if isinstance(item, fx.Node) and item.name in self._user_outputs:
-                name = self._name(item)
-                if name in self._values:
-                    outputs.append(name)
-        return outputs
 
     def _name(self, node: fx.Node) -> str:
         """Return the value of a node, through all nodes that only rename it."""
@@ -185,7 +210,10 @@ class Traced:
         slots, attrs = _arguments(node)
         inputs = {slot: self._name(item) for slot, item in slots.items()}
         inputs = {slot: name for slot, name in inputs.items() if name in self._values}
-        if _is_identity(packet, node, value):
+        has_gradient = not self._trained.isdisjoint(inputs.values())
+        is_off = packet in _DETACHES or mode_of(node).is_grad_enabled is False
+        is_detached = has_gradient and is_off
+        if not is_detached and _is_identity(packet, node, value):
             self._names[node.name] = next(iter(inputs.values()))
             return
         made = value if isinstance(value, tuple | list) else [value]
@@ -202,7 +230,10 @@ class Traced:
             outputs=outputs,
             attrs=attrs,
             module=_module(node),
+            is_detached=is_detached,
         )
+        if has_gradient and not is_detached:
+            self._trained.update(name for name in outputs if self._values[name].is_float)
         self._steps.append(step)
         self.nodes[node.name] = node
 
@@ -222,18 +253,47 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
     Raises:
         ModelError: `torch.export` cannot follow its forward.
     """
-    distinct = [item.clone() if isinstance(item, Tensor) else item for item in sample]
+    values = PlainValues(model)
+    try:
+        with without_draws() as draws:
+            exported, changes = _exported(model, sample, values)
+            if changes:
+                # What the first call alone sets, such as that a warning was given, is no harm.
+                for change in changes:
+                    change.repeat()
+                exported, changes = _exported(model, sample, PlainValues(model))
+    finally:
+        values.restore()
+    refused = exported.refused
+    if changes:
+        refused = f"changes {changes[0].name} from {changes[0].before} to {changes[0].now}"
+    elif draws.source:
+        refused = refused or f"draws numbers from {draws.source}"
+    return Traced(replace(exported, refused=refused), model, sample)
+
+
+def _exported(
+    model: nn.Module, sample: Sequence[Any], values: PlainValues
+) -> tuple[Exported, list[Change]]:
+    """Return the graph, and how plain values differ from `values` at the end of the forward."""
+    distinct = mapped(list(sample), lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    changes: list[Change] = []
+
+    def at_end() -> None:
+        changes[:] = values.changes()
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = export(model, distinct)
+            return export(model, distinct, at_end), changes
+    except ModelError:
+        raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"search: the forward of {type(model).__name__} cannot be traced: {reason}",
             hint="torch.export needs a forward whose steps do not depend on values of tensors",
         ) from error
-    return Traced(exported, model)
 
 
 def _is_identity(packet: str, node: fx.Node, value: Any) -> bool:

@@ -52,6 +52,8 @@ UNLIKE = {
     "mean": {"P": _SUMS},
     "pad": {"d0": _UNKNOWN, "d1": _UNKNOWN},
     "repeat_interleave": {"P": _SUMS},
+    "select_scatter": {"P": _SUMS},
+    "slice_scatter": {"P": _SUMS},
     "tril": {"P": _SUMS, "d0": _UNKNOWN},
     "triu": {"P": _SUMS, "d0": _UNKNOWN},
 }

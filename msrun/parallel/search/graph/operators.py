@@ -284,6 +284,16 @@ def _parted(site: Site) -> ShardingRule:
     return split_by_labels(site, [ins], [out] * len(site.outs), linear=[[0]], nbytes=0.0)
 
 
+def _scattered(site: Site) -> ShardingRule:
+    """`slice_scatter` and `select_scatter`: every dim but the one of which a part is replaced."""
+    ndim = len(site.out.shape)
+    along = int(site.attr("dim", 0)) % ndim
+    out = [None if dim == along else f"d{dim}" for dim in range(ndim)]
+    part = [label for dim, label in enumerate(out) if dim != along]
+    given = out if len(site.ins[1].shape) == ndim else part
+    return split_by_labels(site, [out, given], [out], linear=[[0, 1]])
+
+
 def _expanded(site: Site) -> ShardingRule:
     """`expand`, and `expand_as`, which takes the shape of a shard from a shard."""
     shape = site.out.shape
@@ -378,6 +388,7 @@ _TABLE: tuple[tuple[Maker, str], ...] = (
     (_padding, "pad constant_pad_nd"),
     (_joined, "cat concat stack"),
     (_parted, "split split_with_sizes chunk unbind slice narrow select"),
+    (_scattered, "slice_scatter select_scatter"),
     (_expanded, "expand expand_as broadcast_to"),
     (_repeated, "repeat"),
     (_interleaved, "repeat_interleave"),

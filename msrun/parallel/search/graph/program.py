@@ -50,6 +50,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         outputs: Values it computes.
         attrs: Its other arguments by name, defaults included.
         module: Name of the module that runs it; empty for the model itself.
+        is_detached: Whether no gradient flows through it, though its inputs have some.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     outputs: tuple[str, ...]
     attrs: dict[str, Any] = {}
     module: str = ""
+    is_detached: bool = False
 
     @property
     def packet(self) -> str:
@@ -75,6 +77,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         steps: In the order of execution.
         outputs: Values that the model returns.
         frozen: Parameters that are not trained.
+        kept: Values beside the outputs that the executor keeps: new ones of buffers.
     """
 
     values: dict[str, Value]
@@ -83,6 +86,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
     frozen: frozenset[str] = frozenset()
+    kept: tuple[str, ...] = ()
 
     def constants(self) -> set[str]:
         """Return the values that depend on no parameter."""
@@ -97,7 +101,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
         """Return the values that have a gradient."""
         trained = {name for name in self.params if name not in self.frozen}
         for step in self.steps:
-            if not trained.isdisjoint(step.inputs.values()):
+            if not step.is_detached and not trained.isdisjoint(step.inputs.values()):
                 trained |= {name for name in step.outputs if self.values[name].is_float}
         return trained
 

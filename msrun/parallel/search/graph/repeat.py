@@ -97,7 +97,7 @@ def _step_kinds(program: Program) -> list[int]:
             for slot, name in step.inputs.items()
         )
         makes = tuple(program.values[name] for name in step.outputs)
-        key = (step.target, reads, makes, repr(step.attrs))
+        key = (step.target, reads, makes, repr(step.attrs), step.is_detached)
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
 

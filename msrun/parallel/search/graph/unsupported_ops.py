@@ -11,10 +11,13 @@ from msrun.parallel.search.graph.views import dim_map
 
 # They draw random numbers, or keep statistics of a batch: shards would give others.
 _REFUSED = """
-    batch_norm instance_norm bernoulli multinomial normal rand rand_like randint randn randn_like
-    uniform rrelu alpha_dropout feature_dropout
+    batch_norm instance_norm bernoulli binomial cauchy exponential geometric log_normal multinomial
+    normal poisson rand rand_like randint randint_like randn randn_like randperm random uniform
+    _standard_gamma _sample_dirichlet rrelu rrelu_with_noise alpha_dropout feature_dropout
+    feature_alpha_dropout native_dropout _fused_dropout
 """
 REFUSED = frozenset(_REFUSED.split())
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def check(program: Program) -> None:
@@ -28,8 +31,10 @@ def check(program: Program) -> None:
     for step in reversed(program.steps):
         packet = step.packet
         bases = [_base(name, program, producers) for name in step.inputs.values()]
-        what = packet if packet in REFUSED else ""
-        if float(step.attrs.get("dropout_p", 0.0)) > 0:
+        what = packet if packet.removesuffix("_") in REFUSED else ""
+        if float(step.attrs.get("dropout_p", 0.0)) > 0 or (
+            packet in _RECURRENT and float(step.attrs.get("dropout", 0.0)) > 0
+        ):
             what = f"{packet} with dropout"
         if writes(packet) and bases[0] in read:
             what = f"{packet} on a tensor that a later step reads"

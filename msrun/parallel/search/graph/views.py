@@ -36,7 +36,9 @@ class DimMap(msgspec.Struct, frozen=True):
 def dim_map(site: Site) -> DimMap | None:
     """Return the dims of the view at `site`; None for an operator that is not a view."""
     maker = _MAKERS.get(site.packet)
-    if maker is None or len(site.ins) != 1 or len(site.outs) != 1:
+    # A consumer of a view sends its gradient to the base.
+    is_cut = site.step.is_detached
+    if maker is None or is_cut or len(site.ins) != 1 or len(site.outs) != 1:
         return None
     return maker(site)
 

@@ -82,7 +82,7 @@ def divide(program: Program, uses: Uses, starts: Sequence[int]) -> list[Part]:
         stage = bisect_right(starts, at) - 1
         stage_of |= dict.fromkeys(step.outputs, stage)
         parts[stage].add(step)
-    parts[-1].read(program.outputs)
+    parts[-1].read((*program.outputs, *program.kept))
     read = set[str]().union(*(one.params for one in parts))
     parts[0].params |= set(program.params) - read
     borders = [

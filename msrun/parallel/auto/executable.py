@@ -1,0 +1,115 @@
+"""Whether an executor can stand in for a model's own forward: it calls no module and no hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from msrun.errors import ModelError
+from msrun.parallel.auto.plain_values import PlainValues
+from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.torch_compat import hooks_of
+
+_HINT = "choose a configuration without mode: auto, under which the model's own forward runs"
+
+
+def _check(model: nn.Module, traced: Traced, *, forwards: int, stages: int) -> None:
+    """Refuse a model whose forward an executor would not repeat.
+
+    Args:
+        model: The model.
+        traced: Its forward.
+        forwards: How often a step runs it, for one micro-batch after the other.
+        stages: Of a pipeline.
+
+    Raises:
+        ModelError: There is something that only the model's own forward does.
+    """
+    if traced.refused:
+        raise _refusal(f"a forward that {traced.refused}")
+    if traced.written and (forwards > 1 or stages > 1):
+        name = next(iter(traced.written))
+        raise _refusal(f"a forward that writes to buffer {name} in micro-batches or stages")
+    own = hooks_of(model)
+    if "forward_pre" in own:
+        raise _refusal(f"the forward pre-hook of {type(model).__name__}, the model itself,")
+    if "forward" in own and stages > 1:
+        raise _refusal(f"the forward hook of {type(model).__name__}, the model itself, in stages")
+    for name, module in model.named_modules():
+        if "backward" in hooks_of(module):
+            raise _refusal(f"the backward hook of {name or type(model).__name__}")
+
+
+def _refusal(what: str) -> ModelError:
+    return ModelError(f"parallel.mode: auto cannot run {what}", hint=_HINT)
+
+
+class TracedBehaviour:
+    """What must stay as it was when a model was traced.
+
+    Args:
+        model: The model, as it was traced.
+        traced: Its forward in training.
+        sample: What it was traced with.
+        forwards: How often a step runs the forward, for one micro-batch after the other.
+        stages: Of a pipeline.
+
+    Raises:
+        ModelError: There is something that only the model's own forward does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traced: Traced,
+        sample: Sequence[Any],
+        *,
+        forwards: int,
+        stages: int,
+    ) -> None:
+        _check(model, traced, forwards=forwards, stages=stages)
+        self._values = PlainValues(model)
+        modules = {} if stages > 1 else dict(model.named_modules())
+        self._modes = [(name, part, part.training) for name, part in modules.items()]
+        self._evaluation = _difference(model, traced, sample)
+
+    def check(self, stage: nn.Module) -> None:
+        """Refuse a call whose forward would not be the one that was traced.
+
+        Args:
+            stage: What is called, which is the model itself without stages.
+
+        Raises:
+            ModelError: A plain value changed, or modules are in another mode.
+        """
+        self._values.check(stage)
+        is_training = stage.training
+        if not is_training and self._evaluation:
+            raise ModelError(
+                f"the forward does something else in evaluation ({self._evaluation}), and mode "
+                "auto runs the one of training",
+                hint="evaluate in another process, from a checkpoint",
+            )
+        for name, part, was_training in self._modes:
+            if part.training != (is_training and was_training):
+                now, before = (("eval", "train")[flag] for flag in (part.training, was_training))
+                raise ModelError(
+                    f"{name or 'the model'} was in {before} mode when mode auto traced it, and "
+                    f"now is in {now} mode beside a model in {('eval', 'train')[is_training]} mode",
+                    hint="set the modes of modules before rt.shard",
+                )
+
+
+def _difference(model: nn.Module, traced: Traced, sample: Sequence[Any]) -> str:
+    """Return what a model does otherwise in evaluation than in training, but for dropout."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        return traced.difference(trace(model, sample))
+    except ModelError as error:
+        return error.message
+    finally:
+        for part, mode in modes:
+            part.training = mode
