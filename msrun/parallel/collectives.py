@@ -32,6 +32,7 @@ from msrun.errors import ModelError, UsageError
 from msrun.parallel.axes import axis_group
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.watch import whole
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.torch_compat import functional_collective
 
@@ -83,7 +84,7 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
         return x
     group = context.group(DATA_AXIS)
     if context.batch.value == 1.0:
-        return all_gather(x, group, dim)
+        return whole(all_gather(x, group, dim))
     # Of an uneven batch, each rank sends its samples and some more.
     dim = _dim(x, dim, "rt.gather", group)
     sizes: list[int] = all_gather(torch.tensor([x.size(dim)], device=x.device), group).tolist()
@@ -91,7 +92,7 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
     room[dim] = max(sizes) - x.size(dim)
     parts = all_gather(torch.cat([x, x.new_zeros(room)], dim), group, dim).split(max(sizes), dim)
     pairs = zip(parts, sizes, strict=True)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in pairs], dim)
+    return whole(torch.cat([part.narrow(dim, 0, size) for part, size in pairs], dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

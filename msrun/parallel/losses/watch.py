@@ -119,6 +119,7 @@ class Term:
         count: What divides it; None for a sum.
         mean: `total / count`, or 0 without anything that counts; None for a sum.
         limit: What the script does to the divisor.
+        is_opaque: Whether `total` is no sum, and so does not add up over parts.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Term:
     count: Tensor | None = None
     mean: Tensor | None = None
     limit: Limit = NO_LIMIT
+    is_opaque: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,7 +199,7 @@ class LossWatch(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and result is not args[0]:
             if name in _KEEPING:
                 self._keep(args[0], result)
-            elif (term := self._own_term(args[0])) and term.count is None:
+            elif (term := self._own_term(args[0])) and term.count is None and not term.is_opaque:
                 return self._changed(term, name, result, args, kwargs)
         return result
 
@@ -210,12 +212,14 @@ class LossWatch(TorchFunctionMode):
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
-        if term and len(sources) == 1:
+        if term and len(sources) == 1 and not term.is_opaque:
             kind: Kind = "summed" if term.count is None else "counted"
-            return PartLoss(kind=kind, value=term.total, count=term.count, limit=term.limit)
+            # The loss itself takes part, for hooks on it: `fully_shard` has one on each output.
+            total = term.total + value.to(term.total.dtype) * 0.0
+            return PartLoss(kind=kind, value=total, count=term.count, limit=term.limit)
         terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
-            if value.requires_grad and not term.total.requires_grad:
+            if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
                 raise ModelError(
                     f"the loss depends on {term.name} of a part of the batch, which is another "
                     "number for the whole batch",
@@ -244,16 +248,16 @@ class LossWatch(TorchFunctionMode):
                 self._link(result, sources)
             return result
         values, target = args[0], args[1]
+        if values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()  # a sum over many would exceed their range
+        options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
+        total = func(values, *args[1:], **{option: options[option] for option in kwargs})
         if func in _BY_CLASS:
             self._check_target(values, target)
             count = _count_targets(values, target, kwargs)
         else:
             shape = torch.broadcast_shapes(values.shape, target.shape)
             count = torch.full((), shape.numel(), device=values.device)
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()  # a sum over many would exceed their range
-        options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
-        total = func(values, *args[1:], **{option: options[option] for option in kwargs})
         return self._mean(name, total, count, args[0].dtype, sources=sources)
 
     def _check_target(self, values: Tensor, target: Tensor) -> None:
@@ -287,7 +291,7 @@ class LossWatch(TorchFunctionMode):
                     sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
                 return self._mean(name, *sums, result.dtype)
             total = full_tensor(result)
-            self._leave(result, Term(name=name, total=total if name in _SUMS else total.detach()))
+            self._leave(result, Term(name=name, total=total, is_opaque=name in _OPAQUE))
         return result
 
     def _changed(
@@ -300,7 +304,8 @@ class LossWatch(TorchFunctionMode):
             return result
         if name in _DIVIDING and isinstance(other, Tensor):
             count = self._own_term(other)
-            if count and count.count is None and not count.total.requires_grad:
+            is_sum = count and count.count is None and not count.is_opaque
+            if count and is_sum and not count.total.requires_grad:
                 shown = f"{term.name} / {count.name}"
                 return self._mean(shown, term.total, count.total, result.dtype, limit=count.limit)
         if isinstance(other, int | float) and not term.total.requires_grad:
@@ -377,6 +382,12 @@ class LossWatch(TorchFunctionMode):
                     watch, sources = getattr(item, _SOURCES, (None, _NOTHING))
                     found |= sources if watch == self._number else _NOTHING
         return found
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return `value`, which is no part of the batch any more but has all of it."""
+    setattr(value, _SOURCES, (None, _NOTHING))
+    return value
 
 
 def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:

@@ -1,0 +1,140 @@
+"""Models of transformers that return their loss: padding counts as in one process."""
+
+import copy
+
+import pytest
+import torch
+from ranks import run_warm
+
+import msrun
+from msrun.errors import ModelError
+from msrun.parallel.local import full_tensor
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    # Of torch, for outputs that are views; nothing writes them.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+TEXT = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+SEEN = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SEEN |= {"num_attention_heads": 4}
+MODELS = {
+    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "GPT-2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=4,
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )
+    ),
+    "BERT": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            **SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+        )
+    ),
+    "T5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**TEXT, dropout_rate=0, decoder_start_token_id=0)
+    ),
+    "Mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, num_local_experts=2)
+    ),
+}  # fmt: skip
+CONFIGS = {
+    "dp 2": {},
+    "dp 2, accumulate 2": {"accumulate": 2},
+    "zero 1": {"optimizer": {"zero": 1}},
+    "zero 3": {"optimizer": {"zero": 3}},
+}
+
+
+def build(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return MODELS[name]()
+
+
+def data():
+    """Return batches of padded texts; the texts of the first rank are shorter."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(1, 40, (4, 12), generator=draw)
+        lengths = torch.tensor([3, 7, 12, 9])
+        mask = torch.arange(12) < lengths[:, None]
+        ids = tokens.where(mask, 0)
+        labels = tokens.where(mask, -100)
+        found.append({"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
+    return found
+
+
+def difference(name, config):
+    """Return by how much losses and weights differ from one process."""
+    model = build(name)
+    whole = copy.deepcopy(model)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    rt = msrun.init(config)
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    worst = 0.0
+    for batch in data():
+        plain.zero_grad()
+        expected = whole(**batch).loss
+        expected.backward()
+        plain.step()
+        part = {key: tensor.chunk(2)[rt.rank] for key, tensor in batch.items()}
+        loss = rt.step(model, update, transformers.BatchEncoding(part))
+        worst = max(worst, abs(loss.item() - expected.item()))
+    weights = dict(whole.named_parameters())
+    for param_name, param in model.named_parameters():
+        there = weights[param_name]
+        worst = max(worst, (full_tensor(param.detach()) - there).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_texts_train_as_in_one_process(name, config):
+    assert run_warm(difference, 2, name, CONFIGS[config]) == [pytest.approx(0, abs=1e-6)] * 2
+
+
+def refused(build_model, inputs):
+    rt = msrun.init()
+    model = rt.shard(build_model())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ModelError) as caught:
+        rt.step(model, update, inputs)
+    return caught.value.message
+
+
+def balanced():
+    """Return what is said about a mixture of experts that balances them over a batch."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True)
+    return refused(lambda: transformers.MixtralForCausalLM(config), data()[0])
+
+
+def clip():
+    """Return what is said about a model that compares the texts and images of a batch."""
+    texts = {"vocab_size": 40, "max_position_embeddings": 16, **SEEN}
+    images = {"image_size": 8, "patch_size": 4, **SEEN}
+    config = transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=8)
+    ids = torch.arange(4 * 6).reshape(4, 6) + 1
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(4, 3, 8, 8), "return_loss": True}
+    return refused(lambda: transformers.CLIPModel(config), inputs)
+
+
+def test_losses_over_a_batch_are_refused():
+    assert "balances experts over a whole batch" in run_warm(balanced, 2)[0]
+    assert "compares the 4 samples of this part of the batch" in run_warm(clip, 2)[0]
