@@ -256,7 +256,7 @@ def _make_parallel(
         model,
         originals.references(),
         _reductions(context, model, resolved, zero, (snapshot.check, hooks.check)),
-        guard.active_with_loss if guard else contextlib.nullcontext,
+        partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
@@ -274,6 +274,18 @@ def _replicas(
     if context.world_size == 1:
         return None
     return ReplicaDigest(model, resolved.config, context, resolved.excluded)
+
+
+def _computing(
+    model: nn.Module, guard: Guard | None, zero: _Zero | None, level: int
+) -> list[Context]:
+    """Return the contexts of loss and backward pass."""
+    contexts: list[Context] = [guard.active_with_loss] if guard else []
+    if zero:
+        from msrun.parallel.data_parallel.zero import named_errors
+
+        contexts.append(partial(named_errors, model, level))
+    return contexts
 
 
 def _find_hooks(
@@ -384,6 +396,7 @@ def _shard_parameters(context: RankContext, model: nn.Module, resolved: _Resolve
     config = resolved.config
     replicated = _replicated(config, model, resolved.excluded)
     units = zero.units(config, model, resolved.plans)
+    replicated |= zero.rare_types(config, model, units, replicated)
     module = zero.apply(config, context, model, units, replicated)
     level = config.optimizer.zero
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)

@@ -21,8 +21,10 @@ Invariants:
   unit, since the other user would find the parameter released; it stays with the whole model.
 - A module with a rule of `plan` is no unit: its output may be a view, on which torch would lose its
   hooks.  A module around it may be one.
-- Ignored parameters stay as they were: those below `threshold`, and those that `reduce.exclude`
-  matches.  `reducer` reduces the former like plain data parallelism.
+- Ignored parameters stay as they were: those below `threshold`, scalars, those of a rare type in
+  their unit, and those that `reduce.exclude` matches.  `reducer` reduces all but the last like
+  plain data parallelism.
+- A module without a forward, such as a list, is no unit: nothing would gather its parameters.
 - All ranks must run units in the same order; `collective_order` checks that.
 
 With `shard_size`, `dp` is split in two mesh axes: `fully_shard` shards over `dp_shard` and
@@ -34,7 +36,7 @@ afterwards (`reduce`), for which level 1 needs private names of torch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,12 +53,13 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import local_part, replace_parameter
+from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
 
 SUM_LEVEL = 1
 RESHARD_LEVEL = 3
+_NAMES_SHOWN = 3
 
 
 def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) -> list[str]:
@@ -78,11 +81,19 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
         chosen = matching(config.optimizer.modules, list(modules), "optimizer.modules") - {""}
     else:
         chosen = set(_blocks(model)) or {name for name, _ in model.named_children()}
-    for name in sorted(chosen & set(planned)) if config.optimizer.modules else ():
-        raise ModelError(
-            f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan",
-            hint="name the module around it",
-        )
+    for name in sorted(chosen) if config.optimizer.modules else ():
+        if name in planned:
+            raise ModelError(
+                f"{ROOT}.optimizer.modules: {name} has a rule of {ROOT}.plan",
+                hint="name the module around it",
+            )
+        if not _is_called(modules[name]):
+            kind = type(modules[name]).__name__
+            raise ModelError(
+                f"{ROOT}.optimizer.modules: {name} is a {kind}, which has no forward",
+                hint="name its members",
+            )
+    chosen = {inside for name in chosen for inside in _called_in(modules, name)}
     return [
         name
         for name in modules
@@ -103,6 +114,22 @@ def _blocks(model: nn.Module) -> Iterator[str]:
             inside += [f"{prefix}{below}" for below, _ in module.named_modules() if below]
 
 
+def _is_called(module: nn.Module) -> bool:
+    """Return whether `module` has a forward: a list of modules has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _called_in(modules: Mapping[str, nn.Module], name: str) -> Iterator[str]:
+    """Yield `name`, or in its place the outermost modules in it that have a forward."""
+    if _is_called(modules[name]):
+        yield name
+        return
+    for child, _ in modules[name].named_children():
+        # A module with two names has only the first of them here.
+        if f"{name}.{child}" in modules:
+            yield from _called_in(modules, f"{name}.{child}")
+
+
 def _is_shared(part: nn.Module, model: nn.Module) -> bool:
     own = {id(module) for module in part.modules()}
     others = {
@@ -115,12 +142,53 @@ def _is_shared(part: nn.Module, model: nn.Module) -> bool:
 
 
 def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]:
-    """Return the parameters of fewer bytes than the threshold."""
+    """Return the parameters of fewer bytes than the threshold, and scalars, which have no dim."""
     return {
         param
         for param in model.parameters()
-        if local_part(param).nbytes < int(config.optimizer.threshold)
+        if local_part(param).nbytes < int(config.optimizer.threshold) or not param.dim()
     }
+
+
+def rare_types(
+    config: ParallelConfig,
+    model: nn.Module,
+    names: Sequence[str],
+    replicated: Collection[Parameter],
+) -> set[Parameter]:
+    """Return parameters whose type is not that of most bytes of their unit.
+
+    A unit gathers one type.  In common models the others are small, such as norms in float32.
+
+    Args:
+        config: The parallel configuration.
+        model: The model.
+        names: The units, outermost first.
+        replicated: Parameters that stay replicated anyway.
+
+    Raises:
+        ModelError: They would have to be cast to `optimizer.dtype`, and only gathered ones are.
+    """
+    known = set(replicated)
+    rare: set[Parameter] = set()
+    for name in (*reversed(names), ""):  # the innermost first, at last the model itself
+        of_type: dict[torch.dtype, list[tuple[str, Parameter]]] = {}
+        for own, param in model.get_submodule(name).named_parameters(name):
+            if param not in known:
+                of_type.setdefault(param.dtype, []).append((own, param))
+        sizes = {dtype: sum(p.nbytes for _, p in named) for dtype, named in of_type.items()}
+        most = max(sizes, key=sizes.__getitem__, default=None)
+        for dtype, named in of_type.items():
+            if dtype != most:
+                rare |= {param for _, param in named}
+                if config.optimizer.dtype:
+                    raise ModelError(
+                        f"{ROOT}.optimizer.dtype: {named[0][0]} is {dtype} and other parameters "
+                        f"of {name or type(model).__name__} are {most}",
+                        hint="give all parameters one type, or leave out optimizer.dtype",
+                    )
+            known |= {param for _, param in named}
+    return rare
 
 
 def apply(
@@ -131,7 +199,17 @@ def apply(
     replicated: Collection[Parameter],
 ) -> FSDPModule:
     """Shard the parameters of `model` in place; those in `replicated` stay as they are."""
+    if not _is_called(model):
+        raise ModelError(
+            f"{ROOT}.optimizer.zero: {type(model).__name__} has no forward, before which its "
+            "parameters could be gathered",
+            hint="give it one, or rt.shard each member",
+        )
     options = _options(config, context, set(replicated))
+    for param in model.parameters():
+        if param not in options["ignored_params"] and not is_sharded(param):
+            # `fully_shard` takes no other memory format, such as channels last.
+            param.data = param.data.contiguous()
     # The innermost first: `fully_shard` gives a module the parameters that no inner unit has.
     for name in reversed(names):
         module = model.get_submodule(name)
@@ -190,6 +268,35 @@ def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
     """Return the axis to shard over, preceded by the axis of the copies if there are several."""
     axes = tuple(name for name in root_mesh.mesh_dim_names or () if name.startswith("dp"))
     return root_mesh[axes]
+
+
+@contextlib.contextmanager
+def named_errors(model: nn.Module, level: int) -> Iterator[None]:
+    """Say in one sentence what the model or the loss did with parameters that are not gathered.
+
+    Raises:
+        ModelError: It used one outside of the forward of its unit.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        names = [
+            name
+            for name, module in model.named_modules()
+            if name
+            and isinstance(module, FSDPModule)
+            # Both are one class, which mypy does not know.
+            and any(map(is_sharded, model.get_submodule(name).parameters()))
+        ] or ["those of no unit"]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        raise ModelError(
+            f"{ROOT}.optimizer.zero: a parameter was used outside of the forward of its module, "
+            f"where level {level} has not gathered it: of {', '.join(names[:_NAMES_SHOWN])}{more}",
+            hint=f"name the other modules in {ROOT}.optimizer.modules, since parameters of no unit "
+            "are gathered all through forward; in the loss, call full_tensor() of a parameter",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,233 @@
+"""Models that `fully_shard` refuses, as people write them, train under ZeRO or are named."""
+
+import pytest
+import torch
+from ranks import OPTIMIZERS, assert_equal_curves, batches, run_warm
+from test_grid import zero
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.torch
+
+
+class Nested(nn.Module):
+    """Lists in a list, and a dict of modules."""
+
+    def __init__(self):
+        super().__init__()
+        pairs = [nn.ModuleList([nn.Linear(16, 16), nn.LayerNorm(16)]) for _ in range(2)]
+        self.layers = nn.ModuleList([*pairs, nn.ModuleDict({"last": nn.Linear(16, 16)})])
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        for linear, norm in self.layers[:2]:
+            x = x + norm(linear(x))
+        return self.head(self.layers[2]["last"](x))
+
+
+class Scalar(nn.Module):
+    """A temperature in a block, as CLIP has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 10)])
+        self.logit_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu()) * self.logit_scale.exp()
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, padding=1)
+        self.head = nn.Linear(24, 10)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.head(self.conv(x.view(-1, 4, 2, 2)).flatten(1))
+
+
+class Types(nn.Module):
+    """Blocks of one type with norms of another, and both types beside the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16).double(), nn.Linear(16, 10))
+        self.layers = nn.ModuleList([block])
+        self.factor = nn.Parameter(torch.ones(10, dtype=torch.float64))
+        self.offset = nn.Parameter(torch.zeros(10))
+        block[1].register_forward_pre_hook(lambda _, args: (args[0].double(),))
+        block[1].register_forward_hook(lambda *results: results[-1].float())
+
+    def forward(self, x):
+        return self.layers[0](x) * self.factor.float() + self.offset
+
+
+class Lists(nn.Module):
+    """Parameters in lists and dicts of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2)])
+        self.biases = nn.ParameterDict({"last": nn.Parameter(torch.zeros(10))})
+        self.head = nn.Linear(16, 10, bias=False)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x @ weight
+        return self.head(x) + self.biases["last"]
+
+
+class Outside(nn.Module):
+    """Uses the weight of one layer without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(functional.linear(x, self.first.weight, self.first.bias))
+
+
+class Method(nn.Module):
+    """Calls another method of its blocks than forward."""
+
+    class Layer(nn.Linear):
+        def transform(self, x):
+            return self(x).relu() + self.bias
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(16, 16), self.Layer(16, 10)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.transform(x)
+        return x
+
+
+RIGHT = (Nested, Scalar, ChannelsLast, Types, Lists)
+
+
+def built(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return kind()
+
+
+def learned(config, kind, loss_fn=functional.cross_entropy):
+    runtime = msrun.init(config)
+    try:
+        network = runtime.shard(built(kind))
+        update = runtime.optimizer(OPTIMIZERS["adamw"](network.parameters()))
+        loss_fn = loss_fn if loss_fn is functional.cross_entropy else loss_fn(network)
+        share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+        return [
+            runtime.step(network, update, loss_fn, *(t.chunk(count)[share] for t in batch)).item()
+            for batch in batches("mlp")
+        ]
+    except UsageError as error:
+        return error.message
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("kind", RIGHT)
+def test_it_learns_what_it_learns_in_one_process(kind, level, ranks):
+    expected = run_warm(learned, 1, {}, kind)[0]
+
+    assert_equal_curves(run_warm(learned, ranks, zero(level), kind), expected)
+
+
+NOT_GATHERED = (
+    "parallel.optimizer.zero: a parameter was used outside of the forward of its module, where "
+    "level {} has not gathered it: of {}"
+)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_parameter_outside_of_its_module_is_refused(level):
+    found = run_warm(learned, 2, zero(level), Outside)
+
+    assert found == 2 * [NOT_GATHERED.format(level, "first, head")]
+
+
+def test_a_method_of_a_block_may_use_what_stays_gathered():
+    """Below level 3 a layer that was called stays so."""
+    assert_equal_curves(run_warm(learned, 2, zero(1), Method), run_warm(learned, 1, {}, Method)[0])
+    assert run_warm(learned, 2, zero(3), Method) == 2 * [
+        NOT_GATHERED.format(3, "layers.0, layers.1")
+    ]
+
+
+def test_parameters_of_no_unit_are_gathered_all_through_forward():
+    config = zero(3, modules=["head"])
+
+    assert_equal_curves(run_warm(learned, 2, config, Outside), run_warm(learned, 1, {}, Outside)[0])
+
+
+def penalized(network):
+    """Return a loss with a penalty on weights, whole ones."""
+
+    def loss_fn(output, target):
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in network.parameters()]
+        penalty = sum(weight.square().sum() for weight in whole)
+        return functional.cross_entropy(output, target) + 0.1 * penalty
+
+    return loss_fn
+
+
+def carelessly_penalized(network):
+    """Return the same as scripts write it for one process."""
+
+    def loss_fn(output, target):
+        penalty = sum(weight.square().sum() for weight in network.parameters())
+        return functional.cross_entropy(output, target) + 0.1 * penalty
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_penalty_on_whole_weights(level):
+    expected = run_warm(learned, 1, {}, Outside, penalized)[0]
+    config = zero(level, modules=["head"])
+
+    assert_equal_curves(run_warm(learned, 2, config, Outside, penalized), expected)
+
+
+def test_a_penalty_on_parts_is_refused():
+    expected = run_warm(learned, 1, {}, Lists, carelessly_penalized)[0]
+
+    assert_equal_curves(run_warm(learned, 2, zero(1), Lists, carelessly_penalized), expected)
+    assert run_warm(learned, 2, zero(3), Lists, carelessly_penalized) == 2 * [
+        NOT_GATHERED.format(3, "head")
+    ]
+
+
+def test_mixed_types_and_a_type_to_compute_in_are_refused():
+    sentence = (
+        "parallel.optimizer.dtype: layers.0.1.weight is torch.float64 and other parameters of "
+        "layers.0 are torch.float32"
+    )
+    assert run_warm(learned, 2, zero(2, dtype="bfloat16"), Types) == [sentence] * 2
+
+
+def test_a_list_as_a_unit_is_refused():
+    config = zero(2, modules=["layers.0"])
+
+    assert run_warm(learned, 2, config, Nested) == 2 * [
+        "parallel.optimizer.modules: layers.0 is a ModuleList, which has no forward"
+    ]
+
+
+def test_a_model_without_a_forward_is_refused():
+    sentence = (
+        "parallel.optimizer.zero: ModuleList has no forward, before which its parameters could be "
+        "gathered"
+    )
+    assert run_warm(learned, 2, zero(1), nn.ModuleList) == [sentence] * 2
