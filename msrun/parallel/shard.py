@@ -29,11 +29,16 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import sparse_embedding
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, recompute, spectral_norm
+from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
-from msrun.parallel.replicas import broadcast_weights, split_random_streams
+from msrun.parallel.replicas import (
+    broadcast_weights,
+    check_materialized,
+    split_random_streams,
+)
 from msrun.parallel.sharded_model import (
     Context,
     ParameterSnapshot,
@@ -97,6 +102,7 @@ def shard_model(
     Raises:
         ModelError: The configuration does not fit the model; then nothing was changed.
     """
+    check_materialized(model)
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
@@ -160,7 +166,7 @@ def _shard_by_search(
 
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
-    spectral_norm.check(config, model)
+    micro_batches.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -240,7 +246,7 @@ def _make_parallel(
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
         replicas=_replicas(context, model, resolved),
-        restored=None if config.pipeline else spectral_norm.find(model),
+        micro_batches=None if config.pipeline else MicroBatches(config, model),
     )
 
 
@@ -294,7 +300,7 @@ def _change_modules(
     norms = batch_norm.synchronize(config, model, group)
     inside: list[Context] = [guard.active] if guard else []
     if norms:
-        inside.append(partial(norms.active, type(model).__name__))
+        inside.append(norms.recomputed)
     if is_data_parallel and config.dropout == "exact":
         from msrun.parallel.layers.dropout import ExactDropout
 
