@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from msrun.errors import ModelError
 from msrun.parallel.rank_context import RankContext
 
 _BROADCAST_BYTES = 25 * 2**20
@@ -22,6 +24,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed(seed % 2**32)
+
+
+def check_materialized(model: nn.Module) -> None:
+    """Refuse lazy modules, whose parameters have no shape yet.
+
+    Raises:
+        ModelError: There is one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name} has no shape yet: its module is lazy",
+                hint="run one batch through the model before rt.shard",
+            )
 
 
 @torch.no_grad()

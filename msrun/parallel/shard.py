@@ -31,11 +31,16 @@ from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, recompute, spectral_norm
+from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
-from msrun.parallel.replicas import broadcast_weights, split_random_streams
+from msrun.parallel.replicas import (
+    broadcast_weights,
+    check_materialized,
+    split_random_streams,
+)
 from msrun.parallel.sharded_model import (
     Context,
     ParameterSnapshot,
@@ -99,6 +104,7 @@ def shard_model(
     Raises:
         ModelError: The configuration does not fit the model; then nothing was changed.
     """
+    check_materialized(model)
     if config.mode == "auto":
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
@@ -179,7 +185,7 @@ def _shard_by_search(
 
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
-    spectral_norm.check(config, model)
+    micro_batches.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -263,7 +269,7 @@ def _make_parallel(
         snapshot=snapshot if context.world_size > 1 else None,
         order=zero.order if zero else None,
         replicas=_replicas(context, model, resolved),
-        restored=None if config.pipeline else spectral_norm.find(model),
+        micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
     )
 
@@ -346,7 +352,7 @@ def _change_modules(
     # guard sees sharded tensors first and draws their masks with it.
     inside: list[Context] = [guard.active] if guard else []
     if norms:
-        inside.append(partial(norms.active, type(model).__name__))
+        inside.append(norms.recomputed)
     if is_data_parallel and config.dropout == "exact":
         from msrun.parallel.layers.dropout import ExactDropout
 

@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 import torch
@@ -88,6 +88,14 @@ class ParameterSnapshot:
         return identities
 
 
+class _MicroBatches(Protocol):
+    """Contexts of the micro-batches of a step; `layers.micro_batches` has them."""
+
+    def before_last(self, model: nn.Module, /) -> contextlib.AbstractContextManager[None]: ...
+
+    def last(self, model: nn.Module, /) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Reduction(msgspec.Struct, frozen=True):
     """One way to reduce gradients over data-parallel ranks.
 
@@ -127,8 +135,7 @@ class ShardedModel:
         order: Compares the order in which ranks gather modules; None without ZeRO.
         dropout_rngs: Random generators of a model that a plan of mode auto runs.
         replicas: Compares replicas now and then; None on one rank.
-        restored: Context of a micro-batch before the last one, in which buffers move that one
-            process moves once a step; None if there are none.
+        micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
 
     Attributes:
@@ -149,7 +156,7 @@ class ShardedModel:
         order: CollectiveOrder | None = None,
         dropout_rngs: Sequence[DropoutRng] = (),
         replicas: ReplicaDigest | None = None,
-        restored: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
+        micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
     ) -> None:
         self.hooks = hooks
@@ -161,7 +168,7 @@ class ShardedModel:
         self._snapshot = snapshot
         self.order = order
         self.replicas = replicas
-        self._restored = restored
+        self._micro_batches = micro_batches
         self.dropout_rngs = dropout_rngs
         self.is_described = False
         self._excluded = excluded
@@ -202,16 +209,19 @@ class ShardedModel:
 
         Args:
             by_script: Whether the script splits its batch by itself.  One process would then run
-                each part, too, so `restored` does not apply.
+                each part by itself, too.
         """
         paused = [reduction.paused for reduction in self._reductions]
-        if self._restored and not by_script:
-            paused.append(partial(self._restored, self.model()))
+        if self._micro_batches and not by_script:
+            paused.append(partial(self._micro_batches.before_last, self.model()))
         return entered(paused)
 
     def completed(self) -> contextlib.ExitStack:
         """Return an entered context of one backward pass, at whose end gradients are reduced."""
-        return entered(reduction.completed for reduction in self._reductions)
+        completed = [reduction.completed for reduction in self._reductions]
+        if self._micro_batches:
+            completed.append(partial(self._micro_batches.last, self.model()))
+        return entered(completed)
 
     def reduce(self) -> None:
         """Reduce the gradients that accumulated while paused."""

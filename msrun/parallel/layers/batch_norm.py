@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from msrun.errors import ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.layers.norm_functions import NormFunctions
+from msrun.parallel.layers.norm_functions import ANY_REGION, NormFunctions
 
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
@@ -123,7 +124,9 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    with functions.active(name, is_module=True):
+    is_own = not isinstance(module, _BatchNorm | _InstanceNorm)
+    region = torch_compat.checkpointed() if is_own else ANY_REGION
+    with functions.active(name, region):
         # Looked up inside, since that of torch's SyncBatchNorm is replaced there.
         return (
             type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
@@ -148,7 +151,7 @@ class _RootHooks(threading.local):
 
     def enter(self, model: nn.Module, _args: object) -> None:
         stack = contextlib.ExitStack()
-        stack.enter_context(self._functions.active(type(model).__name__))
+        stack.enter_context(self._functions.active(type(model).__name__, region=None))
         self._entered.append(stack)
 
     def leave(self, _model: nn.Module, _args: object, _output: object) -> None:

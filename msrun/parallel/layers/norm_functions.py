@@ -36,6 +36,8 @@ from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.local import full_tensor, is_sharded
 
+ANY_REGION = object()
+
 
 class NormFunctions:
     """Batch norms and instance norms by the statistics of all samples of a group.
@@ -59,23 +61,27 @@ class NormFunctions:
         return vars(self) | {"_group": None}
 
     @contextlib.contextmanager
-    def active(self, name: str, *, is_module: bool = False) -> Iterator[None]:
+    def active(self, name: str, region: object = ANY_REGION) -> Iterator[None]:
         """Replace the functions for code that this thread runs inside.
 
         Args:
             name: Module that runs, for messages.
-            is_module: Whether a recomputation enters this context again, since it begins outside
-                of the module.
+            region: Region of `torch.utils.checkpoint` that the code runs in, None outside of one.
+                A region that begins inside would run again in backward without this context, so
+                functions in it are refused.  `ANY_REGION` says that none begins inside.
         """
         outer = getattr(_THREAD, "scope", None)
-        region = None if is_module or not torch.is_grad_enabled() else torch_compat.checkpointed()
-        _THREAD.scope = _Scope(self, name, region, is_module=is_module)
+        _THREAD.scope = _Scope(self, name, region)
         _REPLACED.enter()
         try:
             yield
         finally:
             _REPLACED.leave()
             _THREAD.scope = outer
+
+    def recomputed(self) -> contextlib.AbstractContextManager[None]:
+        """Return `active` for a recomputation by the configuration, which enters it each time."""
+        return self.active("a recomputed module", torch_compat.checkpointed())
 
     def check(self, scope: _Scope) -> None:
         """Refuse statistics of a batch that cannot be those of the global batch.
@@ -88,7 +94,10 @@ class NormFunctions:
                 f"{self._refusal} {scope.name} sees one of them at a time",
                 hint="say `batch_norm: local` if that is meant",
             )
-        if not scope.is_module and torch_compat.checkpointed() is not scope.region:
+        # A compiled recomputation runs what was traced, with its collectives.
+        if scope.region is ANY_REGION or torch.compiler.is_compiling():
+            return
+        if torch_compat.checkpointed() is not scope.region:
             raise ModelError(
                 f"{scope.name} calls functional.batch_norm inside torch.utils.checkpoint, which "
                 "would run it again with the statistics of one rank",
@@ -169,15 +178,12 @@ def _track(
 class _Scope:
     """The innermost `active` of a thread; see there."""
 
-    __slots__ = ("functions", "is_module", "name", "region")
+    __slots__ = ("functions", "name", "region")
 
-    def __init__(
-        self, functions: NormFunctions, name: str, region: object, *, is_module: bool
-    ) -> None:
+    def __init__(self, functions: NormFunctions, name: str, region: object) -> None:
         self.functions = functions
         self.name = name
         self.region = region
-        self.is_module = is_module
 
 
 def _scope() -> _Scope | None:

@@ -110,6 +110,16 @@ class CheckpointsFunction(nn.Module):
         return checkpoint(normalize, x, use_reentrant=False)
 
 
+class CheckpointsItsOwn(nn.Module):
+    """Names the function, and has a part of itself recomputed without its module."""
+
+    def inner(self, x):
+        return functional.batch_norm(x, None, None, training=True)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
 def eval_inside():
     norm = nn.BatchNorm2d(4)
     norm.running_mean.fill_(0.3)
@@ -154,7 +164,9 @@ NORMS = {
     "tracked instances": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
     "lazy": lazy,
     "evaluating": eval_inside,
+    "not yet materialized": nn.LazyBatchNorm2d,
     "recomputed by function": CheckpointsFunction,
+    "recomputed by method": CheckpointsItsOwn,
 }
 
 
@@ -237,7 +249,11 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_kind_is_that_of_one_process(name):
     ranks, config = CONFIGS[name]
-    kinds = NORMS.keys() - {"recomputed by function"}
+    kinds = NORMS.keys() - {
+        "recomputed by function",
+        "recomputed by method",
+        "not yet materialized",
+    }
     if "plan" in config:  # a script's own recomputation of divided tensors is refused
         kinds -= {"recomputed by the script"}
     kinds = sorted(kinds)
@@ -280,10 +296,18 @@ def test_a_norm_that_sees_a_micro_batch_is_refused_when_it_is_used():
 
 
 def test_a_function_that_a_recomputation_would_run_alone_is_refused():
-    assert run_warm(refusal, 2, "recomputed by function", {})[0] == (
-        "Sequential calls functional.batch_norm inside torch.utils.checkpoint, which would run it "
-        "again with the statistics of one rank"
-    )
+    for kind, name in (("recomputed by function", "Sequential"), ("recomputed by method", "1")):
+        assert run_warm(refusal, 2, kind, {})[0] == (
+            f"{name} calls functional.batch_norm inside torch.utils.checkpoint, which would run it "
+            "again with the statistics of one rank"
+        )
+
+
+def test_a_lazy_batch_norm_is_refused_before_its_first_batch():
+    for ranks in (1, 2):
+        assert run_warm(refusal, ranks, "not yet materialized", {})[0] == (
+            "1.weight has no shape yet: its module is lazy"
+        )
 
 
 def copies():

@@ -1,4 +1,4 @@
-"""Spectral norms move once a step, in however many micro-batches."""
+"""Buffers that forward writes, in however many micro-batches: moved once a step, or refused."""
 
 import functools
 
@@ -116,3 +116,51 @@ def by_script():
 
 def test_parts_that_the_script_makes_move_them_as_in_one_process():
     assert run_warm(by_script, 1) == [True]
+
+
+class Writes(nn.Module):
+    """Writes a buffer in forward: an average, or a cache that the first forward fills."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.body = nn.Linear(16, 10)
+        self.register_buffer("written", torch.full((16,), float("nan")), persistent=False)
+
+    def forward(self, x):
+        if self.kind == "average":
+            self.written = self.written.nan_to_num().lerp(x.mean(0), 0.1)
+        elif self.kind == "counter":
+            self.written.nan_to_num_().add_(1)
+        elif self.kind == "cache":
+            self.written.copy_(torch.arange(16.0))
+        return self.body(x)
+
+
+def writes(kind, config):
+    runtime = msrun.init(config)
+    network = runtime.shard(Writes(kind))
+    before = network.body.weight.tolist()
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    try:
+        for x, y in batches("mlp"):
+            runtime.step(network, update, functional.cross_entropy, x, y)
+    except msrun.ModelError as error:
+        assert before == network.body.weight.tolist()
+        return error.message
+    return None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_buffer_that_each_micro_batch_changes_is_refused(ranks):
+    said = (
+        "parallel.accumulate: each of 2 micro-batches changes written, which one process changes "
+        "once a step"
+    )
+    for kind in ("average", "counter"):
+        assert run_warm(writes, ranks, kind, {"accumulate": 2}) == [said] * ranks
+    local = {"accumulate": 2, "batch_norm": "local"}
+    assert run_warm(writes, ranks, "average", local) == [None] * ranks
+    for kind in ("cache", "nothing"):
+        assert run_warm(writes, ranks, kind, {"accumulate": 2}) == [None] * ranks
+    assert run_warm(writes, ranks, "counter", {}) == [None] * ranks

@@ -1,0 +1,119 @@
+"""Buffers that forward writes, in a step of several micro-batches.
+
+One process runs forward once a step on the whole batch.  With `accumulate` it runs once for each
+micro-batch, so a buffer that it writes would be written several times.
+
+Spectral norms move two buffers each time they compute their weight.  The iteration reads only
+weights, which do not change within a step.  So each micro-batch begins where the step began: all of
+them then compute the weight that one process computes, and the last one leaves its buffers.
+
+Any other buffer, such as a moving average of activations, is refused if a second micro-batch of the
+first step changes it again.  A cache that the first one fills, and others only read, passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from msrun.errors import ModelError
+from msrun.parallel.config import ROOT, ParallelConfig
+
+
+def check(config: ParallelConfig, model: nn.Module) -> None:
+    """Refuse spectral norms in a pipeline, whose micro-batches overlap.
+
+    Raises:
+        ModelError: There is one, and a step has several micro-batches.
+    """
+    parts = config.pipeline.microbatches if config.pipeline else 1
+    name = next(iter(_spectral(model)), None)
+    if parts > 1 and name is not None:
+        raise ModelError(
+            f"{ROOT}.pipeline.microbatches: {parts} micro-batches would each move {name} of a "
+            "spectral norm, which one process moves once a step",
+            hint="remove the spectral norm, or train without a pipeline",
+        )
+
+
+class MicroBatches:
+    """The micro-batches of a step of one model.
+
+    Args:
+        config: The configuration.
+        model: The model, to which no reference is kept.
+    """
+
+    def __init__(self, config: ParallelConfig, model: nn.Module) -> None:
+        self._parts = config.accumulate
+        self._has_spectral = any(_spectral(model))
+        # With `batch_norm: local` buffers follow what a rank sees at once.
+        self._is_checked = config.batch_norm == "local" or self._parts == 1
+        self._after: dict[str, Tensor] | None = None
+
+    @contextmanager
+    def before_last(self, model: nn.Module) -> Iterator[None]:
+        """Run a micro-batch before the last one of a step; it does not move spectral norms.
+
+        Raises:
+            ModelError: It changes a buffer that another micro-batch changed before.
+        """
+        buffers = _spectral(model).values() if self._has_spectral else ()
+        before = [buffer.clone() for buffer in buffers]
+        yield
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        self._check_writes(model)
+
+    @contextmanager
+    def last(self, model: nn.Module) -> Iterator[None]:
+        """Run the last micro-batch of a step.
+
+        Raises:
+            ModelError: It changes a buffer that another micro-batch changed before.
+        """
+        yield
+        self._check_writes(model)
+        self._is_checked, self._after = True, None
+
+    def _check_writes(self, model: nn.Module) -> None:
+        """Compare buffers with those after the micro-batch before, in the first step alone."""
+        if self._is_checked:
+            return
+        spectral = _spectral(model)
+        now = {name: b for name, b in model.named_buffers() if name not in spectral}
+        for name, before in (self._after or {}).items():
+            if name in now and not _is_equal(before, now[name]):
+                raise ModelError(
+                    f"{ROOT}.accumulate: each of {self._parts} micro-batches changes {name}, which "
+                    "one process changes once a step",
+                    hint="say `batch_norm: local` if that is meant",
+                )
+        self._after = {name: buffer.detach().clone() for name, buffer in now.items()}
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    # An element that is no number, and stays none, was not changed.
+    are_none = one.isnan() & other.isnan() if one.is_floating_point() else False
+    return bool(((one == other) | are_none).all())
+
+
+def _spectral(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of torch's spectral norms, as parametrizations and in the older form."""
+    found = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        for key in own:
+            stem = key.removesuffix("_u")
+            is_vector = stem != key and f"{stem}_v" in own
+            iterates = hasattr(module, "n_power_iterations") or hasattr(module, f"{stem}_orig")
+            if is_vector and iterates:
+                for part in (key, f"{stem}_v"):
+                    found[f"{name}.{part}".lstrip(".")] = own[part]
+    return found
