@@ -183,7 +183,8 @@ class ReplicaDigest:
     def _take_weights(self, device: torch.device) -> Tensor:
         """Return odd numbers, one a column: equal sums of other bits are then unlikely."""
         if self._weights is None or self._weights.device != device:
-            self._weights = (torch.arange(_COLUMNS, device=device) * 2 + 1) * _GOLDEN | 1
+            # Made on the host: a new kind of device has the fewest kernels for integers.
+            self._weights = ((torch.arange(_COLUMNS) * 2 + 1) * _GOLDEN | 1).to(device)
         return self._weights
 
     def _differ(self, sums: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -192,7 +193,7 @@ class ReplicaDigest:
         count = torch.tensor(len(sums), device=device)
         total = torch.zeros_like(count)
         if sums:
-            order = torch.arange(1, len(sums) + 1, device=device) * 2 + 1
+            order = (torch.arange(1, len(sums) + 1) * 2 + 1).to(device)
             total = (torch.stack(list(sums)) * order * _GOLDEN).sum()
         own = torch.stack([total, count])
         # The complement turns the order around: one maximum gives the largest and the smallest.
