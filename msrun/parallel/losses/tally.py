@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
-from msrun.parallel.local import full_tensor, local_gradient
+from msrun.parallel.local import full_tensor, is_sharded, local_gradient
 from msrun.parallel.losses.watch import Kind, LossWatch, PartLoss, Term, count_type
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
@@ -187,6 +187,9 @@ class LossTally:
             first, count = _FIRST_TERM + 2 * index, _count(term)
             if self._is_early:
                 slope = loss.slopes[index].reshape(()) if loss.slopes else torch.zeros_like(value)
+                if is_sharded(term.total) or is_sharded(slope):
+                    # As torch says it of the sum, had it come to that; ZeRO names the module.
+                    raise RuntimeError("the loss got mixed torch.Tensor and DTensor")
                 numbers[first] += slope * term.total.detach().reshape(())
                 numbers[first + 1] += count
                 value = value - slope * _mean(term).detach()

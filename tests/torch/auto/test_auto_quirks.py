@@ -159,7 +159,6 @@ def hooks_run():
         for module in (net.up, net.down):
             module.register_forward_hook(lambda _, __, output: output + 1)
         net.up.weight.tag = "kept"
-        net.up.weight.register_hook(lambda gradient: gradient * 0)
         if shard:
             part = x.chunk(2)[rt.rank]
             net = rt.shard(net, sample=(part,))
