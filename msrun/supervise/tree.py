@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -108,11 +109,15 @@ def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
         job_id_variable: As of `ProcessTree.kill_by_force`.
         cgroup: The job's own, if it had one.
     """
-    strays = {*process.with_variable(job_id_variable)}
     if cgroup:
-        strays.update(containment.members(cgroup))
+        members = containment.members(cgroup)
         containment.kill(cgroup)
-    process.kill_and_wait(strays, _STRAYS_SECONDS)
+        process.kill_and_wait(members, _STRAYS_SECONDS)
+    # One list is not enough: what strays fork while it is made is not in it, and neither is a
+    # process in the midst of an exec, which shows no environment for that moment.
+    until = time.monotonic() + _STRAYS_SECONDS
+    while (strays := process.with_variable(job_id_variable)) and time.monotonic() < until:
+        process.kill_and_wait(strays, _STRAYS_SECONDS)
     if cgroup:
         containment.remove(cgroup)
 

@@ -158,7 +158,7 @@ def test_a_rank_that_ends_before_the_others_have_met_it_is_named_within_seconds(
 def test_a_worker_that_crashes_at_its_start_is_not_started_again_and_again(pair, form):
     """F-15."""
     crash = "[ $RANK = 1 ] && { date +%s%N; exit 6; }; exec sleep 600"
-    nodes = form(pair.hosts, "--max-restarts", 10, *shell(crash))
+    nodes = form(pair.hosts, "--max-restarts", 10, "--no-progress-limit", 3, *shell(crash))
 
     assert codes(nodes) == [123, 123]
     starts = [int(line) / 1e9 for line in nodes[1].log(1).splitlines() if line.isdigit()]

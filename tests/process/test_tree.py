@@ -5,6 +5,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -25,7 +27,7 @@ from msrun.supervise.orders import (
     Sweep,
     Swept,
 )
-from msrun.supervise.tree import ProcessTree
+from msrun.supervise.tree import ProcessTree, end_strays
 
 pytestmark = pytest.mark.process
 
@@ -383,3 +385,28 @@ def test_nothing_outlives_a_killed_reaper_by_force(start):
 
     assert ended == [True, True]
     assert Path(node.run_dir).exists()
+
+
+FORKS = """
+    import os, time
+
+    print("up", flush=True)
+    for _ in range(2000):
+        if os.fork() == 0:
+            time.sleep(600)
+        time.sleep(0.0002)
+"""
+
+
+def test_what_strays_fork_while_they_are_listed_is_killed_too(tmp_path):
+    cookie = f"MSRUN_TEST_STRAY={tmp_path.name}-{os.getpid()}"
+    name, value = cookie.split("=")
+    command = [sys.executable, "-c", textwrap.dedent(FORKS)]
+    env = os.environ | {name: value}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as stray:
+        assert stray.stdout.readline() == b"up\n"
+        end_strays(cookie.encode(), None)
+
+        left = process.with_variable(cookie.encode())
+        process.kill_and_wait(left, PATIENCE)
+    assert left == []
