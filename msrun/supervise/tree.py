@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
 
 _STRAYS_SECONDS = 1.0
+_STRAYS_LISTS = 10
 
 
 class ProcessTree:
@@ -115,8 +115,10 @@ def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
         process.kill_and_wait(members, _STRAYS_SECONDS)
     # One list is not enough: what strays fork while it is made is not in it, and neither is a
     # process in the midst of an exec, which shows no environment for that moment.
-    until = time.monotonic() + _STRAYS_SECONDS
-    while (strays := process.with_variable(job_id_variable)) and time.monotonic() < until:
+    for _ in range(_STRAYS_LISTS):
+        strays = process.with_variable(job_id_variable)
+        if not strays:
+            break
         process.kill_and_wait(strays, _STRAYS_SECONDS)
     if cgroup:
         containment.remove(cgroup)
