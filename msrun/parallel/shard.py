@@ -91,7 +91,10 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shard_model(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
+    config: ParallelConfig,
+    rank: Rank,
+    model: nn.Module,
+    sample: Sequence[Any] | Mapping[str, Any] | None,
 ) -> Sharded:
     """Make `model` parallel as `config` says.
 
@@ -106,6 +109,11 @@ def shard_model(
     """
     check_materialized(model)
     if config.mode == "auto":
+        if isinstance(sample, Mapping):
+            raise ModelError(
+                f"{ROOT}.mode: auto takes the inputs of its sample by position",
+                hint="rt.shard(model, sample=[x])",
+            )
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
     if context.world_size == 1:
