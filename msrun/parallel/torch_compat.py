@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -205,6 +205,15 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
             return handle(func, types, args, kwargs or {})
 
     return Mode()  # type: ignore[no-untyped-call]
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which functions of `torch.compile` run as they were before.
+
+    The public form would import the compiler, which a process without compiled functions lacks.
+    """
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def is_in_backward() -> bool:

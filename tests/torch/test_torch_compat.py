@@ -20,6 +20,7 @@ from msrun.parallel.torch_compat import (
     after_backward,
     checkpointed,
     dispatching,
+    eagerly,
     functional_collective,
     gradient_hooks,
     has_gradient_hooks,
@@ -453,3 +454,18 @@ def test_forward_hooks_are_left_out_and_come_back():
     net.register_forward_pre_hook(lambda *_: None)
     net.register_full_backward_hook(lambda *_: None)
     assert hooks_of(net) == {"forward", "forward_pre", "backward"}
+
+
+def test_compiled_functions_run_eagerly():
+    seen = []
+
+    def backend(module, _inputs):
+        seen.append(module)
+        return module
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with eagerly():
+        assert double(torch.ones(1)).item() == 2.0
+    assert seen == []
+    double(torch.ones(1))
+    assert len(seen) == 1
