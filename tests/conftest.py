@@ -61,6 +61,7 @@ THOROUGH = (
     "tests/torch/checkpoint/test_resume.py",
     "tests/torch/data_parallel/test_batch_norm.py",
     "tests/torch/data_parallel/test_clip.py",
+    "tests/torch/data_parallel/test_copies.py",
     "tests/torch/data_parallel/test_exact_dropout.py",
     "tests/torch/data_parallel/test_gradient_bytes.py",
     "tests/torch/data_parallel/test_optimizer_groups.py",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -47,6 +48,7 @@ from msrun.parallel.sharded_model import (
     Reduction,
     ShardedModel,
     entered,
+    refuse_copies,
 )
 from msrun.parallel.tensor.plan import ModulePlan, plan_modules
 
@@ -130,11 +132,24 @@ def shard_model(
 
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
+        _check_stages(model, group)
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
+
+
+def _check_stages(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Refuse a stage without parameters, of which torch makes no optimizer."""
+    has_some = [False] * group.size()
+    dist.all_gather_object(has_some, any(True for _ in model.parameters()), group=group)
+    if not all(has_some):
+        raise ModelError(
+            f"{ROOT}.pipeline.stages: stage {has_some.index(False)} has no parameter, and an "
+            "optimizer needs one",
+            hint="cut the model elsewhere",
+        )
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:
@@ -164,6 +179,7 @@ def _shard_by_search(
     applied = apply(config, rank, model, sample)
     if applied.config is None:
         parameter_hooks.refuse(hooked)
+        refuse_copies(applied.model, f"{ROOT}.mode: auto")
         state = ShardedModel(
             applied.model,
             originals.references(),
@@ -256,6 +272,7 @@ def _make_parallel(
 
         watch(model, hooks.check)
     snapshot = _snapshot(config, model, zero)
+    _prepare_copies(context, config, model)
     if zero:
         zero.order.check = hooks.check
     return ShardedModel(
@@ -280,6 +297,14 @@ def _replicas(
     if context.world_size == 1:
         return None
     return ReplicaDigest(model, resolved.config, context, resolved.excluded)
+
+
+def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Module) -> None:
+    """Have `copy.deepcopy` say why it does not work on `model`, where it does not."""
+    if config.pipeline:
+        refuse_copies(model, f"{ROOT}.pipeline")
+    elif config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+        refuse_copies(model, f"{ROOT}.optimizer.zero")
 
 
 def _computing(

@@ -111,6 +111,18 @@ class Reduction(msgspec.Struct, frozen=True):
     completed: Context = contextlib.nullcontext
 
 
+def refuse_copies(model: nn.Module, reason: str) -> None:
+    """Have `copy.deepcopy(model)` say why it cannot be copied."""
+
+    def refused(_: dict[int, Any]) -> nn.Module:
+        raise ModelError(
+            f"a model of rt.shard cannot be copied under {reason}",
+            hint="copy the model before rt.shard, and pass both to rt.shard",
+        )
+
+    model.__deepcopy__ = refused  # type: ignore[assignment]
+
+
 def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
     """Enter `contexts` in order; the result leaves them all, the last one first."""
     with contextlib.ExitStack() as stack:

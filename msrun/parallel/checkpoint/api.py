@@ -46,7 +46,7 @@ from msrun.errors import CheckpointError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
-from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint import store, user_state
 from msrun.parallel.checkpoint.peers import DEADLINE, HostGroup
 from msrun.parallel.checkpoint.state import (
     Models,
@@ -252,7 +252,7 @@ class Checkpoints:
             targets.apply()
             for name, value in (extra or {}).items():
                 if isinstance(value, Stateful):
-                    value.load_state_dict(manifest.extra[name])
+                    user_state.restore_extra(value, manifest.extra[name])
             if optimizers:
                 self._restore_random(folder, manifest, index)
         return Restored(path=folder, step=manifest.step, extra=manifest.extra)
