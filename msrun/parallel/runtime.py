@@ -153,7 +153,7 @@ class Runtime:
         A plain loop multiplies its loss by this weight, so that every sample of an uneven last
         batch counts once.  `step` does so by itself.
         """
-        return self._unplaced.batch.value
+        return self._unplaced.batch.read()
 
     @property
     def is_main(self) -> bool:

@@ -274,11 +274,17 @@ def _make_parallel(
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
-        zero.order.check = hooks.check
+        zero.order.check = partial(_check_each, hooks.check, context.batch.check)
     return ShardedModel(
         model,
         originals.references(),
-        _reductions(context, model, resolved, zero, (snapshot.check, hooks.check)),
+        _reductions(
+            context,
+            model,
+            resolved,
+            zero,
+            (partial(_check_each, snapshot.check, context.batch.check), hooks.check),
+        ),
         partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
@@ -289,6 +295,11 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
     )
+
+
+def _check_each(*checks: Callable[[], None]) -> None:
+    for check in checks:
+        check()
 
 
 def _replicas(

@@ -61,7 +61,7 @@ def run_step(
     has_ranks = context.layout.size(DATA_AXIS) > 1
     ranks = TallyRanks(
         group=context.group(DATA_AXIS) if has_ranks else None,
-        weight=context.batch.value,
+        weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
     )
