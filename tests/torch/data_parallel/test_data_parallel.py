@@ -3,10 +3,10 @@
 import gc
 import itertools
 import math
-import os
 import time
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -496,9 +496,12 @@ def test_an_optimizer_of_replaced_parameters_is_refused():
     )
 
 
+THREADS = Path("/proc/self/task")
+
+
 def left_behind(config):
     """Train a model and drop it; return whether its weights are left, and the new threads."""
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len([*THREADS.iterdir()])
     runtime = msrun.init(config)
     network = runtime.shard(build("mlp"))
     weight = weakref.ref(next(network.parameters()))
@@ -508,7 +511,7 @@ def left_behind(config):
     runtime.close()
     del runtime, network, update
     gc.collect()
-    return weight() is not None, len(os.listdir("/proc/self/task")) - threads
+    return weight() is not None, len([*THREADS.iterdir()]) - threads
 
 
 @pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
