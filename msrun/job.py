@@ -111,6 +111,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Rank of this node, None when the scheduler decides.
         node_name: Name of a process that was started by hand, which is a node of its own; local
             ranks count over all such nodes of one machine.  Empty for a node of msrun.
+        beside: How many other nodes of this job began on this machine before, where ranks are
+            assigned.
         device: Index of the only device that this node's only worker sees; None takes the
             device of its local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
@@ -165,6 +167,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     node_rank: int | None = None
     node_name: str = ""
+    beside: int = 0
     device: int | None = None
     master_addr: str | None = None
     master_port: int = 0

@@ -12,7 +12,6 @@ import secrets
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -45,13 +44,14 @@ from msrun.errors import ExitCode, VersionError
 from msrun.job import JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, worker_end
+from msrun.processes.agent import background, place, worker_end
 from msrun.processes.agent.node_control import NodeControl
-from msrun.processes.agent.node_resources import NodeResources, node_name
+from msrun.processes.agent.node_resources import NodeResources
+from msrun.processes.agent.place import Place
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
 from msrun.processes.console import Console, NodeStatus, open_console
-from msrun.processes.launcher import STOPS, open_journal
+from msrun.processes.launcher import STOPS
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
@@ -72,18 +72,19 @@ def run(plan: LaunchPlan) -> int:
     """
     process.open_standard_streams()
     logs.make_log_dir(plan.job.log_dir)
-    body = partial(_run, plan)
+    own = place.take(plan)
+    body = partial(_run, own)
     if not plan.job.detach:
         return body(lambda: None)
-    log_file = str(Path(plan.job.log_dir, _journal_name(plan)))
-    return background.run(body, name=plan.job.job_id, log_file=log_file)
+    return background.run(body, name=plan.job.job_id, log_file=own.journal_file)
 
 
-def _run(plan: LaunchPlan, when_running: Callable[[], None]) -> int:
+def _run(own: Place, when_running: Callable[[], None]) -> int:
     loop = Loop()
     try:
-        return Agent(plan, loop, when_running).run().code
+        return Agent(own, loop, when_running).run().code
     finally:
+        own.release()
         loop.close()
 
 
@@ -91,15 +92,15 @@ class Agent:
     """One node of a job.
 
     Args:
-        plan: The plan of the job.
+        own: What is this launcher's own, with the plan of the job.
         loop: This process's loop.
         when_running: Called when all workers run for the first time.
     """
 
     _verdict: Verdict
 
-    def __init__(self, plan: LaunchPlan, loop: Loop, when_running: Callable[[], None]) -> None:
-        self._plan = plan
+    def __init__(self, own: Place, loop: Loop, when_running: Callable[[], None]) -> None:
+        plan = self._plan = own.plan
         self._job = plan.job
         self._loop = loop
         self._when_running: Callable[[], None] | None = when_running
@@ -110,13 +111,15 @@ class Agent:
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
         first_process.reap_orphans(loop, lambda: self._node.pids)
-        journal = open_journal(plan.job.log_dir, _journal_name(plan))
+        journal = own.journal
         # Of several nodes, none knows its ranks yet.
         tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
-        self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
+        for note in own.notes:
+            self._console.say(f"msrun: {note}")
+        self._node = NodeResources(own, stderr=journal if self._job.detach else None)
         self._scheduler = SchedulerWatch(
             self._node, loop, self._console, tell=self._handle, greet=self._greet
         )
@@ -401,13 +404,6 @@ class Agent:
 
     def _some_ended(self) -> bool:
         return len(self._state.live) < self._job.workers_per_node
-
-
-def _journal_name(plan: LaunchPlan) -> str:
-    """Return the name of our own log, which several nodes may write to one directory."""
-    if plan.job.is_alone:
-        return "msrun.log"
-    return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
 
 
 def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 from pathlib import Path
 
 from msrun import environ
@@ -15,6 +13,7 @@ from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.place import Place, node_name
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
@@ -55,7 +54,7 @@ class NodeResources:
     another program shows before any process is started.
 
     Args:
-        plan: The plan of the job.
+        place: What is this launcher's own, with the plan of the job; closed with the rest.
         stderr: As of `ProcessTree`.
 
     Raises:
@@ -67,8 +66,9 @@ class NodeResources:
     socket: AgentSocket
     containment: str
 
-    def __init__(self, plan: LaunchPlan, *, stderr: int | None = None) -> None:
-        self._plan = plan
+    def __init__(self, place: Place, *, stderr: int | None = None) -> None:
+        self._place = place
+        plan = self._plan = place.plan
         self._stderr = stderr
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
@@ -78,15 +78,12 @@ class NodeResources:
         self.formation = formation(job)
         check_own_library()
         self._secret = job_secret(job)
-        listening: socket.socket | None = None
-        port = job.master_port
-        if job.serves:
-            listening = listen_or_refuse(job.listen_host, port, "--master-port")
-            port = listening.getsockname()[1]
+        listening = place.listening
+        port = listening.getsockname()[1] if listening else job.master_port
         self.scheduler_address = (job.listen_host, str(port))
         self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
         self.store = (job.address, str(self._store_socket.getsockname()[1]))
-        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
+        self._dir, self._lock = place.directory, place.lock
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
             self.scheduler = SchedulerSupervisor(config, listening, self._base)
@@ -292,16 +289,8 @@ class NodeResources:
         if self.scheduler:
             self.scheduler.close()
         self._store_socket.close()
-        shutil.rmtree(self._dir, ignore_errors=True)
-        os.close(self._lock)
+        self._place.release()
         return stuck
-
-
-def node_name(job: JobSpec) -> str:
-    """Return the name of this node among others on its machine; empty if it is alone."""
-    if job.node_name or job.is_alone or job.node_rank is None:
-        return job.node_name
-    return f"node{job.node_rank}"
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
