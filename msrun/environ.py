@@ -25,6 +25,7 @@ _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
     "MSRUN_NODE_RANK",
+    "MSRUN_RANK0_ADDR",
     RUN_DIR,
     CONFIG,
 )
@@ -161,7 +162,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         device: Index of its device among those of the node.
         role: Name of its role.
         max_restarts: Restart budget of the job.
-        store: Host and port of this generation's TCPStore.
+        store: Host and port of this generation's store, on the worker's own node.
+        rank0_address: Address of the node of rank 0.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
@@ -185,6 +187,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     max_restarts: int
     store: tuple[str, str]
+    rank0_address: str
     scheduler: tuple[str, str]
     run_dir: str
     error_file: str
@@ -261,6 +264,7 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
         "MSRUN_JOB_ID": who.job_id,
         "MSRUN_GENERATION": str(who.generation),
         "MSRUN_NODE_RANK": str(who.node_rank),
+        "MSRUN_RANK0_ADDR": who.rank0_address,
         RUN_DIR: who.run_dir,
     }
 

@@ -63,7 +63,7 @@ class SpawnContext:
         parent: Pid of the forkserver.
         signals: Handlers of signals before the reaper ignored them.
         wakeup: The forkserver's own end of its signal pipe, to be closed.
-        listen_fd: The store's listening socket.
+        listen_fds: The store's listening sockets.
     """
 
     configure: Configure
@@ -71,7 +71,7 @@ class SpawnContext:
     parent: int
     signals: dict[signal.Signals, SignalHandler]
     wakeup: int
-    listen_fd: int
+    listen_fds: tuple[int, ...]
 
 
 BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
@@ -116,11 +116,12 @@ class Forkserver:
             poller.register(self.channel.fileno(), select.POLLIN)
             poller.register(self.wakeup, select.POLLIN)
             if self._lazy_store:
-                poller.register(self.context.listen_fd, select.POLLIN)
+                for descriptor in self.context.listen_fds:
+                    poller.register(descriptor, select.POLLIN)
             ready = [fd for fd, _ in poller.poll()]
             if self.wakeup in ready:
                 self._reap()
-            if self._lazy_store and self.context.listen_fd in ready:
+            if self._lazy_store and not set(self.context.listen_fds).isdisjoint(ready):
                 self._fork_store(self._lazy_store)
             if self.channel.fileno() in ready:
                 for order in self.channel.receive():
@@ -292,7 +293,7 @@ def why_unsafe() -> str:
 def run(
     configure: Configure,
     sock: socket.socket,
-    listen_fd: int,
+    listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
 ) -> Next:
@@ -314,7 +315,7 @@ def run(
         parent=os.getpid(),
         signals=signals,
         wakeup=wakeup,
-        listen_fd=listen_fd,
+        listen_fds=listen_fds,
     )
     try:
         Forkserver(channel, context, *become, wakeup).serve()

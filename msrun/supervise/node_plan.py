@@ -29,7 +29,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         nnodes: Nodes in the generation.
         first_rank: Global rank of its local_rank 0.
         world_size: Workers in the generation.
-        store: Host and port of the TCPStore.
+        store: Host and port at which the workers of this node reach the store.
+        rank0_address: Address of the node of rank 0.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         first_local_rank: Local rank of this node's first worker.
@@ -44,6 +45,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     store: tuple[str, str]
     scheduler: tuple[str, str]
     run_dir: str
+    rank0_address: str = LOOPBACK
     first_local_rank: int = 0
     local_world_size: int = 0
 
@@ -65,7 +67,8 @@ def expected(job: JobSpec, run_dir: str) -> Placement:
         nnodes=nnodes,
         first_rank=node_rank * job.workers_per_node,
         world_size=job.world_size or nnodes * job.workers_per_node,
-        store=(job.address if is_first else UNKNOWN_HOST, UNKNOWN),
+        store=(LOOPBACK, UNKNOWN),
+        rank0_address=job.address if is_first else UNKNOWN_HOST,
         scheduler=(job.listen_host, str(job.master_port or UNKNOWN)),
         run_dir=run_dir,
     )
@@ -182,6 +185,7 @@ def _identity(
         role=job.role,
         max_restarts=job.restarts.max_restarts,
         store=placement.store,
+        rank0_address=placement.rank0_address,
         scheduler=placement.scheduler,
         run_dir=placement.run_dir,
         error_file=error_file(placement.run_dir, placement.generation, rank),

@@ -91,20 +91,38 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     until: float | None = None
 
 
+class StoreLeg(msgspec.Struct, frozen=True, kw_only=True):
+    """How the store of several nodes reaches from one to the others.
+
+    Args:
+        serves: This node has the store; else it has a relay.
+        host: Address of the store's end.
+        port: Port of it.
+        secret: Hexadecimal digits of a secret of this generation's store; None without keys.
+        nnodes: Nodes in the generation.
+    """
+
+    serves: bool
+    host: str
+    port: int
+    secret: str | None
+    nnodes: int
+
+
 class SpawnStore(Order, frozen=True, tag=True, kw_only=True):
-    """Serve a TCPStore for `generation` on the inherited listening socket.
+    """Serve a store for `generation` on the inherited listening sockets.
 
     Args:
         generation: Its generation; the store of an earlier one must be gone.
-        host: Address of the socket.
-        port: Port of the socket.
+        leg: The way to the other nodes; None on one node.
+        insecure: Serve also where the kernel does not tell whose a connection is.
         lazy: Wait for the first connection, since a program that is not Python may
             have no use for a store.
     """
 
     generation: int
-    host: str
-    port: int
+    leg: StoreLeg | None = None
+    insecure: bool = False
     lazy: bool = False
 
 

@@ -77,7 +77,7 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
 def _leave_forkserver(context: SpawnContext) -> None:
     """Drop everything that ties this process to the forkserver but its death."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (context.wakeup, wakeup, context.listen_fd):
+    for descriptor in (context.wakeup, wakeup, *context.listen_fds):
         os.close(descriptor)
     os.setsid()
     process.die_with_parent(context.parent)

@@ -21,15 +21,17 @@ from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_
 from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
-from msrun.supervise.node_plan import Placement
+from msrun.supervise.node_plan import LOOPBACK, Placement
 from msrun.supervise.orders import (
     Configure,
     LiveUntil,
     SignalWorkers,
     SpawnStore,
     SpawnWorker,
+    StoreLeg,
 )
 from msrun.supervise.tree import ProcessTree
+from msrun.transport.keys import hkdf
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import (
     AgentSocket,
@@ -81,8 +83,12 @@ class NodeResources:
         listening = place.listening
         port = listening.getsockname()[1] if listening else job.master_port
         self.scheduler_address = (job.listen_host, str(port))
-        self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
-        self.store = (job.address, str(self._store_socket.getsockname()[1]))
+        # Workers reach the store over this interface alone; on several nodes the stores' ends meet
+        # on another socket.
+        self._store_sockets = [listen_or_refuse(LOOPBACK, 0, "the loopback interface")]
+        if not job.is_alone:
+            self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
+        self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
         self._dir, self._lock = place.directory, place.lock
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
@@ -164,7 +170,7 @@ class NodeResources:
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
             _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
-            self._store_socket,
+            self._store_sockets,
             env,
             lock=self._lock,
             stderr=self._stderr,
@@ -217,24 +223,40 @@ class NodeResources:
             nnodes=start.nnodes,
             first_rank=start.first_rank,
             world_size=start.world_size,
-            store=(start.store_host, str(start.store_port)),
+            store=(LOOPBACK, str(self._store_sockets[0].getsockname()[1])),
             scheduler=self.scheduler_address,
             run_dir=str(self._dir),
+            rank0_address=start.store_host,
             first_local_rank=start.first_local_rank,
             local_world_size=start.local_world_size,
         )
         (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
         self.let_live(generation, until)
-        if start.serve_store:
-            self._order_store(generation)
+        if start.serve_store or not self._job.is_alone:
+            self._order_store(generation, start)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         return [self._order_worker(generation, plan, until) for plan in plans]
 
-    def _order_store(self, generation: int) -> None:
-        host, port = self.store
-        is_lazy = self._job.program.kind is ProgramKind.COMMAND
-        order = SpawnStore(generation=generation, host=host, port=int(port), lazy=is_lazy)
+    def _order_store(self, generation: int, start: Start) -> None:
+        order = SpawnStore(
+            generation=generation,
+            leg=None if self._job.is_alone else self._store_leg(generation, start),
+            insecure=self._job.insecure,
+            lazy=self._job.program.kind is ProgramKind.COMMAND,
+        )
         self.tree.forkserver.send(order)
+
+    def _store_leg(self, generation: int, start: Start) -> StoreLeg:
+        secret = self._secret
+        if secret is not None:
+            secret = hkdf(secret, f"msrun store {self._job.job_id} {generation}".encode())
+        return StoreLeg(
+            serves=start.serve_store,
+            host=start.store_host,
+            port=start.store_port,
+            secret=secret.hex() if secret else None,
+            nnodes=start.nnodes,
+        )
 
     def _order_worker(
         self, generation: int, plan: WorkerPlan, until: float | None
@@ -288,7 +310,8 @@ class NodeResources:
         self._context.destroy(linger=0)
         if self.scheduler:
             self.scheduler.close()
-        self._store_socket.close()
+        for sock in self._store_sockets:
+            sock.close()
         self._place.release()
         return stuck
 
