@@ -27,10 +27,12 @@ class BatchWeight:
         value: Samples of this rank, times the number of ranks, divided by the samples of all
             ranks; 1 if all ranks have equally many.  The loader sets it while its batch is in use.
         parts: Micro-batches of the running step; 1 outside of one.
+        is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
     """
 
     value: float = 1.0
     parts: int = 1
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
