@@ -16,6 +16,8 @@ from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
+# From `msrun verify` to rank 0: the file for its report.
+VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
 # From a launcher to its agents, never further.
@@ -402,6 +404,11 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
 def config_file(env: Mapping[str, str]) -> str | None:
     """Return the file with the parallel configuration that was handed over, if there is one."""
     return env.get(CONFIG) or None
+
+
+def verify_report(env: Mapping[str, str]) -> str | None:
+    """Return the file for the report of `msrun verify`, if that runs this job."""
+    return env.get(VERIFY) or None
 
 
 def master(env: Mapping[str, str]) -> tuple[str, int] | None:

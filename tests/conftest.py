@@ -42,6 +42,7 @@ THOROUGH = (
     "tests/process/commands/test_parallel.py",
     "tests/process/commands/test_ranks_by_mpi.py",
     "tests/process/commands/test_slurm.py",
+    "tests/process/commands/test_verify.py",
     "tests/process/faults/test_attacks.py",
     "tests/process/faults/test_hangs.py",
     "tests/process/faults/test_security.py",
@@ -98,6 +99,7 @@ THOROUGH = (
     "tests/torch/test_sharded.py",
     "tests/torch/test_stand_in_npu.py",
     "tests/torchrun/test_terminals.py",
+    "tests/torch/verify/test_verify.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
 )

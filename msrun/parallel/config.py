@@ -310,6 +310,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
+        verify: Number of first steps that rank 0 also computes as one process would, with the whole
+            model and batch; a difference is an error.  `first_step` is 1, and 0 verifies nothing.
     """
 
     mesh: dict[str, int] | Literal["auto"] = msgspec.field(
@@ -329,9 +331,11 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     dropout: Literal["local", "exact"] = "local"
     checkpoint: Checkpoint | None = None
     seed: int | None = None
+    verify: int | Literal["first_step"] = 0
 
     def __post_init__(self) -> None:
         _at_least(self, "accumulate", 1)
+        self._check_verify()
         if self.seed is not None:
             _at_least(self, "seed", 0)
         if self.plan == "":
@@ -346,6 +350,21 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
+
+    def _check_verify(self) -> None:
+        """Refuse to verify what one process does not compute."""
+        if self.verify == "first_step":
+            msgspec.structs.force_setattr(self, "verify", 1)
+        _at_least(self, "verify", 0)
+        others = {
+            "mode manual divides work in the script, which one process cannot run": self.mode
+            == "manual",
+            "reduce.op sum gives gradients that one process does not have": self.reduce.op == "sum",
+            "batch_norm local gives each rank statistics of its own": self.batch_norm == "local",
+        }
+        for sentence, is_so in others.items():
+            if self.verify and is_so:
+                raise ValueError(f"verify: {sentence}")
 
     def _check_mesh(self) -> None:
         """Check the names of axes, or with `mesh: auto` refuse keys that the search decides."""

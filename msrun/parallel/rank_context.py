@@ -29,11 +29,13 @@ class BatchWeight:
         parts: Micro-batches of the running step; 1 outside of one.
         is_due: Whether a loader whose last batch is uneven is in use, and nothing has read the
             weight yet.
+        is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
     """
 
     value: float = 1.0
     parts: int = 1
     is_due: bool = False
+    is_whole: bool = False
 
     def read(self) -> float:
         """Return the weight to somebody who multiplies the loss by it."""
