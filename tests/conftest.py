@@ -91,6 +91,7 @@ THOROUGH = (
     "tests/torch/pipeline/test_zero_bubble.py",
     "tests/torch/tensor/test_collectives.py",
     "tests/torch/tensor/test_guard.py",
+    "tests/torch/tensor/test_named_plans.py",
     "tests/torch/tensor/test_placements.py",
     "tests/torch/tensor/test_plan_file.py",
     "tests/torch/tensor/test_tensor.py",

@@ -369,6 +369,18 @@ def is_higher_order(target: object) -> bool:
 
 
 @contextmanager
+def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Have `module` find plain `tensors` under the names of its parameters, inside."""
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - the setter takes parameters alone
+    kept = {name: own[name] for name in tensors}
+    own.update(tensors)
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
+@contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, have calls of `module` itself run no forward hook; pre-hooks stay."""
     before = module._forward_hooks  # noqa: SLF001 - there is no public form
