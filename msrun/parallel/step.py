@@ -22,7 +22,6 @@ from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
-    by_position,
     move,
     own_loss,
     read_batch,
@@ -213,7 +212,7 @@ def _train_pipeline(
 ) -> LossTally:
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
     pipeline = sharded.pipeline()
-    inputs = by_position(pipeline.input_names() if batch.named else (), batch)
+    inputs = pipeline.arguments(batch)
     context.batch.parts = pipeline.microbatches
     if not sharded.is_described:
         sharded.is_described = True

@@ -399,3 +399,55 @@ def hooks_of(module: nn.Module) -> set[str]:
         "backward": {**module._backward_pre_hooks, **module._backward_hooks},  # noqa: SLF001
     }
     return {kind for kind, hooks in kinds.items() if hooks}
+
+
+@contextmanager
+def fake_tensors(mode: Any) -> Iterator[None]:
+    """Inside, new tensors have shapes and devices, and no values.
+
+    Args:
+        mode: Of `fake_mode`; tensors of one mode can be used in it again.
+    """
+    from torch._subclasses.fake_tensor import log
+
+    before = log.disabled
+    log.disabled = True  # an operator that has no kernel for such tensors is logged at length
+    try:
+        with mode:
+            yield
+    finally:
+        log.disabled = before
+
+
+def fake_mode() -> Any:
+    """Return a mode for `fake_tensors`, which takes tensors with values, too."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Return a context that leaves the mode of `fake_tensors`."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether `tensor` was made in the mode of `fake_tensors`."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Return whether `error` says that a tensor of `fake_tensors` has no values."""
+    from torch._subclasses import fake_tensor as fakes
+
+    kinds = (
+        fakes.DataDependentOutputException,
+        fakes.DynamicOutputShapeException,
+        fakes.UnsupportedOperatorException,
+        fakes.UnsupportedFakeTensorException,
+    )
+    return isinstance(error, kinds) or "fake" in f"{type(error).__name__} {error}".lower()
