@@ -16,7 +16,13 @@ from msrun.worker.store.admission import (
 )
 
 OTHER = 1001
-CONNECT = "import socket, sys; s = socket.create_connection(('127.0.0.1', {})); print(); s.recv(1)"
+CONNECT = """
+import os, socket
+os.setuid({})
+with socket.create_connection(("127.0.0.1", {})) as sock:
+    print(flush=True)
+    sock.recv(1)
+"""
 FINDERS = pytest.mark.parametrize("find", [users_by_netlink, users_by_proc])
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -91,10 +97,9 @@ def test_more_connections_than_are_asked_about_at_once(find):
 @FINDERS
 def test_another_users_connection(find):
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        program = CONNECT.format(listening.getsockname()[1])
+        program = CONNECT.format(OTHER, listening.getsockname()[1])
         command = [sys.executable, "-I", "-S", "-c", program]
-        who = {"user": OTHER, "group": OTHER, "extra_groups": [], "cwd": "/"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, **who) as other:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
             assert other.stdout.readline()
             with listening.accept()[0] as accepted:
                 assert find([accepted]) == [OTHER]
