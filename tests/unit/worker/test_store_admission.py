@@ -18,6 +18,7 @@ from msrun.worker.store.admission import (
 OTHER = 1001
 CONNECT = """
 import os, socket
+"127.0.0.1".encode("idna")  # which is read from files that the other user may not see
 os.setuid({})
 with socket.create_connection(("127.0.0.1", {})) as sock:
     print(flush=True)
