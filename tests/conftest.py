@@ -81,6 +81,7 @@ THOROUGH = (
     "tests/torch/launch/test_early_end.py",
     "tests/torch/launch/test_fork_children.py",
     "tests/torch/launch/test_fork_endings.py",
+    "tests/torch/launch/test_store.py",
     "tests/torch/launch/test_fork_like_python.py",
     "tests/torch/launch/test_launched.py",
     "tests/torch/launch/test_preload.py",
