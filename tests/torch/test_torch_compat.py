@@ -1,5 +1,6 @@
 """The private names of torch still mean what we use them for."""
 
+import logging
 import threading
 import weakref
 from contextlib import nullcontext
@@ -21,6 +22,8 @@ from msrun.parallel.torch_compat import (
     checkpointed,
     dispatching,
     eagerly,
+    follow_jit_variable,
+    follow_log_variables,
     functional_collective,
     gradient_hooks,
     has_gradient_hooks,
@@ -469,3 +472,23 @@ def test_compiled_functions_run_eagerly():
     assert seen == []
     double(torch.ones(1))
     assert len(seen) == 1
+
+
+def test_logs_follow_their_variable(monkeypatch):
+    levels = []
+    for setting in ("+dynamo", None):
+        monkeypatch.setenv("TORCH_LOGS", setting) if setting else monkeypatch.delenv("TORCH_LOGS")
+        follow_log_variables()
+        levels.append(logging.getLogger("torch._dynamo").level)
+
+    assert levels == [logging.DEBUG, logging.NOTSET]
+
+
+def test_scripting_follows_its_variable(monkeypatch):
+    kinds = []
+    for setting in ("0", "1"):
+        monkeypatch.setenv("PYTORCH_JIT", setting)
+        follow_jit_variable()
+        kinds.append(isinstance(torch.jit.script(torch.nn.Identity()), torch.jit.ScriptModule))
+
+    assert kinds == [False, True]
