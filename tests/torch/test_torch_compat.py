@@ -484,6 +484,7 @@ def test_logs_follow_their_variable(monkeypatch):
     assert levels == [logging.DEBUG, logging.NOTSET]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripting_follows_its_variable(monkeypatch):
     kinds = []
     for setting in ("0", "1"):
