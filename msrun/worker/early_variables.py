@@ -151,8 +151,8 @@ def _set_by_script(path: str, has_compiler: bool) -> set[str]:  # noqa: FBT001 -
     """Return variables that the script sets before it imports torch, and torch could not follow."""
     try:
         source = Path(path).read_bytes()[:_SOURCE_BYTES_MAX]
-        names = AT_IMPORT.pattern + "|" + _COMPILER.pattern
-        if not re.search(names.encode(), source):  # as in nearly all scripts
+        pattern = AT_IMPORT.pattern + "|" + _COMPILER.pattern
+        if not re.search(pattern.encode(), source):  # as in nearly all scripts
             return set()
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
