@@ -79,6 +79,7 @@ THOROUGH = (
     "tests/torch/examples/test_docs.py",
     "tests/torch/examples/test_examples.py",
     "tests/torch/launch/test_early_end.py",
+    "tests/torch/launch/test_early_variables.py",
     "tests/torch/launch/test_fork_children.py",
     "tests/torch/launch/test_fork_endings.py",
     "tests/torch/launch/test_store.py",

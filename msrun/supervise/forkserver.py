@@ -76,6 +76,7 @@ class SpawnContext:
 
 BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
+WhyExec = Callable[[Configure], str]
 
 
 class Forked(BaseException):
@@ -209,11 +210,18 @@ class Forkserver:
         )
 
 
-def preload(configure: Configure) -> Ready:
-    """Import the modules that workers need and say whether forking them is safe."""
+def preload(configure: Configure, why_exec: WhyExec = lambda _: "") -> Ready:
+    """Import the modules that workers need and say whether forking them is safe.
+
+    Args:
+        configure: The job.
+        why_exec: Tells why its program needs interpreters of its own; empty when it does not.
+    """
     started = time.monotonic()
     if configure.kind == "command" or not configure.fork:
         return Ready(fork=False, seconds=0.0)
+    if why := why_exec(configure):
+        return Ready(fork=False, reason=why, seconds=time.monotonic() - started)
     before = environ.hold_back_threads()
     # No collection before `gc.freeze`, as its documentation advises: workers would fill the holes
     # that it frees, and each would copy the pages around them.
@@ -296,6 +304,8 @@ def run(
     listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
+    *,
+    why_exec: WhyExec,
 ) -> Next:
     """Be the forkserver, in the child that the reaper forked, until the agent is gone.
 
@@ -306,7 +316,7 @@ def run(
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
     faulthandler.enable()  # an imported extension may crash
-    ready = preload(configure)
+    ready = preload(configure, why_exec)
     channel.send(ready)
     wakeup = wake_on_child()
     context = SpawnContext(

@@ -24,7 +24,7 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import main_module, math_threads, stacks, stdio
+from msrun.worker import early_variables, main_module, math_threads, stacks, stdio
 
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -51,6 +51,7 @@ def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
             _reseed()
             _name_main_thread()
             _hear_signals(context)
+            early_variables.watch()
             return partial(run_program, configure.kind, configure.argv)
         _hear_signals(context)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
