@@ -7,10 +7,9 @@ with it, however it dies.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -42,12 +41,12 @@ from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
 from msrun.errors import ExitCode, VersionError
-from msrun.job import JobSpec
-from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.launch import LaunchPlan
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, worker_end
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources, node_name
+from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
 from msrun.processes.console import Console, NodeStatus, open_console
@@ -57,7 +56,7 @@ from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
 from msrun.transport.loop import Loop
 
-REFRESH_SECONDS = 0.1
+REFRESH_SECONDS = 0.05
 # Seconds for the rest of the logs: after a stop its user does not want to read all of them.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
@@ -112,7 +111,8 @@ class Agent:
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
-        tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
+        self._output = NodeOutput(plan.job)
+        tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
@@ -363,13 +363,13 @@ class Agent:
         self._workers = {
             worker.plan.rank: worker
             for worker in self._node.start_workers(
-                action.generation, action.start, self._uplink.live_until
+                action.generation, action.start, self._uplink.live_until, self._output
             )
         }
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
-            plans = [(worker.plan, worker.log_start) for worker in self._workers.values()]
-            self._console.follow(_tails(self._job, plans))
+            workers = self._workers.values()
+            self._console.follow(self._output.tails((w.plan, w.log_starts) for w in workers))
             if self._refresh_at is None:
                 self._refresh_at = self._loop.now()
 
@@ -408,16 +408,6 @@ def _journal_name(plan: LaunchPlan) -> str:
     if plan.job.is_alone:
         return "msrun.log"
     return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
-
-
-def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:
-    """Return tails of the logs of the workers that the user chose, each from its start on."""
-    is_terminal = os.isatty(1)
-    return [
-        logs.Tail(worker.log_file, f"[rank {worker.rank}] ", start)
-        for worker, start in workers
-        if job.is_shown(worker.rank, worker.local_rank, is_terminal=is_terminal)
-    ]
 
 
 def _count(workers: int) -> str:
