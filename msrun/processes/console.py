@@ -72,6 +72,7 @@ class Console:
         # a line of the other.
         self._place = {1: 1, 2: 2 if streams_differ() else 1}
         self._in_line = {1: False, 2: False}
+        self._unfinished: dict[int, Tail | None] = {1: None, 2: None}
         self._has_reader = {1: True, 2: True}
         self._is_heard = True
 
@@ -101,6 +102,9 @@ class Console:
 
     def show(self, status: NodeStatus) -> None:
         """Show where the job stands, where there is a place for it."""
+
+    def pause(self) -> None:
+        """Take away what would stand in the way of a shell."""
 
     def pump(self) -> bool:
         """Show what is new of the workers; return whether there may be more."""
@@ -144,6 +148,9 @@ class Console:
         data = f"{start}{text}\n".encode(errors="backslashreplace")
         self._is_heard = write_bounded(2, data, wait_ms)
         self._in_line[self._place[2]] = False
+        if start and (tail := self._unfinished[self._place[2]]):
+            tail.interrupt()
+            self._unfinished[self._place[2]] = None
 
     def _take_pieces(self, *, final: bool = False) -> bool:
         """Make the new pieces of one log wait for their readers; return whether there are any."""
@@ -153,9 +160,18 @@ class Console:
             if pieces := tail.read(final=final):
                 for stream, text in pieces:
                     if self._has_reader[stream]:
-                        self._pending[stream] += text.encode(errors="backslashreplace")
+                        self._append(tail, stream, text)
                 return True
         return False
+
+    def _append(self, tail: Tail, stream: int, text: str) -> None:
+        place = self._place[stream]
+        other = self._unfinished[place]
+        if other and other is not tail:
+            other.interrupt()
+            self._pending[stream] += b"\n"
+        self._pending[stream] += text.encode(errors="backslashreplace")
+        self._unfinished[place] = None if text.endswith("\n") else tail
 
     def _write_some(self, stream: int) -> None:
         data = self._pending[stream]
@@ -211,6 +227,10 @@ class LiveConsole(Console):
         text = f"{_ERASE}\x1b[1m{name}\x1b[0m  {colour}{line_start}\x1b[0m"
         write_bounded(2, text.encode(errors="backslashreplace"))
         self._shown = line
+
+    def pause(self) -> None:
+        """Take the line away; `show` brings it back."""
+        self._erase()
 
     def _show(self, text: str) -> None:
         self._erase()

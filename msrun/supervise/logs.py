@@ -238,6 +238,10 @@ class _Lines:
         elif final and self._is_open:
             yield self._piece("", "\n")
 
+    def interrupt(self) -> None:
+        """Begin again with the prefix: something else was shown in the midst of the line."""
+        self._is_open, self._shown = False, 0
+
     def _piece(self, body: str, end: str) -> str:
         prefix = "" if self._is_open else self._prefix
         room = max(0, LINE_CHARS_MAX - self._shown)
@@ -246,6 +250,21 @@ class _Lines:
         if len(body) > room:
             body = f"{body[:room]}... [{len(body) - room} more characters]"
         return prefix + harmless(body) + end
+
+
+class _Raw:
+    """Passes the text of a worker that has a terminal on as it is."""
+
+    def __init__(self) -> None:
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, data: bytes, *, final: bool = False) -> Iterator[str]:
+        """Yield the text of `data`."""
+        if text := self._decode(data, final):
+            yield text
+
+    def interrupt(self) -> None:
+        """Another line has begun; the worker knows nothing of it."""
 
 
 class Tail:
@@ -259,6 +278,7 @@ class Tail:
         split: Tells the streams apart in a log of both; None where nobody asks.
         shown: Streams to show.
         is_live: Show unfinished lines at once.
+        is_raw: Show everything as it is, control characters too, without prefix.
     """
 
     def __init__(
@@ -271,12 +291,15 @@ class Tail:
         split: StreamSplit | None = None,
         shown: frozenset[int] = BOTH,
         is_live: bool = False,
+        is_raw: bool = False,
     ) -> None:
         self.path = path
         self._offset = start
         self._stream = stream
         self._split = split
-        self._lines = {each: _Lines(prefix, is_live=is_live) for each in shown}
+        self._lines: dict[int, _Lines | _Raw] = {
+            each: _Raw() if is_raw else _Lines(prefix, is_live=is_live) for each in shown
+        }
 
     def read(self, *, final: bool = False) -> list[tuple[int, str]]:
         """Return stream and text of what was added, at most a bounded piece of the log.
@@ -299,6 +322,11 @@ class Tail:
             for stream, lines in self._lines.items():
                 pieces += ((stream, text) for text in lines.feed(b"", final=True))
         return pieces
+
+    def interrupt(self) -> None:
+        """Something else was shown in the midst of a line of this log."""
+        for lines in self._lines.values():
+            lines.interrupt()
 
     def _read(self) -> bytes:
         try:

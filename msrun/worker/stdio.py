@@ -14,6 +14,9 @@ from msrun.supervise import logs
 
 _SURVIVABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 
+# From here on, out of the way of programs that count on small numbers.
+_OWN_DESCRIPTORS = 101
+
 
 class LogFile(io.FileIO):
     """A descriptor with whole writes, which never fail for lack of space.
@@ -132,11 +135,15 @@ def tell_apart(samples: str | None) -> None:
     Both go to one log, opened once for each; `logs.StreamSplit` reads the notes.
     """
     try:
-        notes = os.open(samples or "", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        opened = os.open(samples or "", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     except OSError:
         return
     # Whatever the program does to descriptors 1 and 2, these lead to the log.
-    out, err = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3) for descriptor in (1, 2))
+    notes, out, err = (
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OWN_DESCRIPTORS)
+        for descriptor in (opened, 1, 2)
+    )
+    os.close(opened)
     by = [0]
     for stream, own, other in ((sys.stdout, out, err), (sys.stderr, err, out)):
         raw = getattr(stream, "buffer", None)

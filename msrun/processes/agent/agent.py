@@ -43,7 +43,7 @@ from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restartin
 from msrun.errors import ExitCode, VersionError
 from msrun.launch import LaunchPlan
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, worker_end
+from msrun.processes.agent import background, terminal, worker_end
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources, node_name
 from msrun.processes.agent.output import NodeOutput
@@ -111,9 +111,13 @@ class Agent:
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = open_journal(plan.job.log_dir, _journal_name(plan))
         # Of several nodes, none knows its ranks yet.
-        self._output = NodeOutput(plan.job)
+        self._output = NodeOutput(plan.job, loop)
         tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
+        self._output.show_with(self._console.pump)
+        loop.on_signals((signal.SIGWINCH,), lambda _: self._on_resized())
+        if terminal.is_foreground():
+            loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
         self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
@@ -153,12 +157,13 @@ class Agent:
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
         stuck: list[str] = []
-        with self._console:
+        with terminal.modes_kept(), self._console:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
             finally:
                 stuck = self._node.close()
+                self._output.copy()
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
@@ -219,6 +224,17 @@ class Agent:
         if signum in STOPS:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
+
+    def _on_resized(self) -> None:
+        if self._output.terminal:
+            self._output.terminal.follow_size()
+            # The kernel tells only the process group that a terminal controls.
+            self._node.signal_groups([self._output.rank_at_terminal], signal.SIGWINCH)
+
+    def _on_suspended(self) -> None:
+        self._console.pause()
+        ranks = list(self._workers)
+        terminal.stop_with(lambda signum: self._node.signal_groups(ranks, signum))
 
     def _on_scheduler(self) -> None:
         self._keep_time()
@@ -317,6 +333,7 @@ class Agent:
             return
         worker = self._workers[end.rank]
         worker.pid = 0
+        self._output.copy()
         self._running -= worker.started_at is not None
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
         self._handle(WorkerEnded(end.generation, rank_exit))

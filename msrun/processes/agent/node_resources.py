@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrun import environ
@@ -16,6 +17,7 @@ from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
 from msrun.processes.agent.output import NodeOutput
+from msrun.processes.agent.terminal import is_foreground
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
@@ -260,8 +262,8 @@ class NodeResources:
             append=is_later,
             cpus=list(plan.cpus),
             numa_nodes=list(plan.numa_nodes),
-            # A process of another session cannot read from a terminal.
-            keep_stdin=plan.rank == 0 and not os.isatty(0),
+            # A job in the background must not take the keys that the shell is to get.
+            keep_stdin=plan.rank == 0 and (not os.isatty(0) or is_foreground()),
             until=until,
         )
         worker = RunningWorker(
@@ -279,6 +281,10 @@ class NodeResources:
         """Send `signum` to workers: to Python's main process, of other programs to the group."""
         is_group = self._job.program.kind is ProgramKind.COMMAND
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def signal_groups(self, ranks: Sequence[int], signum: int) -> None:
+        """Send `signum` to the process groups of workers."""
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=True))
 
     def ask_for_stacks(self, ranks: tuple[int, ...]) -> None:
         """Have Python workers write where they are, each into its `stack_file`."""

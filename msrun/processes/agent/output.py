@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msrun import environ
 from msrun.job import JobSpec
 from msrun.launch import WorkerPlan
+from msrun.processes.agent.terminal import WorkerTerminal
 from msrun.processes.console import is_terminal, streams_differ
 from msrun.supervise import logs
 from msrun.supervise.logs import BOTH, STDERR, STDOUT, StreamSplit, Tail
+from msrun.transport.loop import Loop
 
 
 class NodeOutput:
@@ -18,13 +20,24 @@ class NodeOutput:
 
     Args:
         job: The job.
+        loop: This process's loop.
     """
 
-    def __init__(self, job: JobSpec) -> None:
+    terminal: WorkerTerminal | None = None
+    """Of the one worker that is shown at a terminal, once it has begun."""
+    rank_at_terminal = -1
+
+    def __init__(self, job: JobSpec, loop: Loop) -> None:
         self._job = job
+        self._loop = loop
+        self._show: Callable[[], object] = lambda: None
         self._is_terminal = os.isatty(1)
         self._are_apart = streams_differ() and not is_terminal()
         self._splits: dict[str, StreamSplit] = {}
+
+    def show_with(self, show: Callable[[], object]) -> None:
+        """Call `show` whenever a log that is shown at a terminal has grown."""
+        self._show = show
 
     def tails(self, workers: Iterable[tuple[WorkerPlan, Mapping[str, int]]]) -> list[Tail]:
         """Return tails of the logs that the console shows.
@@ -55,7 +68,8 @@ class NodeOutput:
                 stream=next(stream for stream in paths if paths[stream] == path),
                 split=split if path == plan.log_file else None,
                 shown=frozenset(stream for stream in paths if paths[stream] == path),
-                is_live=is_only,
+                is_live=is_only or (plan.rank == 0 and os.isatty(0)),
+                is_raw=self._has_terminal(plan),
             )
             for path in dict.fromkeys(paths.values())
         ]
@@ -71,6 +85,8 @@ class NodeOutput:
         Returns:
             Descriptors for the worker, which stay ours; none if the worker opens its log itself.
         """
+        if self._has_terminal(plan):
+            return self._open_terminal(plan, append=start > 0)
         if not self._is_split(plan):
             return []
         opened: list[int] = []
@@ -87,6 +103,35 @@ class NodeOutput:
             return []
         self._split(plan).attach(opened[:2], opened[2], start)
         return opened[:2]
+
+    def _open_terminal(self, plan: WorkerPlan, *, append: bool) -> list[int]:
+        try:
+            if self.terminal is None:
+                terminal = WorkerTerminal()
+                terminal.begin(plan.log_file, append=append)
+                self.terminal = terminal
+                self._loop.watch(terminal.fileno(), self.copy)
+        except OSError:
+            # No pseudo terminal is left, or no log: the worker meets that problem, and says so.
+            return []
+        self.rank_at_terminal = plan.rank
+        return [self.terminal.theirs] * 2
+
+    def copy(self) -> None:
+        """Copy what the worker at the terminal has written to its log, and show it."""
+        if self.terminal:
+            self.terminal.copy()
+            self._show()
+
+    def _has_terminal(self, plan: WorkerPlan) -> bool:
+        """Tell whether this is the one worker that a terminal shows, all of it."""
+        job = self._job
+        is_chosen = any(job.tee.values()) or bool(plan.out_file or plan.err_file)
+        if is_chosen or job.detach or not is_terminal() or not self._shown(plan):
+            return False
+        if job.is_alone and job.workers_per_node == 1:
+            return True
+        return job.tail_local is None and (job.tail is None or len(job.tail) == 1)
 
     def _shown(self, plan: WorkerPlan) -> frozenset[int]:
         return self._job.shown_streams(plan.rank, plan.local_rank, is_terminal=self._is_terminal)
