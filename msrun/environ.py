@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import msgspec
 
@@ -504,6 +505,20 @@ def rank_file(name: str) -> str | None:
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
     return f"{run_dir}/g{generation}/{name}_{rank}"
+
+
+def terminal() -> tuple[str, bool]:
+    """Return the kind of our terminal, empty if unknown, and whether it may have colours."""
+    return os.environ.get("TERM", ""), not os.environ.get("NO_COLOR")
+
+
+def line_prefix(role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line of a worker on the console.
+
+    torchrun's variable has the template; without it the rank is named.
+    """
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
 
 
 def thread_counts() -> tuple[int | None, int | None]:

@@ -74,7 +74,7 @@ class SpawnContext:
     listen_fds: tuple[int, ...]
 
 
-BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
+BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
 WhyExec = Callable[[Configure], str]
 
@@ -140,12 +140,18 @@ class Forkserver:
                 self._signal(order)
 
     def _fork_worker(self, order: SpawnWorker) -> None:
+        streams = self.channel.take_descriptors(order.descriptors)
+        self._fork_with_streams(order, streams)
+        for descriptor in streams:  # not in a `finally`, which the child would run too
+            os.close(descriptor)
+
+    def _fork_with_streams(self, order: SpawnWorker, streams: Sequence[int]) -> None:
         child = _Child(order.generation, order.rank)
         if order.until is not None and time.monotonic() >= order.until:
             # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.context, order))
+        pid = self._fork(child, partial(self.become_worker, self.context, order, streams))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
