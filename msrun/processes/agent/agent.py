@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.agent.events import (
     Action,
     Announce,
@@ -43,7 +44,6 @@ from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
 from msrun.errors import ExitCode, VersionError
 from msrun.job import JobSpec
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, worker_end
 from msrun.processes.agent.node_control import NodeControl
