@@ -31,8 +31,11 @@ def make() -> tuple[Path, int]:
         for old in parent.glob(f"{prefix}*"):
             _remove_if_left(old)
         directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        draft = directory / f"{_LOCK}.new"
+        lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under its name it is held from the first moment, so nobody takes this directory for left.
+        draft.rename(directory / _LOCK)
     except OSError as error:
         raise UsageError(
             f"no temporary directory for the job can be made: {error}", hint="set TMPDIR"

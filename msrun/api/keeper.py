@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> Callable[[], object] | None:
     directory = arguments[2]
     # A program may have started us from a thread that blocks signals, or ignore some.
     signal.pthread_sigmask(signal.SIG_SETMASK, _PASSED_ON)
-    for signum in _PASSED_ON:
+    for signum in (*_PASSED_ON, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor in (sock.fileno(), caller):

@@ -20,6 +20,8 @@ from msrun.errors import UsageError
 _MAIN = "__main__"
 # multiprocessing's name for the script of a parent, under which workers import it.
 MAIN_ALIAS = "__mp_main__"
+# A worker may start a job of its own.
+_MAINS = (_MAIN, MAIN_ALIAS)
 _PROTOCOL = pickle.HIGHEST_PROTOCOL
 
 
@@ -72,7 +74,7 @@ def dump_call(
     problem: Exception | None = None
     try:
         data = pickle.dumps(tuple(call), _PROTOCOL)
-        needs_main = _MAIN.encode() in data
+        needs_main = any(name.encode() in data for name in _MAINS)
         if not needs_main or (main_file and _is_of(function, main_file)):
             return PickledCall(data, needs_main)
     except Exception as error:  # noqa: BLE001 - an argument's own code may raise anything
@@ -124,7 +126,7 @@ def load_value(data: bytes) -> Any:
 def _is_of(function: Callable[..., object], main_file: str) -> bool:
     """Tell whether a function of `__main__` stands in its file, and was not typed later."""
     code = getattr(function, "__code__", None)
-    is_main = getattr(function, "__module__", "") == _MAIN
+    is_main = getattr(function, "__module__", "") in _MAINS
     return code is None or not is_main or code.co_filename == main_file
 
 

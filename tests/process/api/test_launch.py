@@ -262,6 +262,47 @@ def test_values_that_cannot_come_back_are_one_sentence(said):
     ]
 
 
+def test_a_worker_may_start_a_job_of_its_own(said):
+    lines = said(f"""
+        import os
+        import msrun
+
+        def inner(first):
+            return first + {RANK}
+
+        def outer(first):
+            return msrun.launch(inner, (first,), workers=2, tail="none")
+
+        if __name__ == "__main__":
+            print(msrun.launch(outer, (5,), workers=1))
+    """)
+
+    assert lines == ["[[5, 6]]"]
+
+
+def test_each_of_two_nodes_gets_the_values_of_its_own_ranks(said):
+    lines = said(f"""
+        import os
+        from concurrent.futures import ThreadPoolExecutor
+        import msrun
+
+        def train():
+            return {RANK}
+
+        def node(rank):
+            return msrun.launch(
+                train, workers=2, nnodes=2, node_rank=rank, rdzv_endpoint="localhost:{free_port()}",
+                job_id="two", log_dir=f"logs{{rank}}",
+            )
+
+        if __name__ == "__main__":
+            with ThreadPoolExecutor(2) as pool:
+                print(list(pool.map(node, range(2))))
+    """)
+
+    assert lines == ["[[0, 1], [2, 3]]"]
+
+
 def test_threads_run_jobs_at_once_also_where_signals_are_blocked(said):
     lines = said("""
         import os, signal, threading
@@ -280,7 +321,8 @@ def test_threads_run_jobs_at_once_also_where_signals_are_blocked(said):
             return msrun.launch(train, names, workers=1)
 
         if __name__ == "__main__":
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for ignored in (signal.SIGINT, signal.SIGCHLD):
+                signal.signal(ignored, signal.SIG_IGN)
             with ThreadPoolExecutor(2) as pool:
                 print(list(pool.map(run, [("a", "b"), ("b", "a")])))
     """)
