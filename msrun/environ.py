@@ -21,6 +21,8 @@ CONFIG = "MSRUN_CONFIG"
 VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
+# Directory with the function that a worker calls, until it has been loaded.
+CALL = "MSRUN_CALL"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -291,6 +293,16 @@ def _one_device(device: int, base: Mapping[str, str]) -> dict[str, str]:
 def current() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def call_directory() -> str:
+    """Return where the function is that this worker calls; empty before and after it is loaded."""
+    return os.environ.get(CALL, "")
+
+
+def end_call() -> None:
+    """Forget the function: it has been loaded, and may start jobs of its own."""
+    os.environ.pop(CALL, None)
 
 
 def options_environment() -> dict[str, str]:

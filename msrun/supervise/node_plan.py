@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import WorkerPlan
 from msrun.environ import WorkerIdentity, worker_env
 from msrun.job import JobSpec
-from msrun.launch import WorkerPlan
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
 from msrun.supervise.logs import SAMPLES, STDERR, STDOUT

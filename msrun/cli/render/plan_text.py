@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import shlex
 
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cli.job.parallel import Parallel
 from msrun.cli.job.prepare import Prepared
 from msrun.cli.options import catalog as options
@@ -12,7 +13,6 @@ from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection
 from msrun.job import EVERY_RANK, Binding, BindMode, JobSpec
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.supervise import secret
 from msrun.topology import render_number_list
 from msrun.units import render_duration

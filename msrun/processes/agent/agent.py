@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 
+from msrun.backend import LaunchPlan
 from msrun.cluster.agent.events import (
     Action,
     Announce,
@@ -40,7 +41,6 @@ from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
 from msrun.errors import ExitCode, VersionError
-from msrun.launch import LaunchPlan
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.node_control import NodeControl
@@ -421,8 +421,6 @@ class Agent:
 
     def _some_ended(self) -> bool:
         return len(self._state.live) < self._job.workers_per_node
-
-
 
 
 def _count(workers: int) -> str:

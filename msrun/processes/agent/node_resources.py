@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msrun import environ
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
 from msrun.cluster.wire.messages import Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msrun import environ
+from msrun.backend import WorkerPlan
 from msrun.job import JobSpec
-from msrun.launch import WorkerPlan
 from msrun.processes.agent.terminal import WorkerTerminal
 from msrun.processes.console import is_terminal, streams_differ
 from msrun.supervise import logs

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import LaunchPlan
 from msrun.errors import UsageError
 from msrun.job import JobSpec
-from msrun.launch import LaunchPlan
 from msrun.processes import control_file, run_dir
 from msrun.processes.launcher import open_journal
 from msrun.processes.rendezvous import listen_or_refuse

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msrun.backend import WorkerPlan
 from msrun.cluster.verdict import TAIL_LINES, RankExit
-from msrun.launch import WorkerPlan
 from msrun.supervise.logs import last_lines, printable
 from msrun.supervise.machine import read_oom_kills
 from msrun.supervise.orders import Exited
