@@ -32,6 +32,7 @@ from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+from msrun.parallel.exchange import messages
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import plan_axes, resolve
@@ -132,7 +133,7 @@ def shard_model(
 
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
-        _check_stages(model, group)
+        _check_stages(model, group, context.device)
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:
@@ -140,10 +141,10 @@ def shard_model(
     return Sharded(model, state, context)
 
 
-def _check_stages(model: nn.Module, group: dist.ProcessGroup) -> None:
+def _check_stages(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Refuse a stage without parameters, of which torch makes no optimizer."""
-    has_some = [False] * group.size()
-    dist.all_gather_object(has_some, any(True for _ in model.parameters()), group=group)
+    own = any(True for _ in model.parameters())
+    has_some = messages.gather_all(own, bool, group, device)
     if not all(has_some):
         raise ModelError(
             f"{ROOT}.pipeline.stages: stage {has_some.index(False)} has no parameter, and an "

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from msrun.errors import ModelError, UsageError
+from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.border import Border, Borders
@@ -86,29 +88,52 @@ def measure(
     values: Sequence[Tensor] = ()
     with torch.no_grad(), _unchanged(model, ranks.device):
         for chunk in range(ranks.chunks.count - 1):
-            sent: list[tuple[Border, ...] | UsageError] = [()]
+            own = None
             if ranks.holds(chunk):
                 output = model(*pieces, *values, pipeline_chunk=chunk)
                 values = map_leaves(full_tensor, output)
-                sent = [_borders(plan, chunk, values)]
-            dist.broadcast_object_list(sent, ranks.rank(chunk), ranks.group, device=ranks.device)
-            if isinstance(sent[0], UsageError):
-                raise sent[0]
-            borders.append(sent[0])
-            values = _pass_on(ranks, chunk, sent[0], values)
+                own = _borders(plan, chunk, values)
+            source = ranks.rank(chunk)
+            sent = messages.broadcast(own, _SentBorders, source, ranks.group, ranks.device)
+            if sent.problem:
+                raise ModelError(sent.problem, hint=sent.hint)
+            received = tuple(
+                Border(
+                    name=name,
+                    shape=tuple(shape),
+                    dtype=messages.dtype_named(dtype),
+                    requires_grad=is_trained,
+                )
+                for name, shape, dtype, is_trained in sent.borders
+            )
+            borders.append(received)
+            values = _pass_on(ranks, chunk, received, values)
     return tuple(borders)
 
 
-def _borders(plan: SplitPlan, chunk: int, values: Sequence[Any]) -> tuple[Border, ...] | UsageError:
+class _SentBorders(msgspec.Struct, frozen=True):
+    """What a chunk sends, by name, shape, type and gradient; or why it cannot."""
+
+    borders: list[tuple[str, list[int], str, bool]] = []
+    problem: str = ""
+    hint: str | None = None
+
+
+def _borders(plan: SplitPlan, chunk: int, values: Sequence[Any]) -> _SentBorders:
     try:
         borders = [
             make_border(node, value)
             for node, value in zip(plan.programs[chunk].sent, values, strict=True)
         ]
     except UsageError as error:
-        return error
+        return _SentBorders(problem=error.message, hint=error.hint)
     # Without a graph it is not known which need a gradient; one too many does no harm.
-    return tuple(replace(b, requires_grad=b.dtype.is_floating_point) for b in borders)
+    return _SentBorders(
+        [
+            (b.name, [*b.shape], messages.dtype_name(b.dtype), b.dtype.is_floating_point)
+            for b in borders
+        ]
+    )
 
 
 def _pass_on(
