@@ -96,6 +96,14 @@ class _MicroBatches(Protocol):
     def last(self, model: nn.Module, /) -> contextlib.AbstractContextManager[None]: ...
 
 
+class _Verifier(Protocol):
+    """Compares steps with one process; `verify.verifier` has it."""
+
+    def run(self, step: Any, /) -> torch.Tensor: ...
+
+    def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
+
+
 class Reduction(msgspec.Struct, frozen=True):
     """One way to reduce gradients over data-parallel ranks.
 
@@ -109,6 +117,18 @@ class Reduction(msgspec.Struct, frozen=True):
     paused: Context
     reduce: Callable[[], None]
     completed: Context = contextlib.nullcontext
+
+
+def refuse_copies(model: nn.Module, reason: str) -> None:
+    """Have `copy.deepcopy(model)` say why it cannot be copied."""
+
+    def refused(_: dict[int, Any]) -> nn.Module:
+        raise ModelError(
+            f"a model of rt.shard cannot be copied under {reason}",
+            hint="copy the model before rt.shard, and pass both to rt.shard",
+        )
+
+    model.__deepcopy__ = refused  # type: ignore[assignment]
 
 
 def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
@@ -140,7 +160,10 @@ class ShardedModel:
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
+        verifier: Compares the first steps with one process; None without `verify`.
     """
+
+    verifier: _Verifier | None = None
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -207,6 +207,15 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
     return Mode()  # type: ignore[no-untyped-call]
 
 
+def eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which functions of `torch.compile` run as they were before.
+
+    The public form would import the compiler, which a process without compiled functions lacks.
+    """
+    is_loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+
+
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward pass.
 
@@ -360,6 +369,18 @@ def is_higher_order(target: object) -> bool:
 
 
 @contextmanager
+def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Have `module` find plain `tensors` under the names of its parameters, inside."""
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - the setter takes parameters alone
+    kept = {name: own[name] for name in tensors}
+    own.update(tensors)
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
+@contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, have calls of `module` itself run no forward hook; pre-hooks stay."""
     before = module._forward_hooks  # noqa: SLF001 - there is no public form
@@ -430,3 +451,18 @@ def reads_values(error: BaseException) -> bool:
         fakes.UnsupportedFakeTensorException,
     )
     return isinstance(error, kinds) or "fake" in f"{type(error).__name__} {error}".lower()
+
+
+def follow_log_variables() -> None:
+    """Set torch's logs up again, as TORCH_LOGS and TORCH_LOGS_OUT say now."""
+    from torch._logging import _internal
+
+    _internal.log_state.clear()  # the variable may be gone
+    _internal._init_logs()  # noqa: SLF001 - `set_logs` gives way to the variable, which it read before
+
+
+def follow_jit_variable() -> None:
+    """Turn scripting on or off, as PYTORCH_JIT says now."""
+    from torch.jit import _state
+
+    _state._enabled.__init__()  # type: ignore[misc]  # noqa: SLF001 - it reads the variable there

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from torch.optim import Optimizer
+
 from msrun.errors import CheckpointError
+from msrun.parallel.checkpoint.schema import Manifest
 from msrun.parallel.checkpoint.state import plain
-from msrun.parallel.checkpoint.store import Manifest
 
 Extra = Mapping[str, object] | None
 
@@ -45,3 +47,20 @@ def check_extra(manifest: Manifest, loader: Stateful | None, extra: Extra) -> No
     for name, value in (extra or {}).items():
         if isinstance(value, Stateful) and name not in manifest.extra:
             raise CheckpointError(f"the checkpoint has no extra {name!r}")
+
+
+def restore_extra(value: Stateful, state: Any) -> None:
+    """Restore an object of `extra`.
+
+    Earlier releases appended groups of sharded parameters to those of an optimizer.  A scheduler
+    that was saved then has values for these groups too, which are dropped.
+    """
+    optimizer = getattr(value, "optimizer", None)
+    if isinstance(optimizer, Optimizer) and isinstance(state, dict):
+        groups, saved = len(optimizer.param_groups), len(state.get("base_lrs", ()))
+        if saved > groups:
+            state = {
+                key: item[:groups] if isinstance(item, list) and len(item) == saved else item
+                for key, item in state.items()
+            }
+    value.load_state_dict(state)

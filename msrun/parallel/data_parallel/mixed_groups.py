@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.local import is_sharded
 
@@ -58,7 +59,8 @@ def support_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
 
     def step_of(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         torch_compat.note_step(self)
-        return update(self, *args, **kwargs)
+        with _named_errors(self):
+            return update(self, *args, **kwargs)
 
     @functools.wraps(replaced or type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +94,20 @@ def _split_around(step: Update) -> Update:
             return step(self, *args, **kwargs)
 
     return update
+
+
+@contextlib.contextmanager
+def _named_errors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Say in one sentence that an optimizer needs an operation which DTensor does not have."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error) and "placement" not in str(error):
+            raise
+        raise ModelError(
+            f"{type(optimizer).__name__} cannot update sharded parameters: {error}",
+            hint="choose another such as AdamW, or give it only replicated parameters",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Refuses optimizers of torch that are wrong on sharded parameters or in `rt.step`."""
+"""Refuses optimizers that are wrong on sharded parameters, or in `rt.step`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import torch
 from msrun.errors import ModelError
 from msrun.parallel.local import is_sharded
 
-# Optimizer of `torch.optim` -> the operation that is wrong on shards.  By name, since not every
-# release of torch has all of them.
+# Optimizer -> the operation that is wrong on shards, or that DTensor does not have.  By the name of
+# its class: several libraries have one of this name, and not every release of torch has all.
 _NEEDS_REPLICATED = {
     "Adafactor": "takes norms of whole rows and columns",
+    "AdamP": "projects whole matrices",
+    "Kron": "multiplies whole matrices",
+    "Mars": "takes norms of whole parameters",
     "Muon": "multiplies whole matrices, in a short type whose rounding depends on their parts",
+    "NvNovoGrad": "takes norms of whole parameters",
     "Rprop": "writes elements by a mask",
+    "SGDP": "projects whole matrices",
+    "SOAP": "multiplies whole matrices",
+    "Shampoo": "multiplies whole matrices",
     "SparseAdam": "takes sparse gradients",
 }
 
@@ -30,8 +37,8 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             f"{name} computes the loss several times a step, and rt.step computes it once",
             hint="choose another, or use it in a plain loop, if no parameter is sharded",
         )
-    for kind, reason in _NEEDS_REPLICATED.items():
-        if isinstance(optimizer, getattr(torch.optim, kind, ())):
+    for kind in type(optimizer).__mro__:
+        if reason := _NEEDS_REPLICATED.get(kind.__name__):
             _check_replicated(optimizer, f"{name} {reason}")
 
 

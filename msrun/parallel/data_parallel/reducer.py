@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -168,7 +169,7 @@ class GradientReducer:
             param: bucket for bucket in buckets for param in bucket.params
         }
         for param in self._bucket_of:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.register_post_accumulate_grad_hook(_hook(self))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -194,7 +195,8 @@ class GradientReducer:
         if not self._is_done:
             self.reduce()
 
-    def _on_gradient(self, param: Tensor) -> None:
+    def on_gradient(self, param: Tensor) -> None:
+        """Count down the bucket of `param`, whose gradient is there; send those that are full."""
         if not self._is_on:
             return
         # The first gradient of a backward pass arranges for its end.
@@ -222,6 +224,25 @@ class GradientReducer:
         self._is_running = False
         self._is_done = True
         self._next = 0
+
+
+def _hook(reducer: GradientReducer) -> Callable[[Tensor], None]:
+    """Return what tells `reducer` of a gradient, and does not keep it alive.
+
+    torch hides these hooks from the garbage collector: one that led to the parameters would keep
+    their memory, and the process group, for ever.
+    """
+    reference = weakref.ref(reducer)
+
+    def on_gradient(param: Tensor) -> None:
+        if (own := reference()) is None:
+            raise ModelError(
+                "the runtime that reduces the gradients of this model was closed",
+                hint="close it after the last backward pass",
+            )
+        own.on_gradient(param)
+
+    return on_gradient
 
 
 def fill_buckets(

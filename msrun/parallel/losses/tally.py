@@ -32,6 +32,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
 from msrun.parallel.losses.watch import Kind, LossWatch, PartLoss, Term, count_type
+from msrun.parallel.torch_compat import eagerly
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
 _SUM, _COUNT, _FLOOR, _OFFSET, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 5)
@@ -121,7 +122,7 @@ class LossTally:
                 return pair
             return PartLoss(kind="plain", value=full_tensor(self._number(loss)))
         watch = LossWatch(samples, data)
-        with watch:
+        with eagerly(), watch:  # a compiled function calls no function that could be seen
             loss = compute()
         return self._pair(loss) or watch.read(self._number(loss))
 

@@ -98,7 +98,7 @@ class PipelineModel(nn.Module):
         self._ranks = ranks
         self._microbatches = microbatches
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
-        self._tied = TiedWeights(self, find_ties(cut), ranks.group)
+        self._tied = TiedWeights(self, find_ties(cut), ranks.group, ranks.device)
         self._sizes = [
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
         ]

@@ -8,6 +8,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import msrun
+from msrun.errors import UsageError
+from msrun.parallel.checkpoint.user_state import plain_extra, restore_extra
 
 pytestmark = pytest.mark.torch
 
@@ -222,3 +224,65 @@ def test_a_scheduler_goes_with_its_optimizer_to_any_layout(tmp_path, source, tar
     run_warm(saved, *source, tmp_path / "saved")
 
     assert_equal_curves(run_warm(resumed, *target, tmp_path / "saved"), expected)
+
+
+def test_a_scheduler_of_groups_that_were_split():
+    """Earlier releases appended a group of shards for each group that had both kinds."""
+    first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
+    split = torch.optim.SGD([{"params": [first], "lr": 0.4}, {"params": [second], "lr": 0.4}])
+    old = LambdaLR(split, lambda step: 0.5**step)
+    split.step()
+    old.step()
+    whole = torch.optim.SGD([{"params": [first, second], "lr": 0.4}])
+    scheduler = LambdaLR(whole, lambda step: 0.5**step)
+
+    restore_extra(scheduler, plain_extra("scheduler", old))
+    whole.step()
+    scheduler.step()
+
+    assert scheduler.get_last_lr() == [0.1]
+
+
+class Clamped(torch.optim.Optimizer):
+    """Clamps sums in place, as some optimizers of other libraries do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sum().clamp_(-0.1, 0.1))
+
+
+def refused_in_step(config):
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    update = runtime.optimizer(Clamped(network.parameters()))
+    with pytest.raises(UsageError) as caught:
+        steps(runtime, network, update)
+    return caught.value.message.partition(":")[0]
+
+
+def test_an_operation_that_shards_do_not_have_is_named():
+    expected = ["Clamped cannot update sharded parameters"] * 2
+
+    assert run_warm(refused_in_step, 2, zero(1)) == expected
+
+
+def other_library(config):
+    """Return what `rt.optimizer` says of another library's optimizer of a known name."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    kind = type("Muon", (Clamped,), {})
+    try:
+        runtime.optimizer(type("MyMuon", (kind,), {})(network.parameters()))
+    except UsageError as error:
+        return error.message
+    return None
+
+
+def test_optimizers_of_other_libraries_are_known_by_name():
+    assert run_warm(other_library, 2, {}) == [None, None]
+    assert "6 of its 6 parameters are sharded" in run_warm(other_library, 2, zero(1))[0]

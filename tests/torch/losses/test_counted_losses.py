@@ -240,3 +240,14 @@ def test_a_sum_of_gradients_is_that_of_a_summed_loss(config):
     found = run_warm(differences, 2, config | {"reduce": {"op": "sum"}}, sums)
 
     assert found == [dict.fromkeys(sums, pytest.approx(0, abs=1e-12))] * 2
+
+
+def compiled(config):
+    loss_fn = torch.compile(CROSS_ENTROPY, backend="eager")
+    return difference(msrun.init(config), loss_fn)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
+def test_compiled_losses_count_too(config):
+    assert run_warm(compiled, 2, config) == [pytest.approx(0, abs=1e-12)] * 2
