@@ -34,6 +34,7 @@ from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import named_axis, plan_axes, resolve
+from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.replicas import (
@@ -91,12 +92,7 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
     excluded: set[str]
 
 
-def shard_model(
-    config: ParallelConfig,
-    rank: Rank,
-    model: nn.Module,
-    sample: Sequence[Any] | Mapping[str, Any] | None,
-) -> Sharded:
+def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample) -> Sharded:
     """Make `model` parallel as `config` says.
 
     Args:
@@ -110,11 +106,6 @@ def shard_model(
     """
     check_materialized(model)
     if config.mode == "auto":
-        if isinstance(sample, Mapping):
-            raise ModelError(
-                f"{ROOT}.mode: auto takes the inputs of its sample by position",
-                hint="rt.shard(model, sample=[x])",
-            )
         return _shard_by_search(config, rank, model, sample)
     context = placed(rank, config)
     if context.world_size == 1:
@@ -160,7 +151,7 @@ def _warn_of_no_effect(config: ParallelConfig) -> None:
 
 
 def _shard_by_search(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample
 ) -> Sharded:
     """Shard `model` by the plan that `mode: auto` finds, or that a file holds."""
     from msrun.parallel.auto.apply import apply, check_sample
