@@ -146,6 +146,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             both, 0 none; empty shows both.
         redirects: In the same form, streams with a file of their own beside the log, which the
             console leaves out unless ranks or streams were chosen for it.
+        stdout_filters: Texts; lines of stdout with one of them are copied to one file.
+        stderr_filters: The same of stderr.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
@@ -196,6 +198,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     tail_local: frozenset[int] | None = None
     tee: dict[int, int] = msgspec.field(default_factory=dict)
     redirects: dict[int, int] = msgspec.field(default_factory=dict)
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
@@ -261,7 +265,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         shown = _streams(self.tee, local_rank)
         chosen = shown if len(shown) == 1 else frozenset()
-        return _streams(self.redirects, local_rank) | chosen
+        return _streams(self.redirects, local_rank) | chosen | frozenset(self.filters)
+
+    @property
+    def filters(self) -> dict[int, tuple[str, ...]]:
+        """Stream -> the texts of which one must be in a line that is copied."""
+        every = dict(zip(STREAMS, (self.stdout_filters, self.stderr_filters), strict=True))
+        return {stream: texts for stream, texts in every.items() if texts}
 
     def shown_streams(self, rank: int, local_rank: int, *, is_terminal: bool) -> frozenset[int]:
         """Return the streams of a worker that the console shows."""

@@ -43,7 +43,15 @@ def fields(job, names):
         ("--virtual-local-rank train.py", {"virtual_local_rank": True}),
         ("--numa-binding node train.py", {"bind_core": AUTO, "bind_numa": AUTO}),
         ("--nproc-per-node 2 -t 3 train.py", {"tail": frozenset({0, 1})}),
-        ("--nproc-per-node 4 --tee 0:3,2:1,3:0 train.py", {"tail": frozenset({0, 2})}),
+        (
+            "--nproc-per-node 4 --tee 0:3,2:1,3:0 train.py",
+            {"tail": frozenset({0, 2}), "tee": {0: 3, 2: 1, 3: 0}},
+        ),
+        ("-r 3 -t 0 train.py", {"redirects": {-1: 3}, "tee": {}, "tail": None}),
+        (
+            "--duplicate-stdout-filters loss,a,,b --duplicate_stderr_filters=error train.py",
+            {"stdout_filters": ("loss", "a,b"), "stderr_filters": ("error",)},
+        ),
         ("--nproc-per-node 4 -t3 --local-ranks-filter 1,3 train.py", {"tail": frozenset({1, 3})}),
         ("--nproc-per-node 4 --local_ranks_filter=1 train.py", {"tail": frozenset({1})}),
         ("-t 0 --local-ranks-filter '' --event-log-handler null train.py", {"tail": None}),

@@ -52,6 +52,8 @@ TEXTS = {
     "worker-log-name": "w{rank}",
     "tail": "0",
     "tee": "3",
+    "duplicate-stdout-filters": "loss,acc",
+    "duplicate-stderr-filters": "error",
     "local-ranks-filter": "0",
     "bind-core": "auto",
     "bind-numa": '{"device0": [0]}',

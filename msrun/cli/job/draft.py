@@ -181,6 +181,8 @@ def _values(
         *(() if job.secret_file or not job.is_alone else (options.SECRET_FILE,)),
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
         *(() if job.run_id else (options.RDZV_ID,)),
+        *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
+        *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }
     for option in dict.fromkeys((options.JOB_ID, *settings.table)):
         given = _given(option, settings, decided)

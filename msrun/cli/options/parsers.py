@@ -18,6 +18,7 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
+_ONE_COMMA = re.compile(r"(?<!,),(?!,)")
 _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
 _RUN_ID_MAX = 256
@@ -326,6 +327,12 @@ def std_by_rank(value: str) -> dict[int, int]:
         )
     parts = (part.split(":") for part in value.split(","))
     return {int(rank): int(std) for rank, std in parts}
+
+
+def texts(value: str) -> tuple[str, ...]:
+    """Return texts separated by commas, two of which stand for one of a text."""
+    parts = (part.replace(",,", ",") for part in _ONE_COMMA.split(value))
+    return tuple(part for part in parts if part)
 
 
 def ranks(value: str) -> RankChoice:

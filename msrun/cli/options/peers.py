@@ -47,7 +47,6 @@ EVENT_LOG_HANDLER = Option(
     torchrun="event_log_handler",
 )
 
-_FILTERS = "is refused: every worker's output is in its own log, which grep can search"
 _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
 
 SIM_LEVEL = Option(
@@ -67,28 +66,6 @@ SIM_RANK_ID = Option(
     parse=str,
     unset=frozenset({"-1"}),
     refusal=_SIMULATION,
-)
-DUPLICATE_STDOUT_FILTERS = Option(
-    name="duplicate-stdout-filters",
-    group=OptionGroup.REFUSED,
-    metavar="WORDS",
-    help="Copy of some lines of stdout.",
-    parse=str,
-    torchrun="duplicate_stdout_filters",
-    file=FileForm.LIST,
-    unset=frozenset({""}),
-    refusal=_FILTERS,
-)
-DUPLICATE_STDERR_FILTERS = Option(
-    name="duplicate-stderr-filters",
-    group=OptionGroup.REFUSED,
-    metavar="WORDS",
-    help="Copy of some lines of stderr.",
-    parse=str,
-    torchrun="duplicate_stderr_filters",
-    file=FileForm.LIST,
-    unset=frozenset({""}),
-    refusal=_FILTERS,
 )
 
 NOTED: dict[Option[object], str] = {

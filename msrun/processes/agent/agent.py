@@ -43,6 +43,7 @@ from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restartin
 from msrun.errors import ExitCode, VersionError
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
@@ -119,7 +120,10 @@ class Agent:
         loop.on_signals((signal.SIGWINCH,), lambda _: self._on_resized())
         if terminal.is_foreground():
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
-        self._refresh_at = self._began_at if tails or self._console.is_live else None
+        node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
+        self._filters = LineFilters(plan.job, node)
+        is_watching = tails or self._console.is_live or plan.job.filters
+        self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
         for note in own.notes:
             self._console.say(f"msrun: {note}")
@@ -167,6 +171,7 @@ class Agent:
             finally:
                 stuck = self._node.close()
                 self._output.copy()
+                self._filters.copy(final=True)
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
@@ -181,6 +186,7 @@ class Agent:
         return verdict
 
     def _start(self) -> None:
+        self._filters.open()
         self._node.open()
         job = self._job
         self._console.say(
@@ -209,6 +215,7 @@ class Agent:
     def _tick(self) -> None:
         if self._refresh_at is not None and self._refresh_at <= self._loop.now():
             self._refresh_at = self._loop.now() + REFRESH_SECONDS
+            self._filters.copy()
             self._console.pump()
             self._console.show(self._status())
         self._scheduler.tick()
@@ -386,6 +393,7 @@ class Agent:
                 action.generation, action.start, self._uplink.live_until, self._output
             )
         }
+        self._filters.follow((w.plan, action.generation) for w in self._workers.values())
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             workers = self._workers.values()
