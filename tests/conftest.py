@@ -97,6 +97,7 @@ THOROUGH = (
     "tests/torch/test_grid.py",
     "tests/torch/test_sharded.py",
     "tests/torch/test_stand_in_npu.py",
+    "tests/torchrun/test_signals.py",
     "tests/torchrun/test_terminals.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",

@@ -8,6 +8,8 @@ from msrun.cli.options.parsers import RankChoice, span
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 
+# MindSpore shows those of these ranks that there are.
+_MINDSPORES = "--tail-worker-log"
 RanksGiven = Given[frozenset[int] | None]
 
 
@@ -29,7 +31,9 @@ def choose_tail(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]
 
 def _choose(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
     here = size.workers.value
-    tail = _checked(settings.get(options.TAIL), size.world_size)
+    tail = settings.get(options.TAIL)
+    if tail is None or tail.source.place.replace("_", "-") != _MINDSPORES:
+        tail = _checked(tail, size.world_size)
     tee = _checked(settings.get(options.TEE), here)
     if tee and tee.value == RankChoice():
         tee = None  # `-t 0` is torchrun's default and says nothing.
