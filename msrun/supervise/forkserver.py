@@ -63,7 +63,7 @@ class SpawnContext:
         parent: Pid of the forkserver.
         signals: Handlers of signals before the reaper ignored them.
         wakeup: The forkserver's own end of its signal pipe, to be closed.
-        listen_fd: The store's listening socket.
+        listen_fds: The store's listening sockets.
     """
 
     configure: Configure
@@ -71,10 +71,10 @@ class SpawnContext:
     parent: int
     signals: dict[signal.Signals, SignalHandler]
     wakeup: int
-    listen_fd: int
+    listen_fds: tuple[int, ...]
 
 
-BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
+BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
 WhyExec = Callable[[Configure], str]
 
@@ -117,11 +117,12 @@ class Forkserver:
             poller.register(self.channel.fileno(), select.POLLIN)
             poller.register(self.wakeup, select.POLLIN)
             if self._lazy_store:
-                poller.register(self.context.listen_fd, select.POLLIN)
+                for descriptor in self.context.listen_fds:
+                    poller.register(descriptor, select.POLLIN)
             ready = [fd for fd, _ in poller.poll()]
             if self.wakeup in ready:
                 self._reap()
-            if self._lazy_store and self.context.listen_fd in ready:
+            if self._lazy_store and not set(self.context.listen_fds).isdisjoint(ready):
                 self._fork_store(self._lazy_store)
             if self.channel.fileno() in ready:
                 for order in self.channel.receive():
@@ -139,12 +140,18 @@ class Forkserver:
                 self._signal(order)
 
     def _fork_worker(self, order: SpawnWorker) -> None:
+        streams = self.channel.take_descriptors(order.descriptors)
+        self._fork_with_streams(order, streams)
+        for descriptor in streams:  # not in a `finally`, which the child would run too
+            os.close(descriptor)
+
+    def _fork_with_streams(self, order: SpawnWorker, streams: Sequence[int]) -> None:
         child = _Child(order.generation, order.rank)
         if order.until is not None and time.monotonic() >= order.until:
             # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.context, order))
+        pid = self._fork(child, partial(self.become_worker, self.context, order, streams))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -300,7 +307,7 @@ def why_unsafe() -> str:
 def run(
     configure: Configure,
     sock: socket.socket,
-    listen_fd: int,
+    listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
     *,
@@ -324,7 +331,7 @@ def run(
         parent=os.getpid(),
         signals=signals,
         wakeup=wakeup,
-        listen_fd=listen_fd,
+        listen_fds=listen_fds,
     )
     try:
         Forkserver(channel, context, *become, wakeup).serve()

@@ -16,11 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrun.errors import CheckpointError, MsrunError, RanksDisagreeError
+from msrun.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MsrunError,
+    RanksDisagreeError,
+)
+from msrun.parallel.exchange import messages
 
 # A rank that takes longer for its part of one checkpoint counts as lost.
 DEADLINE = timedelta(minutes=30)
 _TEXT_BYTES = 1000
+# First character of the text of a damaged checkpoint.
+_DAMAGE = "\x01"
 
 _T = TypeVar("_T")
 
@@ -63,32 +71,27 @@ class HostGroup:
         except Exception as error:  # noqa: BLE001 - the peers wait for it
             own = error
         # Texts of a fixed size need one all-gather, without a round for the sizes.
-        texts = self._gather_texts("" if own is None else _sentence(own))
+        texts = self._gather_texts("" if own is None else _marked(own))
+        problems = {rank: text for rank, text in enumerate(texts) if text}
+        # All ranks raise the same kind, since all of them or none then try an older checkpoint.
+        is_damage = all(text.startswith(_DAMAGE) for text in problems.values())
         if own is not None:
-            raise _shown(own) from None
-        for rank, text in enumerate(texts):
-            if text:
-                raise CheckpointError(f"rank {rank}: {text}")
+            raise _shown(own, is_damage=is_damage) from None
+        for rank, text in problems.items():
+            kind = DamagedCheckpointError if is_damage else CheckpointError
+            raise kind(f"rank {rank}: {text.removeprefix(_DAMAGE)}")
 
     def from_first(self, text: str) -> str:
         """Return the `text` of rank 0."""
-        return self.scatter([text] * self.world_size)
+        return messages.broadcast(text, str, 0, self._group)
 
-    def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks on rank 0, and an empty list elsewhere.
+    def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Return the values of all ranks on rank 0, and an empty list elsewhere."""
+        return messages.gather_to_first(value, kind, self._group)
 
-        torch sends objects pickled.  Ranks of one job trust each other; files are never pickled.
-        """
-        values: list[_T] = [value] * self.world_size if self.rank == 0 else []
-        dist.gather_object(value, values or None, dst=0, group=self._group)
-        return values
-
-    def scatter(self, values: list[_T]) -> _T:
+    def scatter(self, values: list[_T], kind: type[_T]) -> _T:
         """Return this rank's entry of the `values` of rank 0."""
-        received: list[_T | None] = [None]
-        is_first = self.rank == 0
-        dist.scatter_object_list(received, values if is_first else None, src=0, group=self._group)
-        return received[0]  # type: ignore[return-value]  # filled now
+        return messages.scatter_from_first(values, kind, self._group)
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it; all ranks pass equally many."""
@@ -106,9 +109,15 @@ class HostGroup:
         return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in texts]
 
 
-def _shown(error: Exception) -> Exception:
+def _marked(error: Exception) -> str:
+    """Return the sentence that the other ranks get."""
+    return _DAMAGE * isinstance(error, DamagedCheckpointError) + _sentence(error)
+
+
+def _shown(error: Exception, *, is_damage: bool) -> Exception:
     """Return `error`, or for an `OSError` such as a full disk an error without a traceback."""
-    return CheckpointError(_sentence(error)) if isinstance(error, OSError) else error
+    is_other = isinstance(error, DamagedCheckpointError) and not is_damage
+    return CheckpointError(_sentence(error)) if isinstance(error, OSError) or is_other else error
 
 
 def _sentence(error: Exception) -> str:
