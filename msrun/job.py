@@ -18,6 +18,8 @@ EVERY_RANK = -1
 STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
+# With these a user ends any job; torchrun's defaults, in its order.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 class ProgramKind(enum.Enum):
@@ -129,6 +131,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         join_timeout: Seconds in which all nodes must register.
         last_call: Seconds in which further nodes may join once `nnodes_min` have registered.
         lease: Seconds without a heartbeat after which a node is lost, at least 1.
+        stop_signals: Names of the signals that end the job besides SIGTERM, SIGINT, SIGHUP and
+            SIGQUIT; workers get them first, as they get those.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         hang_timeout: Seconds without msrun.beat() after which a worker hangs that has ever
             called it; None derives them from the intervals between its calls, inf never.
@@ -187,6 +191,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout: float = 600.0
     last_call: float = 30.0
     lease: float = 10.0
+    stop_signals: tuple[str, ...] = ()
     grace: float = 10.0
     hang_timeout: float | None = None
     detect_idle: float = math.inf

@@ -334,6 +334,7 @@ GRACE = Option(
     default_text="10s",
     aliases=("--shutdown-timeout",),
     torchrun="shutdown_timeout",
+    environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
 )
 
 HANG_TIMEOUT: Option[float | None] = Option(
@@ -479,7 +480,7 @@ BIND_NUMA = Option(
 NUMA_BINDING = Option(
     name="numa-binding",
     group=OptionGroup.PLACEMENT,
-    metavar="node",
+    metavar="node|exclusive",
     help="--bind-core auto and --bind-numa auto in torchrun's form.",
     parse=parsers.numa_binding,
     torchrun="numa_binding",

@@ -34,7 +34,7 @@ from msrun.cluster.agent.events import (
     TreeReady,
     WorkerEnded,
 )
-from msrun.cluster.agent.state import AgentPhase, AgentState
+from msrun.cluster.agent.state import FORWARDED, AgentPhase, AgentState
 from msrun.cluster.agent.uplink import Uplink, UplinkEvent
 from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
@@ -61,7 +61,6 @@ REFRESH_SECONDS = 0.05
 # Seconds for the rest of the logs: after a stop its user does not want to read all of them.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
-_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(plan: LaunchPlan) -> int:
@@ -109,7 +108,8 @@ class Agent:
         self._running = 0
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
-        loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
+        self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
+        loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
@@ -155,6 +155,7 @@ class Agent:
                 devices=self._node.devices(),
             ),
             grace=self._job.grace,
+            forwarded=tuple(signum for signum in FORWARDED if signum not in self._stops),
             form_by=self._began_at + self._job.join_timeout,
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
@@ -231,7 +232,7 @@ class Agent:
         self._after_uplink(*self._uplink.tick(now=self._loop.now()))
 
     def _on_signal(self, signum: int) -> None:
-        if signum in STOPS:
+        if signum in self._stops:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
 
