@@ -27,6 +27,7 @@ THOROUGH = (
     "tests/cluster/test_living.py",
     "tests/cluster/test_scheduler.py",
     "tests/cluster/test_started_by_hand.py",
+    "tests/cluster/test_store.py",
     "tests/cluster/test_strangers.py",
     "tests/cluster/test_table.py",
     "tests/cluster/test_weather.py",
