@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
@@ -192,6 +193,12 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
+        if torch_compat.is_compiled(model):
+            raise ModelError(
+                f"{ROOT}.plan: rt.shard got what torch.compile returned, of which the plan would "
+                "shard nothing that is compiled",
+                hint="give rt.shard the model itself; modules without a rule inside may be compiled",
+            )
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)

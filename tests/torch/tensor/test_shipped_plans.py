@@ -125,3 +125,47 @@ def test_the_plan_of_a_family_equals_one_process(name):
         assert worst == pytest.approx(0, abs=1e-6)
         assert said == []
         assert set(calls) == {"all_reduce"}
+
+
+def generated(name, config):
+    """Return how far logits are off, and whether the words that follow are those of one process."""
+    model = build(name, use_cache=True).eval()
+    whole = copy.deepcopy(model)
+    model = msrun.init(config).shard(model)
+    batch = data(name)[0]
+    with torch.no_grad():
+        off = (model(**batch).logits - whole(**batch).logits).abs().max().item()
+    inputs = {key: value[2:3] for key, value in batch.items() if key != "labels"}
+    texts = [each.generate(**inputs, max_new_tokens=5, do_sample=False) for each in (model, whole)]
+    return off, torch.equal(*texts)
+
+
+@pytest.mark.parametrize("config", ["tp 2", "dp 2 x tp 2", "zero 1", "zero 3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "t5", "whisper"])
+def test_evaluation_and_generation(name, config):
+    ranks, options = CONFIGS[config]
+    for off, is_same in run_warm(generated, ranks, name, with_plan(name, options, "auto_tp")):
+        assert off == pytest.approx(0, abs=1e-5)
+        assert is_same
+
+
+def own_loss(output, labels):
+    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def loss_of_outputs(name, config):
+    """Return the loss of a function that reads `output.logits`, under `config` and alone."""
+    model = build(name)
+    whole = copy.deepcopy(model)
+    rt = msrun.init(config)
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = data(name)[0]
+    loss = rt.step(model, update, own_loss, batch["input_ids"], batch["labels"])
+    return loss.item(), own_loss(whole(batch["input_ids"]), batch["labels"]).item()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_loss_function_reads_attributes_of_outputs(name):
+    for found, expected in run_warm(loss_of_outputs, 2, name, {"mesh": {"tp": 2}, "plan": "auto_tp"}):
+        assert found == pytest.approx(expected, abs=1e-6)
