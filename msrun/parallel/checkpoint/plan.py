@@ -40,12 +40,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 
 from msrun.errors import CheckpointError, RanksDisagreeError
+from msrun.parallel.checkpoint.packed import PackedTensor, as_planned
 from msrun.parallel.checkpoint.state import State
 from msrun.parallel.checkpoint.store import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.targets import Target
@@ -122,7 +124,13 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._common = frozenset(state.common)
-        self.set_up_planner(state.tensors)
+        self.set_up_planner(as_planned(state.tensors))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        packed = self.state_dict.get(index.fqn)
+        return (
+            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_object(index)
+        )
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -139,6 +147,16 @@ class _Planner(DefaultSavePlanner):
             seen |= plan.planner_data
             plans.append(dataclasses.replace(plan, items=items, planner_data=None))
         return super().create_global_plan(plans)
+
+
+class _Reader(DefaultLoadPlanner):
+    """torch's planner, which also fills tensors that pack several in one dim."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        packed = self.state_dict.get(index.fqn)
+        return (
+            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_tensor(index)
+        )
 
 
 def signature(state: State) -> tuple[object, ...]:
@@ -290,10 +308,11 @@ def read(folder: Path, targets: Mapping[str, Target]) -> None:
         CheckpointError: A file has become shorter.
         OSError: One cannot be read.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Reader(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = {name: target.tensor for name, target in targets.items()}
     known = {name: _metadata(target.stored) for name, target in targets.items()}
     planner.set_up_planner(state, Metadata(state_dict_metadata=dict(known)))
+    planner.state_dict = as_planned(state)  # afterwards, since torch copies what is no tensor
     wanted: dict[str, list[tuple[int, ReadItem]]] = {}
     with torch.no_grad():
         for item in planner.create_local_plan().items:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from types import SimpleNamespace
@@ -24,25 +25,28 @@ def plain(value: Any, *, may_be_sharded: bool) -> Any:
     """
     inner = partial(plain, may_be_sharded=may_be_sharded)
     match value:
-        case DTensor() if all(placement.is_replicate() for placement in value.placements):
-            return value.to_local()
-        case DTensor() if not may_be_sharded:
-            return value.full_tensor()
+        case DTensor():
+            is_replicated = all(placement.is_replicate() for placement in value.placements)
+            return value if may_be_sharded and not is_replicated else value.full_tensor()
         case tuple() | list():
-            items = [inner(item) for item in value]
-            if all(map(_is_same, items, value)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return _with_members(value, [inner(item) for item in value])
         case Mapping():
-            changed = {key: inner(item) for key, item in value.items()}
-            return _with_items(value, changed)
+            return _with_items(value, {key: inner(item) for key, item in value.items()})
         case SimpleNamespace():
             return _with_attributes(value, {key: inner(item) for key, item in vars(value).items()})
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            fields = [
+                field.name for field in dataclasses.fields(value) if hasattr(value, field.name)
+            ]
             return _with_attributes(value, {name: inner(getattr(value, name)) for name in fields})
         case _:
             return value
+
+
+def _with_members(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    if all(map(operator.is_, items, value)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _with_items(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
@@ -65,7 +69,3 @@ def _with_attributes(value: Any, changed: dict[str, Any]) -> Any:
     for name, item in new.items():
         object.__setattr__(result, name, item)  # a frozen one too
     return result
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other

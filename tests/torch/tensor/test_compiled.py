@@ -11,7 +11,9 @@ from msrun.errors import UsageError
 
 pytestmark = [
     pytest.mark.torch,
+    # Of torch, while it compiles.
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 PLAN = [{"match": "up", "style": "colwise"}, {"match": "head", "style": "vocab"}]

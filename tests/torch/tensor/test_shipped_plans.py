@@ -150,7 +150,9 @@ def test_evaluation_and_generation(name, config):
 
 
 def own_loss(output, labels):
-    return torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
 
 
 def loss_of_outputs(name, config):
@@ -167,5 +169,7 @@ def loss_of_outputs(name, config):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_loss_function_reads_attributes_of_outputs(name):
-    for found, expected in run_warm(loss_of_outputs, 2, name, {"mesh": {"tp": 2}, "plan": "auto_tp"}):
+    for found, expected in run_warm(
+        loss_of_outputs, 2, name, {"mesh": {"tp": 2}, "plan": "auto_tp"}
+    ):
         assert found == pytest.approx(expected, abs=1e-6)
