@@ -84,6 +84,41 @@ def test_auto_tp_equals_one_process(name, config):
         assert said == []
 
 
+def losses(name, config):
+    rt = msrun.init(config)
+    model = rt.shard(build(name))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    draw = torch.Generator().manual_seed(5)
+    pairs = [torch.randint(0, 32, (2, 4, 6), generator=draw) for _ in range(2)]
+    return [rt.step(model, update, token_loss, *pair).item() for pair in pairs]
+
+
+def test_auto_tp_in_the_stages_of_a_pipeline():
+    stages = {"embed": 0, "layers.0": 0, "layers.1": 1, "head": 1}
+    pipeline = {"stages": stages, "microbatches": 2}
+    config = {"mesh": {"pp": 2, "tp": 2}, "plan": "auto_tp", "pipeline": pipeline}
+    expected = run_warm(losses, 1, "grouped", {})[0]
+    for found in run_warm(losses, 4, "grouped", config):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def built_on_meta(name, config):
+    rt = msrun.init(config)
+    with rt.init_on_meta():
+        model = build(name)
+    model = rt.shard(model)
+    whole = dict(build(name).named_parameters())
+    params = model.named_parameters()
+    return [key for key, param in params if not torch.equal(full_tensor(param), whole[key])]
+
+
+@pytest.mark.parametrize("name", ["fused", "conv1d", "experts"])
+def test_packed_parameters_of_a_model_without_memory_are_filled(name):
+    config = {"mesh": {"tp": 2}, "plan": "auto_tp"}
+
+    assert run_warm(built_on_meta, 2, name, config) == [[], []]
+
+
 # Two layers with two all-reduces forward and two backward, one of the embedding, three of the loss
 # of sharded logits and one of its value.
 CALLS = {"grouped": 13, "fused": 13, "conv1d": 13, "experts": 15}
