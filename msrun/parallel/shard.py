@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
@@ -195,10 +196,17 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
+        if torch_compat.is_compiled(model):
+            raise ModelError(
+                f"{ROOT}.plan: rt.shard got what torch.compile returned, of which the plan would "
+                "shard nothing that is compiled",
+                hint="give rt.shard the model itself, and compile modules without a rule inside",
+            )
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
         plans = plan_modules(rules, context.layout, shapes, source)
+        _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -209,6 +217,17 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=excluded,
     )
+
+
+def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]) -> None:
+    """Refuse a strategy file of parameters whose layout it has no words for."""
+    packed = [f"{name}.{param}" for name, plan in plans.items() for param in plan.packed]
+    if packed and config.checkpoint and config.checkpoint.strategy:
+        raise ModelError(
+            f"{ROOT}.checkpoint.strategy: {packed[0]} packs several projections in one dim, which "
+            "a strategy file cannot say",
+            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
+        )
 
 
 def _replicated(

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from msrun import environ
+from msrun.backend import WorkerPlan
 from msrun.job import JobSpec
-from msrun.launch import WorkerPlan
 from msrun.supervise import logs
 from msrun.supervise.logs import STDERR, STDOUT
 from msrun.worker.stdio import LogFile
