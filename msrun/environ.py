@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import msgspec
 
@@ -16,6 +17,8 @@ from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
+# From `msrun verify` to rank 0: the file for its report.
+VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
 # Directory with the function that a worker calls, until it has been loaded.
@@ -27,6 +30,7 @@ _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
     "MSRUN_NODE_RANK",
+    "MSRUN_RANK0_ADDR",
     RUN_DIR,
     CONFIG,
 )
@@ -163,7 +167,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         device: Index of its device among those of the node.
         role: Name of its role.
         max_restarts: Restart budget of the job.
-        store: Host and port of this generation's TCPStore.
+        store: Host and port of this generation's store, on the worker's own node.
+        rank0_address: Address of the node of rank 0.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
@@ -187,6 +192,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     max_restarts: int
     store: tuple[str, str]
+    rank0_address: str
     scheduler: tuple[str, str]
     run_dir: str
     error_file: str
@@ -263,6 +269,7 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
         "MSRUN_JOB_ID": who.job_id,
         "MSRUN_GENERATION": str(who.generation),
         "MSRUN_NODE_RANK": str(who.node_rank),
+        "MSRUN_RANK0_ADDR": who.rank0_address,
         RUN_DIR: who.run_dir,
     }
 
@@ -412,6 +419,11 @@ def config_file(env: Mapping[str, str]) -> str | None:
     return env.get(CONFIG) or None
 
 
+def verify_report(env: Mapping[str, str]) -> str | None:
+    """Return the file for the report of `msrun verify`, if that runs this job."""
+    return env.get(VERIFY) or None
+
+
 def master(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return host and port of the store that `env` names, None without.
 
@@ -505,6 +517,20 @@ def rank_file(name: str) -> str | None:
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
     return f"{run_dir}/g{generation}/{name}_{rank}"
+
+
+def terminal() -> tuple[str, bool]:
+    """Return the kind of our terminal, empty if unknown, and whether it may have colours."""
+    return os.environ.get("TERM", ""), not os.environ.get("NO_COLOR")
+
+
+def line_prefix(role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line of a worker on the console.
+
+    torchrun's variable has the template; without it the rank is named.
+    """
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
 
 
 def thread_counts() -> tuple[int | None, int | None]:

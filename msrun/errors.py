@@ -66,6 +66,10 @@ class CheckpointError(UsageError):
     """A checkpoint is missing, broken, does not fit, or cannot be written."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint cannot be read, or is not as it was written; an older one may be sound."""
+
+
 class RanksDisagreeError(UsageError):
     """Ranks of one job did different things where all must do the same."""
 

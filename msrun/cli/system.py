@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from msrun.backend import Launcher
     from msrun.fleet import FleetLauncher
+    from msrun.job import JobSpec
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
     from msrun.topology import Machine
@@ -57,6 +58,9 @@ class System(Protocol):
 
     def jobs(self) -> list[Card]:
         """Return this user's jobs on this machine, one for each launcher."""
+
+    def has_node(self, job: JobSpec) -> bool:
+        """Tell whether another launcher of `job` runs on this machine."""
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Return a connection to a job, whose answers may take `patience` seconds."""
@@ -161,6 +165,12 @@ class RealSystem:
         from msrun.processes import control_file
 
         return control_file.jobs()
+
+    def has_node(self, job: JobSpec) -> bool:
+        """Look into the private directories."""
+        from msrun.processes import control_file
+
+        return control_file.has_node(job)
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Connect to the scheduler of `card`."""

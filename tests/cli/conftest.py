@@ -208,6 +208,9 @@ class FakeWorld:
     def jobs(self):
         return self.cards
 
+    def has_node(self, job):
+        return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)
+
     def connect(self, card, patience):
         assert patience > 0
         self.clients.append(FakeClient(card, self.replies))

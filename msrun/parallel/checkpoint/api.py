@@ -36,17 +36,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
-from msrun.errors import CheckpointError
+from msrun.errors import CheckpointError, DamagedCheckpointError
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.checkpoint import plan as plans
 from msrun.parallel.checkpoint import random as generators
-from msrun.parallel.checkpoint import store, user_state
+from msrun.parallel.checkpoint import schema, store, user_state
+from msrun.parallel.checkpoint.checksums import DataFiles
+from msrun.parallel.checkpoint.moment import Moment, Restored
 from msrun.parallel.checkpoint.peers import DEADLINE, HostGroup
 from msrun.parallel.checkpoint.state import (
     Models,
@@ -60,46 +60,14 @@ from msrun.parallel.checkpoint.state import (
 )
 from msrun.parallel.checkpoint.strategy_file import describe, merge, write_strategy
 from msrun.parallel.checkpoint.targets import Targets, check_taken
-from msrun.parallel.checkpoint.tensors import FilePlan, read_tensor, write_file
+from msrun.parallel.checkpoint.tensors import FilePlan, write_file
 from msrun.parallel.checkpoint.user_state import Extra, Stateful, check_extra, plain_extra
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
-from msrun.parallel.layout import MeshLayout
 from msrun.parallel.rank_context import RankContext
 from msrun.version import __version__
 
-RANDOM = "random."
-# Generators of models that a plan of mode auto runs: equal on all ranks.
-DRAWS = "draws"
 # Ranks of a job that ends well end together, except that one of them may run a last evaluation.
 AT_EXIT = timedelta(minutes=5)
-
-
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """State that changes between two steps, captured right after the first of them.
-
-    Args:
-        step: Number of steps that are done.
-        loader: State of the loader; None without a loader.
-        random: Kind of generator -> state.
-    """
-
-    step: int
-    loader: dict[str, Any] | None
-    random: dict[str, torch.Tensor]
-
-
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of a checkpoint that was loaded.
-
-    Args:
-        path: Directory of the checkpoint.
-        step: Number of steps that were done.
-        extra: Values that the script added.
-    """
-
-    path: Path
-    step: int
-    extra: dict[str, Any]
 
 
 class Checkpoints:
@@ -189,7 +157,7 @@ class Checkpoints:
                 building = str(store.begin(target))
                 contents = plans.contents(manifest, division.layout, side_states)
                 keep = settings.keep if settings and path is None else 0
-                commit = partial(_commit, Path(building), target, contents, keep)
+                commit = partial(store.finish, Path(building), target, contents, keep=keep)
         folder = Path(peers.from_first(building))
         is_async = settings is not None and settings.is_async
         with peers.together():
@@ -228,33 +196,78 @@ class Checkpoints:
 
         Raises:
             CheckpointError: There is none, it is broken, or it does not fit.  Then nothing was
-                changed, unless a file became unreadable in the middle.
+                changed, unless a data file turned out damaged in the middle.  In a directory of
+                several, a damaged one is passed over with a warning.
         """
         self.finish()
-        source = ""
-        with self._peers.together():
-            if self._context.rank == 0:
-                source = str(store.find(self._folder("rt.load", path)).absolute())
-        folder = Path(self._peers.from_first(source))
+        find = partial(self._find, path)
+        restored = self._load_newest(find, models, optimizer, loader, extra)
+        if restored is None:
+            raise CheckpointError("there is no checkpoint")  # `store.find` has said so before
+        return restored
+
+    def _find(self, path: str | Path | None, passed_over: dict[Path, str]) -> Path:
+        return store.find(self._folder("rt.load", path).absolute(), passed_over)
+
+    def _find_newest(self, passed_over: dict[Path, str]) -> Path | None:
+        return store.find_newest(self._folder("rt.resume", None).absolute(), passed_over)
+
+    def _load_newest(
+        self,
+        find: Callable[[dict[Path, str]], Path | None],
+        models: Models,
+        optimizer: Optimizers,
+        loader: Stateful | None,
+        extra: Extra,
+    ) -> Restored | None:
+        """Load what `find` finds; when it is damaged, what it finds next.
+
+        A damaged one may have filled some tensors, and the next one fills them all again.
+        """
+        passed_over: dict[Path, str] = {}
+        while True:
+            source = ""
+            with self._peers.together():
+                if self._context.rank == 0 and (found := find(passed_over)) is not None:
+                    source = str(found)
+            source = self._peers.from_first(source)
+            if not source:
+                return None
+            try:
+                return self._load(Path(source), models, optimizer, loader, extra)
+            except DamagedCheckpointError as error:
+                if self._context.rank == 0:
+                    store.pass_over(Path(source), error.message, passed_over)
+
+    def _load(
+        self,
+        folder: Path,
+        models: Models,
+        optimizer: Optimizers,
+        loader: Stateful | None,
+        extra: Extra,
+    ) -> Restored:
         optimizers = each_optimizer(optimizer)
         with self._peers.together():
-            manifest = store.read_manifest(folder)
-            index = store.read_index(folder, manifest)
+            manifest = schema.read_manifest(folder)
+            index = schema.read_index(folder, manifest)
             targets = Targets(self._names(models), optimizers, index)
             check_extra(manifest, loader, extra)
         # With a pipeline each rank takes only the tensors of its stages, so ranks answer together.
         check_taken(self._peers.any_of(targets.taken), index)
-        with self._peers.together():
+        with self._peers.together(), DataFiles(folder, manifest.checksums) as files:
             # The loader first: it may refuse the position, and then no tensor has changed yet.
             if loader is not None:
                 loader.load_state_dict(manifest.loader or {})
-            plans.read(folder, targets.tensors)
+            plans.read(files, targets.tensors)
             targets.apply()
             for name, value in (extra or {}).items():
                 if isinstance(value, Stateful):
                     user_state.restore_extra(value, manifest.extra[name])
             if optimizers:
-                self._restore_random(folder, manifest, index)
+                generators.restore_saved(
+                    manifest.mesh, index, files, self._context, self._dropout_rngs
+                )
         return Restored(path=folder, step=manifest.step, extra=manifest.extra)
 
     def resume(
@@ -273,18 +286,13 @@ class Checkpoints:
             Number of steps that are done; 0 without a checkpoint.
 
         Raises:
-            CheckpointError: The checkpoint does not load, or no directory is configured.
+            CheckpointError: No checkpoint of the directory can be used, the newest sound one does
+                not fit, or no directory is configured.
         """
         self.finish()
         self._loader, self._extra, self._step = loader, extra, 0
-        newest = ""
-        with self._peers.together():
-            if self._context.rank == 0:
-                path = store.find_newest(self._folder("rt.resume", None))
-                newest = str(path.absolute()) if path else ""
-        newest = self._peers.from_first(newest)
-        if newest:
-            restored = self.load(newest, models, optimizer, loader=loader, extra=extra)
+        restored = self._load_newest(self._find_newest, models, optimizer, loader, extra)
+        if restored is not None:
             self._step = restored.step
         return self._step
 
@@ -379,7 +387,7 @@ class Checkpoints:
         state = None if loader is None else plain(loader.state_dict(), "state of the loader")
         random = generators.capture(self._context.device)
         for number, (first, *_) in enumerate(self._dropout_rngs):
-            random[f"{DRAWS}{number}"] = first.state
+            random[f"{generators.DRAWS}{number}"] = first.state
         return Moment(step=step, loader=state, random=random)
 
     def _collect(
@@ -387,12 +395,12 @@ class Checkpoints:
     ) -> State:
         state = collect(names, optimizers)
         for kind, own in moment.random.items():
-            state.tensors[f"{RANDOM}{self._context.rank}.{kind}"] = own
+            state.tensors[f"{generators.RANDOM}{self._context.rank}.{kind}"] = own
         return state
 
-    def _manifest(self, moment: Moment, extra: Extra) -> store.Manifest:
-        return store.Manifest(
-            format=store.FORMAT,
+    def _manifest(self, moment: Moment, extra: Extra) -> schema.Manifest:
+        return schema.Manifest(
+            format=schema.FORMAT,
             step=moment.step,
             world_size=self._context.world_size,
             mesh=self._context.layout.axes,
@@ -432,19 +440,20 @@ class Checkpoints:
         folder: Path,
         file: FilePlan | None,
         staged: dict[str, torch.Tensor],
-        commit: Callable[[], None] | None,
+        commit: Callable[[dict[str, str]], None] | None,
     ) -> None:
         """Write this rank's file; when all ranks have, rank 0 makes the directory a checkpoint."""
+        name, own = plans.file_name(self._context.rank), ""
         try:
             with self._peers.together():
                 if file is not None:
-                    path = folder / plans.file_name(self._context.rank)
-                    write_file(path, file, staged.pop)
+                    own = write_file(folder / name, file, staged.pop)
                     store.sync_directory(folder)
             # `together` above was the barrier: now every file is written and synced.
+            of_ranks = self._peers.gather((name, own))
             with self._peers.together():
                 if commit is not None:
-                    commit()
+                    commit({name: checksums for name, checksums in of_ranks if checksums})
         except Exception:
             if self._context.rank == 0:
                 store.discard(folder)
@@ -455,25 +464,6 @@ class Checkpoints:
             work()
         except Exception as error:  # noqa: BLE001 - the next save or the end raises it
             self._failure = error
-
-    def _restore_random(self, folder: Path, manifest: store.Manifest, index: store.Index) -> None:
-        context = self._context
-
-        def states(rank: int) -> dict[str, torch.Tensor]:
-            prefix = f"{RANDOM}{rank}."
-            return {
-                name.removeprefix(prefix): read_tensor(folder, stored)
-                for name, stored in index.tensors.items()
-                if name.startswith(prefix)
-            }
-
-        saved = MeshLayout(manifest.mesh)
-        here = (context.layout, context.rank)
-        generators.continue_streams(states, saved, here, context.device, context.stream)
-        common = states(0)
-        for number, model in enumerate(self._dropout_rngs):
-            for dropout_rng in model:
-                dropout_rng.state = common.get(f"{DRAWS}{number}", dropout_rng.state)
 
     def _target(self, path: str | Path | None, step: int) -> Path:
         """Return the directory to write, the same on every rank."""
@@ -488,11 +478,3 @@ class Checkpoints:
             hint = f"set {ROOT}.checkpoint.dir, or name a directory"
             raise CheckpointError(f"{who} knows no directory", hint=hint)
         return Path(self._settings.dir)
-
-
-def _commit(
-    building: Path, target: Path, contents: tuple[store.Manifest, store.Index], keep: int
-) -> None:
-    store.commit(building, target, *contents)
-    if keep:
-        store.remove_oldest(target.parent, keep, target)

@@ -8,6 +8,7 @@ It is read with `weights_only`, which runs no code from the file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from msrun.errors import CheckpointError
-from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint import schema, store
+from msrun.parallel.checkpoint.checksums import DataFiles
 from msrun.parallel.checkpoint.plan import file_name
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, plain
 from msrun.parallel.checkpoint.tensors import (
@@ -95,13 +97,14 @@ def convert(source: str | Path, target: str | Path, *, optimizer: bool = False) 
     if optimizer and target.suffix == SAFETENSORS:
         raise CheckpointError(f"{target}: safetensors has no place for an optimizer (choose .pt)")
     try:
-        content = _read(source)
-        if optimizer and not any(name.startswith(OPTIMIZER) for name in content.values):
-            raise CheckpointError(f"{source} has no state of an optimizer")
-        if not optimizer:
-            content = _model_alone(content)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _write(target, content)
+        with contextlib.ExitStack() as open_files:
+            content = _read(source, open_files)
+            if optimizer and not any(name.startswith(OPTIMIZER) for name in content.values):
+                raise CheckpointError(f"{source} has no state of an optimizer")
+            if not optimizer:
+                content = _model_alone(content)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write(target, content)
     except OSError as error:
         raise CheckpointError(f"{error.filename or target}: {error.strerror or error}") from None
     count = sum(1 for _ in content.names(MODEL))
@@ -109,18 +112,20 @@ def convert(source: str | Path, target: str | Path, *, optimizer: bool = False) 
     return f"{target}: {count} tensors of the model{after}"
 
 
-def _read(source: Path) -> Content:
+def _read(source: Path, open_files: contextlib.ExitStack) -> Content:
     if source.suffix == SAFETENSORS and source.is_file():
         index = read_header(source)
         renamed = {MODEL + name: stored for name, stored in index.tensors.items()}
-        return _content(source.parent, store.Index(tensors=renamed))
+        files = open_files.enter_context(DataFiles(source.parent, {}))
+        return _content(files, schema.Index(tensors=renamed))
     if source.suffix in PICKLED and source.is_file():
         return _read_pickled(source)
     if source.is_file():
         _check_suffix(source)
     folder = store.find(source)
-    manifest = store.read_manifest(folder)
-    content = _content(folder, store.read_index(folder, manifest))
+    manifest = schema.read_manifest(folder)
+    files = open_files.enter_context(DataFiles(folder, manifest.checksums))
+    content = _content(files, schema.read_index(folder, manifest))
     content.step = manifest.step
     return content
 
@@ -133,14 +138,20 @@ def _check_suffix(path: Path) -> None:
         )
 
 
-def _content(folder: Path, index: store.Index) -> Content:
+def _content(files: DataFiles, index: schema.Index) -> Content:
     content = Content(aliases=index.aliases, values=index.values)
     for name, stored in index.tensors.items():
         if name.startswith((MODEL, OPTIMIZER)) and f"@{DATA_AXIS}" not in name:
             shape = tuple(stored.shape)
             content.slots[name] = FileTensor(name=name, dtype=stored.dtype, shape=shape)
-            content.read[name] = partial(read_tensor, folder, stored)
+            content.read[name] = partial(_read_checked, files, stored)
     return content
+
+
+def _read_checked(files: DataFiles, stored: schema.StoredTensor) -> Tensor:
+    tensor = read_tensor(files, stored)
+    files.settle()  # before anything is made of it
+    return tensor
 
 
 def _model_alone(content: Content) -> Content:
@@ -203,23 +214,24 @@ def _write_checkpoint(target: Path, content: Content) -> None:
     building = store.begin(target)
     try:
         file = plan_file(content.slots.values())
-        write_file(building / file_name(0), file, lambda name: content.read[name]())
+        checksums = write_file(building / file_name(0), file, lambda name: content.read[name]())
         tensors = {}
         for slot, start in zip(file.slots, file.starts, strict=True):
             shape = [*slot.shape]
-            chunk = store.Chunk(at=[0] * len(shape), shape=shape, file=file_name(0), start=start)
+            chunk = schema.Chunk(at=[0] * len(shape), shape=shape, file=file_name(0), start=start)
             chunks = [chunk] if slot.nbytes else []
-            tensors[slot.name] = store.StoredTensor(dtype=slot.dtype, shape=shape, chunks=chunks)
-        manifest = store.Manifest(
-            format=store.FORMAT,
+            tensors[slot.name] = schema.StoredTensor(dtype=slot.dtype, shape=shape, chunks=chunks)
+        manifest = schema.Manifest(
+            format=schema.FORMAT,
             step=content.step,
             world_size=1,
             mesh={},
             msrun=__version__,
             torch=str(torch.__version__),
             files={file_name(0): file.nbytes},
+            checksums={file_name(0): checksums},
         )
-        index = store.Index(tensors=tensors, aliases=content.aliases, values=content.values)
+        index = schema.Index(tensors=tensors, aliases=content.aliases, values=content.values)
         store.commit(building, target, manifest, index)
     except BaseException:
         store.discard(building)

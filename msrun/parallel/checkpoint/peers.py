@@ -16,11 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msrun.errors import CheckpointError, MsrunError, RanksDisagreeError
+from msrun.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MsrunError,
+    RanksDisagreeError,
+)
 
 # A rank that takes longer for its part of one checkpoint counts as lost.
 DEADLINE = timedelta(minutes=30)
 _TEXT_BYTES = 1000
+# First character of the text of a damaged checkpoint.
+_DAMAGE = "\x01"
 
 _T = TypeVar("_T")
 
@@ -63,12 +70,15 @@ class HostGroup:
         except Exception as error:  # noqa: BLE001 - the peers wait for it
             own = error
         # Texts of a fixed size need one all-gather, without a round for the sizes.
-        texts = self._gather_texts("" if own is None else _sentence(own))
+        texts = self._gather_texts("" if own is None else _marked(own))
+        problems = {rank: text for rank, text in enumerate(texts) if text}
+        # All ranks raise the same kind, since all of them or none then try an older checkpoint.
+        is_damage = all(text.startswith(_DAMAGE) for text in problems.values())
         if own is not None:
-            raise _shown(own) from None
-        for rank, text in enumerate(texts):
-            if text:
-                raise CheckpointError(f"rank {rank}: {text}")
+            raise _shown(own, is_damage=is_damage) from None
+        for rank, text in problems.items():
+            kind = DamagedCheckpointError if is_damage else CheckpointError
+            raise kind(f"rank {rank}: {text.removeprefix(_DAMAGE)}")
 
     def from_first(self, text: str) -> str:
         """Return the `text` of rank 0."""
@@ -106,9 +116,15 @@ class HostGroup:
         return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in texts]
 
 
-def _shown(error: Exception) -> Exception:
+def _marked(error: Exception) -> str:
+    """Return the sentence that the other ranks get."""
+    return _DAMAGE * isinstance(error, DamagedCheckpointError) + _sentence(error)
+
+
+def _shown(error: Exception, *, is_damage: bool) -> Exception:
     """Return `error`, or for an `OSError` such as a full disk an error without a traceback."""
-    return CheckpointError(_sentence(error)) if isinstance(error, OSError) else error
+    is_other = isinstance(error, DamagedCheckpointError) and not is_damage
+    return CheckpointError(_sentence(error)) if isinstance(error, OSError) or is_other else error
 
 
 def _sentence(error: Exception) -> str:

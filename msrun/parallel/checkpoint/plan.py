@@ -30,7 +30,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,8 +45,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
 
 from msrun.errors import CheckpointError, RanksDisagreeError
+from msrun.parallel.checkpoint.checksums import DataFiles
+from msrun.parallel.checkpoint.schema import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.state import State
-from msrun.parallel.checkpoint.store import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.targets import Target
 from msrun.parallel.checkpoint.tensors import (
     CODES,
@@ -283,12 +283,11 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
-def read(folder: Path, targets: Mapping[str, Target]) -> None:
-    """Fill `targets` from the data files in `folder`; each rank reads what it needs.
+def read(files: DataFiles, targets: Mapping[str, Target]) -> None:
+    """Fill `targets` from the data files; each rank reads what it needs.
 
     Raises:
-        CheckpointError: A file has become shorter.
-        OSError: One cannot be read.
+        DamagedCheckpointError: A file cannot be read, or is not as it was written.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = {name: target.tensor for name, target in targets.items()}
@@ -299,17 +298,17 @@ def read(folder: Path, targets: Mapping[str, Target]) -> None:
         for item in planner.create_local_plan().items:
             chunk = _chunk(targets, item)
             wanted.setdefault(chunk.file, []).append((chunk.start, item))
-        for name, items in wanted.items():
-            with (folder / name).open("rb") as file:
-                # In the order of the file, since sequential reads are the fast ones.
-                for _, item in sorted(items, key=lambda pair: pair[0]):
-                    dtype = targets[item.storage_index.fqn].stored.dtype
-                    part = read_part(
-                        file, dtype, _chunk(targets, item), item.storage_offsets, item.lengths
-                    )
-                    tensor = planner.resolve_tensor(item)
-                    tensor.copy_(part)
-                    planner.commit_tensor(item, tensor)
+        for items in wanted.values():
+            # In the order of the file, since sequential reads are the fast ones.
+            for _, item in sorted(items, key=lambda pair: pair[0]):
+                dtype = targets[item.storage_index.fqn].stored.dtype
+                part = read_part(
+                    files, dtype, _chunk(targets, item), item.storage_offsets, item.lengths
+                )
+                tensor = planner.resolve_tensor(item)
+                tensor.copy_(part)
+                planner.commit_tensor(item, tensor)
+        files.settle()
 
 
 def _chunk(targets: Mapping[str, Target], item: ReadItem) -> Chunk:

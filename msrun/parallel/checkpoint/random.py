@@ -12,14 +12,23 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from msrun.parallel.auto.dropout_rng import DropoutRng
+from msrun.parallel.checkpoint.checksums import DataFiles
+from msrun.parallel.checkpoint.schema import Index
+from msrun.parallel.checkpoint.tensors import read_tensor
 from msrun.parallel.layout import MeshLayout
+from msrun.parallel.rank_context import RankContext
 
+# Names of tensors in a checkpoint: this, the rank, a point, and the kind.
+RANDOM = "random."
+# Generators of models that a plan of mode auto runs: equal on all ranks.
+DRAWS = "draws"
 TORCH = "torch"
 PYTHON = "python"
 NUMPY = "numpy"
@@ -70,6 +79,39 @@ def continue_streams(
     }
     restore(common, device)
     derive({kind: first[kind] for kind in first if kind not in common}, stream, device)
+
+
+def restore_saved(
+    mesh: dict[str, int],
+    index: Index,
+    files: DataFiles,
+    context: RankContext,
+    dropout_rngs: Sequence[Sequence[DropoutRng]],
+) -> None:
+    """Set the generators of this rank, and those of models, to continue those of a checkpoint.
+
+    Args:
+        mesh: Axes of the saved job.
+        index: Index of the checkpoint.
+        files: Its data files.
+        context: This rank.
+        dropout_rngs: Generators of each model.
+    """
+
+    def states(rank: int) -> dict[str, Tensor]:
+        prefix = f"{RANDOM}{rank}."
+        return {
+            name.removeprefix(prefix): read_tensor(files, stored)
+            for name, stored in index.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    here = (context.layout, context.rank)
+    continue_streams(states, MeshLayout(mesh), here, context.device, context.stream)
+    common = states(0)
+    for number, model in enumerate(dropout_rngs):
+        for dropout_rng in model:
+            dropout_rng.state = common.get(f"{DRAWS}{number}", dropout_rng.state)
 
 
 def restore(states: dict[str, Tensor], device: torch.device) -> None:

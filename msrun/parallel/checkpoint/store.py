@@ -2,7 +2,8 @@
 
 A checkpoint `step_00000004` is one directory:
 
-    checkpoint.json         manifest: step, mesh, versions, loader, extra; all files and their sizes
+    checkpoint.json         manifest: step, mesh, versions, loader, extra; all files, their sizes
+                            and checksums
     index.json              each tensor: type, shape, and its chunks by file and first byte
     rank_00000.safetensors  data, one file for each rank that writes
 
@@ -22,136 +23,41 @@ next `begin` renames it back.  Removing an old checkpoint starts with a rename t
 that a half removed one is never taken for complete.
 
 A directory counts as a checkpoint if its manifest is readable and all files of it have the sizes
-that it lists (`problem_of`).  `find_newest` skips broken ones with a warning.
-
-Readers trust no number in these files: chunks must lie inside their file and their tensor, and have
-as many elements as it.  Nothing is pickled.
+that it lists (`problem_of`).  `find_newest` skips broken ones with a warning, and refuses a
+directory in which every checkpoint is broken: training must not begin anew over them.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
 from msrun.errors import CheckpointError, UsageError
-from msrun.units import quoted
-
-FORMAT = 1
-MANIFEST = "checkpoint.json"
-INDEX = "index.json"
-
-# Type of elements by its name in safetensors -> bytes of one element.
-ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
-}
+from msrun.parallel.checkpoint.checksums import checksums_of
+from msrun.parallel.checkpoint.schema import (
+    INDEX,
+    MANIFEST,
+    Index,
+    Manifest,
+    read_manifest,
+    render_index,
+    render_manifest,
+)
 
 _STEP = re.compile(r"step_([0-9]{8,18})")
+_DATA_FILE = re.compile(r"rank_[0-9]+\.safetensors")
 _HIDDEN = re.compile(r"\.(.+)\.(partial|old)")
 # Errors of file systems that cannot sync a directory, and need not.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a tensor, contiguous in one file.
-
-    Args:
-        at: Index of its first element in the tensor.
-        shape: Sizes of the part.
-        file: Name of the data file.
-        start: First byte in the file; elements are in row-major order, little-endian.
-    """
-
-    at: list[int]
-    shape: list[int]
-    file: str
-    start: int
-
-
-class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """Type, shape and position of a stored tensor.
-
-    Args:
-        dtype: A key of `ITEM_BYTES`.
-        shape: Sizes of the whole tensor.
-        chunks: Its parts, which do not overlap and fill it.
-    """
-
-    dtype: str
-    shape: list[int]
-    chunks: list[Chunk]
-
-
-class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the data files.
-
-    Args:
-        tensors: Name -> type, shape and position.
-        aliases: Further name of a tensor -> its name.
-        values: Name -> state that is not a tensor, as JSON values.
-    """
-
-    tensors: dict[str, StoredTensor]
-    aliases: dict[str, str] = {}
-    values: dict[str, Any] = {}
-
-    def find(self, name: str) -> StoredTensor | None:
-        """Return the stored tensor that is called `name`; None if there is none."""
-        return self.tensors.get(self.aliases.get(name, name))
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of a checkpoint.
-
-    Args:
-        format: Version of the format.
-        step: Number of steps that were done.
-        world_size: Ranks of the job that wrote it.
-        mesh: Axis name -> size, in mesh order.
-        msrun: Version of msrun that wrote it.
-        torch: Version of torch that wrote it.
-        files: Name of every other file -> its size in bytes.
-        loader: State of the loader; None without a loader.
-        extra: Values that the script added.
-    """
-
-    format: int
-    step: int
-    world_size: int
-    mesh: dict[str, int]
-    msrun: str
-    torch: str
-    files: dict[str, int]
-    loader: dict[str, Any] | None = None
-    extra: dict[str, Any] = {}
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -187,7 +93,8 @@ def begin(target: Path) -> Path:
 def check_target(target: Path) -> None:
     """Refuse a `target` that exists and is neither a checkpoint nor an empty directory."""
     if target.is_dir():
-        if any(target.iterdir()) and not (target / MANIFEST).is_file():
+        is_ours = _STEP.fullmatch(target.name) and all(map(_is_ours, target.iterdir()))
+        if any(target.iterdir()) and not is_ours and not _has_manifest(target):
             raise CheckpointError(f"{target} exists and is no checkpoint")
     elif target.exists() or target.is_symlink():
         raise CheckpointError(f"{target} exists and is no directory")
@@ -201,20 +108,22 @@ def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> Non
     Args:
         partial: The directory that `begin` returned.
         target: The target of `begin`; a checkpoint there is replaced.
-        manifest: Manifest whose `files` are the data files.
+        manifest: Manifest whose `files` are the data files, with their checksums.
         index: Index of the data files.
 
     Raises:
         CheckpointError: A data file is missing or has another size.
     """
-    size = write_json(partial / INDEX, msgspec.to_builtins(index))
-    files = {**manifest.files, INDEX: size}
+    data = render_index(index)
+    _write(partial / INDEX, data)
+    files = {**manifest.files, INDEX: len(data)}
+    checksums = {**manifest.checksums, INDEX: checksums_of(data)}
     for name, expected in files.items():
         if (problem := _file_problem(partial / name, expected)) is not None:
             hint = "every node must see the same directory, on a file system that all share"
             raise CheckpointError(problem, hint=hint)
-    manifest = msgspec.structs.replace(manifest, files=files)
-    write_json(partial / MANIFEST, msgspec.to_builtins(manifest))
+    manifest = msgspec.structs.replace(manifest, files=files, checksums=checksums)
+    _write(partial / MANIFEST, render_manifest(manifest))
     sync_directory(partial)
     old = _hidden(target, "old")
     if target.exists():
@@ -222,6 +131,21 @@ def commit(partial: Path, target: Path, manifest: Manifest, index: Index) -> Non
     partial.rename(target)
     sync_directory(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def finish(
+    partial: Path,
+    target: Path,
+    contents: tuple[Manifest, Index],
+    checksums: dict[str, str],
+    *,
+    keep: int,
+) -> None:
+    """Do `commit` with the checksums of the data files; keep so many checkpoints, 0 for all."""
+    manifest, index = contents
+    commit(partial, target, msgspec.structs.replace(manifest, checksums=checksums), index)
+    if keep:
+        remove_oldest(target.parent, keep, target)
 
 
 def discard(partial: Path) -> None:
@@ -243,30 +167,60 @@ def remove_oldest(folder: Path, keep: int, newest: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def find_newest(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in `folder`; None if there is none."""
-    for _, path in _steps(folder):
+def find_newest(folder: Path, passed_over: dict[Path, str] | None = None) -> Path | None:
+    """Return the complete checkpoint of the highest step in `folder`; None if there is none.
+
+    Args:
+        folder: Directory of checkpoints.
+        passed_over: Checkpoint -> why it cannot be used.  Those found broken are added.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none can be used.
+    """
+    passed_over = {} if passed_over is None else passed_over
+    steps = _steps(folder)
+    for _, path in steps:
+        if path in passed_over:
+            continue
         problem = problem_of(path)
         if problem is None:
             return path
-        _log.warning("%s is passed over: %s", path, problem)
-    return None
+        pass_over(path, problem, passed_over)
+    if not steps:
+        return None
+    each = "; ".join(f"{path.name}: {passed_over[path]}" for _, path in steps)
+    raise CheckpointError(
+        f"{folder}: none of {len(steps)} checkpoints can be used: {each}",
+        hint="repair one, or move them elsewhere to begin at step 0",
+    )
 
 
-def find(path: Path) -> Path:
+def pass_over(path: Path, problem: str, passed_over: dict[Path, str]) -> None:
+    """Note, and say, that the checkpoint `path` cannot be used."""
+    passed_over[path] = problem
+    _log.warning("%s is passed over: %s", path, problem)
+
+
+def find(path: Path, passed_over: dict[Path, str] | None = None) -> Path:
     """Return the checkpoint `path`, or the newest in the directory `path`.
+
+    Args:
+        path: Path of either.
+        passed_over: As in `find_newest`.
 
     Raises:
         CheckpointError: There is none, or it is broken.
     """
     for candidate in (path, _hidden(path, "old")):
-        if (candidate / MANIFEST).is_file():
+        if _has_manifest(candidate):
+            if passed_over and candidate in passed_over:
+                raise CheckpointError(passed_over[candidate])
             if problem := problem_of(candidate):
                 raise CheckpointError(f"{candidate} is broken: {problem}")
             return candidate
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint")
-    newest = find_newest(path)
+    newest = find_newest(path, passed_over)
     if newest is None:
         raise CheckpointError(f"{path} is no checkpoint and holds none: it has no {MANIFEST}")
     return newest
@@ -280,55 +234,6 @@ def problem_of(path: Path) -> str | None:
         return error.message
     problems = (_file_problem(path / name, size) for name, size in manifest.files.items())
     return next((problem for problem in problems if problem is not None), None)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint `path`.
-
-    Raises:
-        CheckpointError: It has none that is readable, or its format is newer than this version.
-    """
-    content = _read_json(path / MANIFEST)
-    if isinstance(content, dict):
-        version = content.get("format")
-        if isinstance(version, int) and version > FORMAT:
-            raise CheckpointError(
-                f"{path}: format {version} is of a later msrun, this one knows up to {FORMAT}"
-            )
-    manifest = _convert(content, Manifest, path / MANIFEST)
-    for name in manifest.files:
-        # A manifest from elsewhere must not make a reader open files outside of the directory.
-        if name != Path(name).name or name.startswith("."):
-            raise CheckpointError(f"{path / MANIFEST}: {quoted(name)} is no name of a file in it")
-    return manifest
-
-
-def read_index(path: Path, manifest: Manifest) -> Index:
-    """Return the index of the checkpoint `path`.
-
-    Raises:
-        CheckpointError: It cannot be read, or does not fit the data files.
-    """
-    index = _convert(_read_json(path / INDEX), Index, path / INDEX)
-    for name, tensor in index.tensors.items():
-        if not _fits(tensor, manifest):
-            raise CheckpointError(f"{path / INDEX}: {quoted(name)} does not fit the data files")
-    for alias, name in index.aliases.items():
-        if name not in index.tensors:
-            raise CheckpointError(f"{path / INDEX}: {quoted(alias)} is an alias of no tensor")
-    return index
-
-
-def write_json(path: Path, content: object) -> int:
-    """Write `content` durably; return the size in bytes."""
-    # Python's own dialect of JSON has infinity and nan, which state needs: a best loss starts as
-    # infinity.
-    data = json.dumps(content, separators=(",", ":")).encode()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(data)
 
 
 def sync_directory(path: Path) -> None:
@@ -367,40 +272,21 @@ def _file_problem(path: Path, size: int) -> str | None:
     return None if actual == size else f"{path.name} has {actual} bytes instead of {size}"
 
 
-def _fits(tensor: StoredTensor, manifest: Manifest) -> bool:
-    """Return whether the chunks of `tensor` fill it and lie within their files."""
-    if tensor.dtype not in ITEM_BYTES or any(size < 0 for size in tensor.shape):
-        return False
-    return sum(math.prod(chunk.shape) for chunk in tensor.chunks) == math.prod(
-        tensor.shape
-    ) and all(_chunk_fits(chunk, tensor, manifest) for chunk in tensor.chunks)
-
-
-def _chunk_fits(chunk: Chunk, tensor: StoredTensor, manifest: Manifest) -> bool:
-    if len(chunk.at) != len(tensor.shape) or len(chunk.shape) != len(tensor.shape):
-        return False
-    is_inside = all(_spans(chunk, tensor.shape))
-    length = math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]
-    return is_inside and 0 <= chunk.start <= manifest.files.get(chunk.file, -1) - length
-
-
-def _spans(chunk: Chunk, shape: Sequence[int]) -> Iterator[bool]:
-    for first, length, size in zip(chunk.at, chunk.shape, shape, strict=True):
-        yield first >= 0 and 0 < length <= size - first
-
-
-def _read_json(path: Path) -> Any:
+def _has_manifest(path: Path) -> bool:
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is no JSON") from None
+        return (path / MANIFEST).is_file()
+    except PermissionError:
+        return True  # reading it says why it cannot be used
 
 
-def _convert(content: object, kind: type[_T], path: Path) -> _T:
-    try:
-        return msgspec.convert(content, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        raise CheckpointError(f"{path}: {text[:1].lower()}{text[1:]}") from None
+def _is_ours(entry: Path) -> bool:
+    """Return whether a checkpoint has a file of this name."""
+    return entry.name in (MANIFEST, INDEX) or _DATA_FILE.fullmatch(entry.name) is not None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file durably."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

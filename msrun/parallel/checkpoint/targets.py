@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from msrun.errors import CheckpointError
+from msrun.parallel.checkpoint.schema import Index, StoredTensor
 from msrun.parallel.checkpoint.state import MODEL, OPTIMIZER, TensorNames
-from msrun.parallel.checkpoint.store import Index, StoredTensor
 from msrun.parallel.checkpoint.tensors import TORCH_DTYPES
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.local import is_sharded

@@ -15,14 +15,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
 from torch import Tensor
 
 from msrun.errors import CheckpointError
-from msrun.parallel.checkpoint.store import ITEM_BYTES, Chunk, Index, StoredTensor
+from msrun.parallel.checkpoint.checksums import DataFiles, RunningChecksums
+from msrun.parallel.checkpoint.schema import ITEM_BYTES, Chunk, Index, StoredTensor
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -135,8 +135,8 @@ def plan_file(slots: Iterable[FileTensor]) -> FilePlan:
     return FilePlan(slots=ordered, starts=starts, header=header, nbytes=start)
 
 
-def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -> None:
-    """Write the file that `plan` describes, durably.
+def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -> str:
+    """Write the file that `plan` describes, durably; return its checksums.
 
     Args:
         path: Path of the file.
@@ -146,13 +146,17 @@ def write_file(path: Path, plan: FilePlan, tensor_of: Callable[[str], Tensor]) -
     Raises:
         OSError: The file cannot be written, such as on a full disk.
     """
+    checksums = RunningChecksums()
     with path.open("wb") as file:
         file.write(plan.header)
+        checksums.add(plan.header)
         for slot in plan.slots:
             tensor = _flat(tensor_of(slot.name))
             file.write(_bytes_of(tensor))
+            checksums.add(_bytes_of(tensor))
         file.flush()
         os.fsync(file.fileno())
+    return checksums.text()
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -162,34 +166,32 @@ def digest(tensor: Tensor) -> bytes:
 
 
 def read_part(
-    file: BinaryIO, dtype: str, chunk: Chunk, first: Sequence[int], lengths: Sequence[int]
+    files: DataFiles, dtype: str, chunk: Chunk, first: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
     """Return the part of `chunk` from index `first` on, in a new tensor.
 
     Only the rows of dim 0 that the part touches are read.
 
     Raises:
-        CheckpointError: The file is shorter than the index says.
+        DamagedCheckpointError: The file cannot be read, is shorter, or has other bytes than were
+            written; the last may be raised by a later read.
     """
     rows = chunk.shape[1:]
     top, count = (first[0], lengths[0]) if chunk.shape else (0, 1)
     shape = [count, *rows] if chunk.shape else []
     part = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    view = _bytes_of(part)
-    file.seek(chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype])
-    if file.readinto(view) != len(view):  # type: ignore[attr-defined]  # a buffered file has it
-        raise CheckpointError(f"{chunk.file} has become shorter")
+    start = chunk.start + top * math.prod(rows) * ITEM_BYTES[dtype]
+    files.read_into(chunk.file, start, _bytes_of(part), part)
     for dim in range(1, len(rows) + 1):
         part = part.narrow(dim, first[dim], lengths[dim])
     return part
 
 
-def read_tensor(folder: Path, stored: StoredTensor) -> Tensor:
-    """Return a whole tensor from the data files in `folder`."""
+def read_tensor(files: DataFiles, stored: StoredTensor) -> Tensor:
+    """Return a whole tensor from the data files."""
     tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
     for chunk in stored.chunks:
-        with (folder / chunk.file).open("rb") as file:
-            part = read_part(file, stored.dtype, chunk, [0] * len(chunk.shape), chunk.shape)
+        part = read_part(files, stored.dtype, chunk, [0] * len(chunk.shape), chunk.shape)
         place = tuple(slice(at, at + n) for at, n in zip(chunk.at, chunk.shape, strict=True))
         tensor[place].copy_(part)
     return tensor

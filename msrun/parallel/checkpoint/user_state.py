@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 
 from msrun.errors import CheckpointError
+from msrun.parallel.checkpoint.schema import Manifest
 from msrun.parallel.checkpoint.state import plain
-from msrun.parallel.checkpoint.store import Manifest
 
 Extra = Mapping[str, object] | None
 

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from checkpoint_calls import in_one, leaves, make, refusal, start, train
+from checkpoint_calls import drop_checksums, in_one, leaves, make, refusal, start, train
 from ranks import MODELS, build, run_warm
 from torch import nn
 
@@ -275,8 +275,8 @@ def test_later_steps_do_not_change_what_is_saved(folder):
         with torch.no_grad():
             network.fc1.weight.fill_(0)
             optimizer.state[network.fc1.weight]["exp_avg"].fill_(0)
-        write(path, *args)
         written.append(path)
+        return write(path, *args)
 
     msrun.parallel.checkpoint.api.write_file = slow
     before = network.fc1.weight.clone()
@@ -302,7 +302,7 @@ def _full_disk(folder, *, is_async):
     def full(path, *args):
         if runtime.rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device", "DISK")
-        write(path, *args)
+        return write(path, *args)
 
     msrun.parallel.checkpoint.api.write_file = full
     if is_async:
@@ -339,9 +339,10 @@ def test_a_failure_of_one_rank_is_told_on_all(tmp_path, function):
 
 
 def _damage(folder, name, change):
-    """Return a copy of the checkpoint `c` with `change` made to the JSON file `name`."""
+    """Return a copy of the checkpoint `c`, without checksums, with a change to the file `name`."""
     copy = folder / f"{name}-{len(leaves(folder))}"
     shutil.copytree(folder / "c", copy)
+    drop_checksums(copy)
     content = json.loads((copy / name).read_text())
     change(content)
     (copy / name).write_text(json.dumps(content))

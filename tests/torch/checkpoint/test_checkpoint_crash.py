@@ -18,7 +18,8 @@ from ranks import TIMEOUT, run_ranks
 import msrun
 import msrun.parallel.checkpoint.api
 from msrun.errors import UsageError
-from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint import schema, store
+from msrun.parallel.checkpoint.checksums import DataFiles
 from msrun.parallel.checkpoint.tensors import read_tensor
 
 pytestmark = pytest.mark.torch
@@ -29,8 +30,8 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def manifest(step):
-    return store.Manifest(
-        format=store.FORMAT, step=step, world_size=1, mesh={}, msrun="1", torch="2", files={"a": 1}
+    return schema.Manifest(
+        format=schema.FORMAT, step=step, world_size=1, mesh={}, msrun="1", torch="2", files={"a": 1}
     )
 
 
@@ -38,7 +39,7 @@ def save(target, step, keep=0):
     """Save one byte, in the order of a real save."""
     building = store.begin(target)
     (building / "a").write_bytes(str(step % 10).encode())
-    store.commit(building, target, manifest(step), store.Index(tensors={}))
+    store.commit(building, target, manifest(step), schema.Index(tensors={}))
     if keep:
         store.remove_oldest(target.parent, keep, target)
 
@@ -87,11 +88,11 @@ def test_a_kill_at_every_moment_of_replacing_one(tmp_path):
     save(target, 1)
     for _number in _steps_there(target, 2, keep=0):
         found = store.find(target)
-        step = store.read_manifest(found).step
+        step = schema.read_manifest(found).step
         assert (found / "a").read_bytes() == str(step).encode()
         assert step in (1, 2)
 
-    assert store.read_manifest(store.find(target)).step == 2
+    assert schema.read_manifest(store.find(target)).step == 2
     save(target, 3)
     assert leaves(tmp_path) == ["best"]
 
@@ -101,7 +102,7 @@ def test_a_kill_at_every_moment_of_a_new_one(tmp_path):
         save(store.step_path(tmp_path, step), step)
     for _number in _steps_there(store.step_path(tmp_path, 3), 3, keep=2):
         found = store.find_newest(tmp_path)
-        step = store.read_manifest(found).step
+        step = schema.read_manifest(found).step
         assert (found / "a").read_bytes() == str(step).encode()
         assert step in (2, 3)
 
@@ -164,13 +165,14 @@ def _kill_during(function, folder, moment, store_file):
 
 
 def _numbers(checkpoint):
-    index = store.read_index(checkpoint, store.read_manifest(checkpoint))
-    return {
-        value
-        for name, stored in index.tensors.items()
-        if not name.startswith("random.")
-        for value in read_tensor(checkpoint, stored).unique().tolist()
-    }
+    index = schema.read_index(checkpoint, schema.read_manifest(checkpoint))
+    with DataFiles(checkpoint, schema.read_manifest(checkpoint).checksums) as files:
+        return {
+            value
+            for name, stored in index.tensors.items()
+            if not name.startswith("random.")
+            for value in read_tensor(files, stored).unique().tolist()
+        }
 
 
 def test_killed_ranks_leave_a_whole_checkpoint(tmp_path):
@@ -181,7 +183,7 @@ def test_killed_ranks_leave_a_whole_checkpoint(tmp_path):
             _save_until_killed, tmp_path / "c", moments.uniform(0, 0.06), f"{tmp_path}/{number}"
         )
         newest = store.find_newest(tmp_path / "c")
-        step = store.read_manifest(newest).step
+        step = schema.read_manifest(newest).step
         assert _numbers(newest) == {step}
         assert step >= last
         last = step

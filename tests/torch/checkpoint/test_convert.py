@@ -17,7 +17,7 @@ from checkpoint_layouts import (
 from ranks import assert_equal_curves, build, run_warm
 
 from msrun.cli.main import main
-from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint import schema
 from msrun.parallel.checkpoint.convert import convert
 
 pytestmark = [
@@ -79,8 +79,8 @@ def test_the_model_alone(saved, tmp_path, suffix, source):
     model.load_state_dict(merged)
     if suffix == ".pt":
         assert read(file).keys() == merged.keys()
-    assert store.read_manifest(again).step == 0
-    index = store.read_index(again, store.read_manifest(again))
+    assert schema.read_manifest(again).step == 0
+    index = schema.read_index(again, schema.read_manifest(again))
     assert {name.partition(".")[0] for name in index.tensors} == {"model"}
     assert {len(stored.chunks) for stored in index.tensors.values()} == {1}
 

@@ -12,7 +12,7 @@ from ranks import MODELS, OPTIMIZERS, batches, build
 from support import script
 
 import msrun
-from msrun.parallel.checkpoint import store
+from msrun.parallel.checkpoint import schema, store
 
 pytestmark = pytest.mark.torch
 
@@ -45,7 +45,7 @@ def test_its_checkpoint_is_whole_and_the_others_are_told(finished, tmp_path, lea
     # Which of them is up to how far the one that left had come.
     assert re.search("Connection (closed|reset) by peer|Broken pipe", stayed)
     newest = store.find_newest(tmp_path / "ckpt")
-    assert store.read_manifest(newest).step == 1
+    assert schema.read_manifest(newest).step == 1
 
 
 MISTAKE = """
