@@ -132,7 +132,7 @@ def shard_model(
 
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
-        check_parameters(model, group)
+        check_parameters(model, group, context.device)
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:

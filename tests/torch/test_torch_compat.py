@@ -1,6 +1,5 @@
 """The private names of torch still mean what we use them for."""
 
-import logging
 import threading
 import weakref
 from contextlib import nullcontext
@@ -22,8 +21,6 @@ from msrun.parallel.torch_compat import (
     checkpointed,
     dispatching,
     eagerly,
-    follow_jit_variable,
-    follow_log_variables,
     functional_collective,
     gradient_hooks,
     has_gradient_hooks,
@@ -489,24 +486,3 @@ def test_parameters_are_replaced_by_plain_tensors_and_come_back():
     assert net.weight is own
     assert own.grad is None
     assert part.grad is not None
-
-
-def test_logs_follow_their_variable(monkeypatch):
-    levels = []
-    for setting in ("+dynamo", None):
-        monkeypatch.setenv("TORCH_LOGS", setting) if setting else monkeypatch.delenv("TORCH_LOGS")
-        follow_log_variables()
-        levels.append(logging.getLogger("torch._dynamo").level)
-
-    assert levels == [logging.DEBUG, logging.NOTSET]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripting_follows_its_variable(monkeypatch):
-    kinds = []
-    for setting in ("0", "1"):
-        monkeypatch.setenv("PYTORCH_JIT", setting)
-        follow_jit_variable()
-        kinds.append(isinstance(torch.jit.script(torch.nn.Identity()), torch.jit.ScriptModule))
-
-    assert kinds == [False, True]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from msrun.errors import ModelError
+from msrun.parallel.exchange import messages
 from msrun.parallel.pipeline.chunks import STAGES, Chunks
 
 
@@ -40,18 +41,18 @@ class PipelineRanks:
         return dist.get_global_rank(self.group, self.chunks.stage(chunk))
 
 
-def check_parameters(model: nn.Module, group: dist.ProcessGroup) -> None:
+def check_parameters(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Refuse a stage without parameters, of which torch makes no optimizer; all ranks call it.
 
     Args:
         model: This rank's stage.
         group: The pipeline axis.
+        device: Of this rank.
 
     Raises:
         ModelError: Some stage has none.
     """
-    has_some = [False] * group.size()
-    dist.all_gather_object(has_some, any(True for _ in model.parameters()), group=group)
+    has_some = messages.gather_all(any(True for _ in model.parameters()), bool, group, device)
     if not all(has_some):
         raise ModelError(
             f"{STAGES}: stage {has_some.index(False)} has no parameter, and an optimizer needs one",
