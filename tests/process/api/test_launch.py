@@ -374,6 +374,26 @@ def test_an_interrupt_ends_the_job_and_is_raised_again(program):
     ]
 
 
+def test_a_second_interrupt_does_not_wait_for_workers_that_are_deaf(program):
+    started = program(
+        SLOW.replace(
+            "def train(name):",
+            "def train(name):\n        [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]",
+        )
+        + """
+    if __name__ == "__main__":
+        threading.Thread(target=begin).start()
+        msrun.launch(train, ("a",), workers=2, grace="1h")
+    """
+    )
+    started.until_said("begun")
+    started.process.send_signal(signal.SIGINT)
+    until(lambda: "SIGINT: stopping the workers" in started.err, "for the first one")
+    started.process.send_signal(signal.SIGINT)
+
+    assert started.wait() == -signal.SIGINT
+
+
 @pytest.mark.parametrize("end", ["kill", "exit", "raise"])
 def test_nothing_outlives_the_program(program, runtime, end):
     started = program(
