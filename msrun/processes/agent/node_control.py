@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from msrun.cluster.liveness import hang, stacks
-from msrun.cluster.liveness.hang import HangWatch, Sign
+from msrun.cluster.liveness.hang import HangWatch, Sign, WorkDone
 from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.control_messages import LOG_BYTES_MAX
 from msrun.cluster.wire.messages import (
@@ -41,6 +41,7 @@ _STACK_BYTES_MAX = 256 * 1024
 _TAIL_LINES = 5
 _TAIL_CHARS_MAX = 200
 _STOPPED = ("T", "t")
+_IN_DISK = ("D",)
 
 
 @dataclass(slots=True)
@@ -130,6 +131,7 @@ class NodeControl:
                 rank=rank,
                 beat_at=_beat(worker.beat_file),
                 cpu=process.cpu_seconds(pid) if self._watch.needs_cpu else None,
+                work=_work(pid) if self._watch.needs_work(rank, now=now) else None,
             )
             for rank, worker, pid in living
         ]
@@ -277,6 +279,14 @@ def _why_silent(worker: RunningWorker) -> str:
     if not worker.pid or not process.catches(worker.pid, AGENT_SIGNAL):
         return "it has not begun, or is no Python program"
     return ""
+
+
+def _work(pid: int) -> WorkDone:
+    return WorkDone(
+        cpu=process.tree_cpu_seconds(pid),
+        wakes=process.main_thread_wakes(pid),
+        in_disk=process.state(pid) in _IN_DISK,
+    )
 
 
 def _beat(path: str) -> float | None:
