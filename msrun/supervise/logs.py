@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 LINE_CHARS_MAX = 4096
 _TAIL_BYTES_MAX = 64 * 1024
@@ -29,8 +32,8 @@ def claim(path: str) -> int:
         BlockingIOError: Another process has it.
         OSError: It cannot be made.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    descriptor = _open_regular(path, flags)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,13 +52,13 @@ def create(path: str) -> int:
     Raises:
         OSError: It cannot be made.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+    return _open_regular(path, flags)
 
 
 def reopen(path: str) -> int:
     """Open a log of ours to go on with it."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
 
 def printable(text: str) -> str:
@@ -81,10 +84,11 @@ def render_line(prefix: str, raw: bytes) -> str:
 def last_lines(path: str, count: int, *, start: int = 0) -> list[str]:
     """Return the last `count` lines of `path` after byte `start`, made safe to show."""
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(start, size - _TAIL_BYTES_MAX))
-            data = file.read()
+            # Bounded, since the worker may still write.
+            data = file.read(_TAIL_BYTES_MAX)
     except OSError:
         return []
     lines = data.decode(errors="replace").splitlines()
@@ -113,7 +117,7 @@ class Tail:
             final: Return an unfinished last line too.
         """
         try:
-            with Path(self.path).open("rb") as file:
+            with open_to_read(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(_READ_BYTES)
         except OSError:
@@ -124,3 +128,23 @@ class Tail:
             lines.append(self._partial)
             self._partial = b""
         return [render_line(self._prefix, line) for line in lines]
+
+
+def open_to_read(path: str) -> BinaryIO:
+    """Open the regular file `path`, which a worker may have replaced, without waiting.
+
+    A plain `open` of a FIFO waits for its other end, and who waits serves no signal and no peer.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # A regular file does not know O_NONBLOCK, so it changes nothing for who gets the descriptor.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return descriptor
