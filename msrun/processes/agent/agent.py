@@ -41,7 +41,7 @@ from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
-from msrun.errors import ExitCode, VersionError
+from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.job import JobSpec
 from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import ending, first_process
@@ -106,6 +106,7 @@ class Agent:
         self._began_at = loop.now()
         self._workers: dict[int, RunningWorker] = {}
         self._running = 0
+        self._known = ""
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
@@ -157,6 +158,14 @@ class Agent:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
+            except Exception as error:
+                # A refusal of the start is said, and nothing has run that a verdict could be of.
+                if not isinstance(error, MsrunError) or self._workers:
+                    job, generation = self._job, self._state.generation
+                    ending.record(
+                        error, self._known, job.job_id, job.log_dir, generation=generation
+                    )
+                raise
             finally:
                 stuck = self._node.close()
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
@@ -374,6 +383,7 @@ class Agent:
                 self._refresh_at = self._loop.now()
 
     def _announce(self, restarting: Restarting) -> None:
+        self._known = restarting.reason
         when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
         log = f"; log: {restarting.log_file}" if restarting.log_file else ""
         if not restarting.restart:

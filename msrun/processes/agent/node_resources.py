@@ -226,12 +226,30 @@ class NodeResources:
             first_local_rank=start.first_local_rank,
             local_world_size=start.local_world_size,
         )
-        (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        self._make_generation_dir(generation)
         self.let_live(generation, until)
         if start.serve_store:
             self._order_store(generation)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         return [self._order_worker(generation, plan, until) for plan in plans]
+
+    def _make_generation_dir(self, generation: int) -> None:
+        """Make the private directory of a generation, and that of the job if it was removed.
+
+        Raises:
+            MsrunError: It cannot be made, as on a full file system.
+        """
+        try:
+            if not self._dir.exists():
+                lock = run_dir.make_again(self._dir)
+                os.close(self._lock)
+                self._lock = lock
+                self._hand_over_config()
+            (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            msg = f"{error.filename or self._dir} cannot be made: {error.strerror}"
+            hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
+            raise MsrunError(msg, hint=hint) from error
 
     def _order_store(self, generation: int) -> None:
         host, port = self.store
