@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
 from msrun.parallel.rank_context import RankContext
+from msrun.worker.beat import beat
 
 
 class SizedDataset(Protocol):
@@ -192,6 +193,7 @@ class MeshLoader(DataLoader[Any]):
         self._weight.is_due = self.split.is_uneven
         try:
             for batch in super().__iter__():
+                beat()
                 self._weight.value = self._batch_weight(self._next)
                 self._next += 1
                 yield batch

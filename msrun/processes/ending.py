@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import msgspec
 
 from msrun.cluster.verdict import Verdict, render, render_seconds
+from msrun.errors import ExitCode, MsrunError
 from msrun.processes.console import Console
 
 VERDICT_FILE = "verdict.json"
@@ -34,6 +36,31 @@ def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, to
     for process in verdict.stuck:
         console.say(f"warning: could not be killed: {process}")
     console.say(f"msrun: {workers}/{workers} workers finished after {render_seconds(took)}")
+
+
+def record(error: Exception, known: str, job_id: str, log_dir: str, *, generation: int) -> None:
+    """Write the verdict of a job that a failure of its launcher ends.
+
+    Args:
+        error: The failure.
+        known: What had gone wrong before, as a sentence; empty if nothing had.
+        job_id: The job.
+        log_dir: Directory of the file.
+        generation: The generation that ran.
+    """
+    what, code = f"this is a bug in msrun: {type(error).__name__}: {error}", ExitCode.INTERNAL
+    if isinstance(error, MsrunError):
+        what, code = error.message, error.exit_code
+    verdict = Verdict(
+        job_id=job_id,
+        code=code,
+        reason=f"{what}; before that, {known}" if known else what,
+        generation=max(generation, 0),
+        restarts=max(generation, 0),
+    )
+    # The caller raises `error`, which says more than that this file cannot be written either.
+    with contextlib.suppress(OSError):
+        _write(verdict, Path(log_dir, VERDICT_FILE))
 
 
 def read(log_dir: str, job_id: str) -> Verdict | None:

@@ -63,6 +63,22 @@ def create(name: str) -> tuple[Path, int]:
         raise UsageError(msg, hint="it holds the job's private files") from None
 
 
+def make_again(directory: Path) -> int:
+    """Make `directory` of a job that runs, which somebody has removed; return its new lock.
+
+    Without the lock, the next launcher would take the job's processes for strays.
+
+    Raises:
+        OSError: It cannot be made.
+        UsageError: Its parent is not ours.
+    """
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    _check_private(directory.parent)
+    with _guarded(directory.parent):
+        _, lock = _make(directory)
+    return lock
+
+
 def held() -> list[Path]:
     """Return the directories of this user's jobs that run on this machine, by name."""
     held: list[Path] = []

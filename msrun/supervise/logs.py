@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 STDOUT, STDERR = 1, 2
 BOTH = frozenset((STDOUT, STDERR))
@@ -43,8 +46,8 @@ def claim(path: str) -> int:
         BlockingIOError: Another process has it.
         OSError: It cannot be made.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    descriptor = _open_regular(path, flags)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -63,13 +66,13 @@ def create(path: str) -> int:
     Raises:
         OSError: It cannot be made.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, flags, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+    return _open_regular(path, flags)
 
 
 def reopen(path: str) -> int:
     """Open a log of ours to go on with it."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
 
 def printable(text: str) -> str:
@@ -104,10 +107,11 @@ def harmless(text: str) -> str:
 def last_lines(path: str, count: int, *, start: int = 0) -> list[str]:
     """Return the last `count` lines of `path` after byte `start`, made safe to show."""
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(start, size - _TAIL_BYTES_MAX))
-            data = file.read()
+            # Bounded, since the worker may still write.
+            data = file.read(_TAIL_BYTES_MAX)
     except OSError:
         return []
     lines = data.decode(errors="replace").splitlines()
@@ -334,8 +338,28 @@ class Tail:
             end = min(size, self._split.look()) if self._split else size
             if end <= self._offset:
                 return b""
-            with Path(self.path).open("rb") as file:
+            with open_to_read(self.path) as file:
                 file.seek(self._offset)
                 return file.read(min(_READ_BYTES, end - self._offset))
         except OSError:
             return b""
+
+
+def open_to_read(path: str) -> BinaryIO:
+    """Open the regular file `path`, which a worker may have replaced, without waiting.
+
+    A plain `open` of a FIFO waits for its other end, and who waits serves no signal and no peer.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # A regular file does not know O_NONBLOCK, so it changes nothing for who gets the descriptor.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return descriptor

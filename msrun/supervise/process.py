@@ -145,6 +145,32 @@ def cpu_seconds(pid: int) -> float | None:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def main_thread_wakes(pid: int) -> int:
+    """Return how often the main thread of `pid` was woken after it had waited."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return 0
+    found = (line for line in text.splitlines() if line.startswith("voluntary_ctxt_switches:"))
+    return int(next(found, "0").split()[-1])
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """Return the CPU time of `pid` and of all its children, those that have ended included."""
+    ticks, pending, seen = 0, [pid], set()
+    while pending:
+        one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{one}/stat").read_text(errors="replace")
+            ticks += sum(map(int, text.rpartition(")")[2].split()[11:15]))
+            for task in Path(f"/proc/{one}/task").iterdir():
+                pending += map(int, (task / "children").read_text().split())
+    return float(ticks) / os.sysconf("SC_CLK_TCK")
+
+
 def catches(pid: int, signum: int) -> bool:
     """Return whether `pid` has a handler for `signum`."""
     try:

@@ -12,6 +12,7 @@ import pytest
 from spoken import show_message, worker_end
 from test_scenarios import SchedulerScript, blocks, verbs
 
+from msrun.cluster.liveness.hang import IDLE, QUIET
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.liveness.stacks import Frame, summary
 from msrun.cluster.scheduler import events as scheduler_events
@@ -105,11 +106,18 @@ class ControlScript(SchedulerScript):
         body = Stalled(rank=int(rank), seconds=float(seconds), sign="beat")
         return self._received(node, body, generation)
 
+    def quiet(self, node, rank, seconds="60"):
+        return self._received(node, Stalled(rank=int(rank), seconds=float(seconds), sign=QUIET))
+
+    def idle(self, node, rank, seconds="90"):
+        return self._received(node, Stalled(rank=int(rank), seconds=float(seconds), sign=IDLE))
+
     def stack(self, node, rank, where="", inquiry="1", idle="0"):
         """Say where a rank is: `function@file:line`, or nothing, which is a problem."""
         function, _, place = where.partition("@")
         file, _, line = place.partition(":")
-        frames = [Frame(f"/src/{file}", int(line), function)] if where else []
+        folder = "/torch/distributed" if file == "c10d.py" else "/src"
+        frames = [Frame(f"{folder}/{file}", int(line), function)] if where else []
         end = worker_end(int(rank), host=node, first_rank=self.first_ranks.get(node, 0))
         who = msgspec.structs.replace(end, stalled=float(idle))
         problem = "" if where else "it is stopped"

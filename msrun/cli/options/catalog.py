@@ -341,10 +341,10 @@ HANG_TIMEOUT: Option[float | None] = Option(
     name="hang-timeout",
     group=OptionGroup.STOPPING,
     metavar="DURATION|auto|off",
-    help="Time without msrun.beat() after which a worker hangs, if it has ever called it.",
+    help="Time without msrun.beat() after which a worker hangs that has ever called it.",
     parse=parsers.hang_timeout,
     field="hang_timeout",
-    default_text="auto: 60s, or 5 times the longest interval between two calls",
+    default_text="auto: a warning after 60s or 5 times the longest interval, an end if none works",
 )
 DETECT_IDLE = Option(
     name="detect-idle",

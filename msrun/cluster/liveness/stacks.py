@@ -23,6 +23,15 @@ _RUNNERS = ("<frozen runpy>", "runpy.py")
 _OURS = re.compile(
     r"/msrun/(?:worker|supervise|processes|cli)/(?:\w+/)*\w+\.py$|/msrun/(?:entry|__main__)\.py$"
 )
+# Functions of torch that end when other ranks have come, or have written to the store.
+_WAIT_FRAMES = 4
+_WAIT_FILE = re.compile(r"/torch/distributed/|/msrun/(?:parallel|worker)/")
+_WAIT_FUNCTION = re.compile(
+    r"_?(?:all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|barrier|monitored_barrier|gather|"
+    r"scatter|reduce|send|recv|batch_isend_irecv|wait|wait_tensor|store_based_barrier|synchronize|"
+    r"init_process_group|new_group|rendezvous)"
+    r"(?:_coalesced|_tensor|_into_tensor|_single|_object|_object_list|_all|_first|_helper)*"
+)
 _LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python[0-9.]+/|^<")
 
 
@@ -111,12 +120,25 @@ def _alike(stacks: Iterable[RankStack]) -> dict[tuple[tuple[Frame, ...], str], l
     return groups
 
 
-def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
+class Suspect(msgspec.Struct, frozen=True):
+    """The rank that most likely keeps the others waiting.
+
+    Args:
+        rank: The rank.
+        is_sure: Whether it is the only one that does not wait for others.
+    """
+
+    rank: int
+    is_sure: bool
+
+
+def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> Suspect:
     """Return the rank that most likely keeps the others waiting.
 
-    Among those that make no progress it is one whose stack could not be had, since what
-    is stopped can show none; else one of the smallest group of equal stacks; of these the
-    one that has been silent for longest.
+    A rank inside a collective, a barrier or a wait for the store waits for others, and is not
+    chosen while another is elsewhere.  Among the rest that make no progress it is one whose stack
+    could not be had, since what is stopped can show none; else one of the smallest group of equal
+    stacks; of these the one that has been silent for longest.
 
     Args:
         stacks: Where all ranks are.
@@ -126,10 +148,28 @@ def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> int:
     size = {rank: len(ranks) for ranks in _alike(stacks).values() for rank in ranks}
     shown = {stack.rank: bool(stack.frames) for stack in stacks}
     silent = {stack.rank: stack.idle for stack in stacks if stack.idle >= least} | dict(stalled)
-    return min(
-        silent,
-        key=lambda rank: (shown.get(rank, False), size.get(rank, 0), -silent[rank], rank),
+    waiting = {stack.rank for stack in stacks if waits(stack.frames)}
+    elsewhere = {stack.rank for stack in stacks} - waiting
+    chosen = set(silent)
+    if waiting and elsewhere:
+        chosen = (chosen & elsewhere) or elsewhere
+    rank = min(
+        chosen,
+        key=lambda rank: (
+            shown.get(rank, False),
+            size.get(rank, 0),
+            -silent.get(rank, 0.0),
+            rank,
+        ),
     )
+    return Suspect(rank, is_sure=elsewhere == {rank} and bool(waiting))
+
+
+def waits(frames: Sequence[Frame]) -> bool:
+    """Return whether a rank with these frames, innermost first, waits for other ranks."""
+    # Of torch's functions that call each other, the outer ones have the same names.
+    inner = frames[:_WAIT_FRAMES]
+    return any(_WAIT_FILE.search(f.file) and _WAIT_FUNCTION.fullmatch(f.function) for f in inner)
 
 
 def summary(groups: Sequence[StackGroup]) -> str:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from msrun.cluster.bounds import RankSet
+from msrun.cluster.liveness import hang
 from msrun.cluster.liveness import stacks as pictures
 from msrun.cluster.liveness.stacks import RankStack
+from msrun.cluster.liveness.standstill import Standstill
 from msrun.cluster.scheduler import events as scheduler_events
 from msrun.cluster.scheduler import report, wal
 from msrun.cluster.scheduler.drain import drain
@@ -96,6 +98,7 @@ class _StackInquiry:
         stacks: Rank -> its stack, as the answers came.
         stalled: Rank that makes no progress -> seconds, as its node reported.
         sign: The sign of progress that did not come, such as `beat`.
+        quiet: The same, of ranks for which no time for a hang was given.
     """
 
     number: int
@@ -106,6 +109,7 @@ class _StackInquiry:
     stacks: dict[int, Stack] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
     sign: str = ""
+    quiet: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +130,7 @@ class Control:
     _stacks: _StackInquiry | None = None
     _number: int = 0
     _told_of: int = -1
+    _standstill: Standstill = field(default_factory=lambda: Standstill(-1))
 
     @staticmethod
     def is_for(event: scheduler_events.Event) -> bool:
@@ -281,11 +286,30 @@ class Control:
         is_living &= stalled.rank not in self.state.current.exits
         if self.state.phase is not JobPhase.RUNNING or not is_living:
             return []
+        if stalled.sign in (hang.QUIET, hang.IDLE):
+            return self._quiet(stalled, now)
         actions = self._collect(now)
         if self._stacks:
             self._stacks.stalled[stalled.rank] = stalled.seconds
             self._stacks.sign = stalled.sign
         return actions
+
+    def _quiet(self, stalled: Stalled, now: float) -> list[Action]:
+        """Look at the stacks, for a warning or to tell whether all ranks stand still."""
+        if self._standstill.generation != self.state.generation:
+            self._standstill = Standstill(self.state.generation)
+        if stalled.sign == hang.IDLE:
+            self._standstill.note_idle(stalled.rank, stalled.seconds, now=now)
+            is_due = self._standstill.idle(self._living(), now=now)
+            if not is_due or not self._standstill.should_look(now=now):
+                return []
+        actions = self._collect(now)
+        if self._stacks:
+            self._stacks.quiet[stalled.rank] = stalled.seconds
+        return actions
+
+    def _living(self) -> set[int]:
+        return {rank for ranks in report.living(self.state).values() for rank in ranks}
 
     # Stacks.
 
@@ -326,10 +350,23 @@ class Control:
         reply = Stacks(generation=inquiry.generation, groups=shown, left_out=left_out)
         replies: list[Action] = [SendReply(route, reply) for route in inquiry.routes]
         # A failure may have ended the generation while the stacks came: that is the better cause.
-        is_hang = inquiry.stalled and inquiry.generation == self.state.generation
-        if not is_hang or self.state.phase is not JobPhase.RUNNING:
+        if inquiry.generation != self.state.generation or self.state.phase is not JobPhase.RUNNING:
             return replies
-        return [*replies, *self._end_hang(inquiry, pictured, now)]
+        if inquiry.stalled:
+            return [*replies, *self._end_hang(inquiry, pictured, now)]
+        return [*replies, *self._weigh(inquiry, pictured, now)] if inquiry.quiet else replies
+
+    def _weigh(self, inquiry: _StackInquiry, pictured: list[RankStack], now: float) -> list[Action]:
+        """End the generation if all ranks stand still; else warn, but not often."""
+        is_same = self._standstill.is_same(pictured, now=now)
+        idle = self._standstill.idle(self._living(), now=now)
+        if is_same and idle:
+            inquiry.stalled, inquiry.sign = idle, "beat or work"
+            return self._end_hang(inquiry, pictured, now)
+        if not self._standstill.should_warn(now=now):
+            return []
+        head = f"generation {inquiry.generation} may hang: no beat of"
+        return self._tell_stacks(head, inquiry.quiet, pictured)
 
     def _pictures(self, inquiry: _StackInquiry) -> list[RankStack]:
         """Return the stacks of all ranks, and a problem for ranks whose node did not answer."""
@@ -353,19 +390,22 @@ class Control:
         self, inquiry: _StackInquiry, pictured: list[RankStack], now: float
     ) -> list[Action]:
         """Send every node the stacks of all ranks, and end the generation."""
-        rank = pictures.suspect(pictured, inquiry.stalled)
+        suspect = pictures.suspect(pictured, inquiry.stalled)
         longest = max(inquiry.stalled.values())
-        worker = self._suspect(inquiry, rank, longest)
+        worker = self._suspect(inquiry, suspect.rank, longest)
+        head = f"generation {inquiry.generation} hangs: no {inquiry.sign} of"
+        told = self._tell_stacks(head, inquiry.stalled, pictured)
+        return [*told, *self.state.give_up_on(worker, is_sure=suspect.is_sure, now=now)]
+
+    def _tell_stacks(
+        self, head: str, silent: dict[int, float], pictured: list[RankStack]
+    ) -> list[Action]:
         groups = pictures.group(pictured)
-        stalled = self.state.current.describe_ranks(inquiry.stalled.keys())
-        head = (
-            f"generation {inquiry.generation} hangs: no {inquiry.sign} of {stalled} "
-            f"for {render_seconds(longest)}\n{pictures.summary(groups)}"
-        )
-        text = f"{head}\n\n{pictures.render(groups)}"
-        hung = Hung(report=text[:_REPORT_CHARS_MAX])
-        told: list[Action] = [self._send(n, hung) for n in sorted(self.state.roster.nodes)]
-        return [*told, *self.state.give_up_on(worker, now=now)]
+        ranks = self.state.current.describe_ranks(silent.keys())
+        seconds = render_seconds(max(silent.values()))
+        text = f"{head} {ranks} for {seconds}\n{pictures.summary(groups)}"
+        hung = Hung(report=f"{text}\n\n{pictures.render(groups)}"[:_REPORT_CHARS_MAX])
+        return [self._send(n, hung) for n in sorted(self.state.roster.nodes)]
 
     def _suspect(self, inquiry: _StackInquiry, rank: int, longest: float) -> RankExit:
         stalled = inquiry.stalled.get(rank, longest)

@@ -47,6 +47,8 @@ class Generation:
         losses: Nodes that went with their workers, in the order in which that was seen.
         stuck: Node id -> processes that could not be killed.
         because: Why it was stopped; None while it goes on.
+        is_blame_sure: Whether its first failure may count against a node; not after a hang of which
+            the culprit is a guess.
         change: Nodes that come or go, as a sentence, if that is why it was stopped.
     """
 
@@ -58,6 +60,7 @@ class Generation:
     losses: list[Loss] = field(default_factory=list)
     stuck: dict[str, list[str]] = field(default_factory=dict)
     because: StopReason | None = None
+    is_blame_sure: bool = True
     change: str = ""
     _shifts: dict[str, float] = field(default_factory=dict)
 

@@ -266,10 +266,11 @@ class SchedulerState:
         actions = self._end(verdict, signal.SIGKILL if at_once else signal.SIGTERM)
         return [*actions, *self._kill_now()] if was_stopping and at_once else actions
 
-    def give_up_on(self, worker: RankExit, *, now: float) -> list[Action]:
+    def give_up_on(self, worker: RankExit, *, is_sure: bool, now: float) -> list[Action]:
         """Treat a worker that hangs as one that failed when it last made progress."""
         if self.phase is not JobPhase.RUNNING:
             return []
+        self.current.is_blame_sure = is_sure
         return self._count_exit(self.current.node_of(worker.rank), worker, now)
 
     # Nodes that register.
@@ -614,6 +615,8 @@ class SchedulerState:
 
     def _blame(self, root: RankExit, now: float) -> str:
         """Return why a node is excluded, if its workers failed too often; else an empty text."""
+        if not self.current.is_blame_sure:
+            return ""
         node_id = self.current.node_of(root.rank)
         failures = self.policy.blame(node_id, now=now)
         node = self.roster.nodes.get(node_id)

@@ -355,7 +355,7 @@ class SignalRanks(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fiel
 
 
 class Hung(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The generation makes no progress and will be stopped.
+    """The generation makes no progress and will be stopped, or may hang and goes on.
 
     Args:
         report: The stacks of all ranks, as text.

@@ -70,6 +70,7 @@ from msrun.parallel.checkpoint.user_state import Extra, Stateful, check_extra, p
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.rank_context import RankContext
 from msrun.version import __version__
+from msrun.worker.beat import beat
 
 # Ranks of a job that ends well end together, except that one of them may run a last evaluation.
 AT_EXIT = timedelta(minutes=5)
@@ -178,6 +179,7 @@ class Checkpoints:
             self._writer.start()
         else:
             work()
+        beat()
 
     def load(
         self,
@@ -452,7 +454,7 @@ class Checkpoints:
         try:
             with self._peers.together():
                 if file is not None:
-                    own = write_file(folder / name, file, staged.pop)
+                    own = write_file(folder / name, file, partial(_take, staged))
                     store.sync_directory(folder)
             # `together` above was the barrier: now every file is written and synced.
             of_ranks = self._peers.gather((name, own), tuple[str, str])
@@ -483,3 +485,10 @@ class Checkpoints:
             hint = f"set {ROOT}.checkpoint.dir, or name a directory"
             raise CheckpointError(f"{who} knows no directory", hint=hint)
         return Path(self._settings.dir)
+
+
+def _take(staged: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the next tensor to write, and report progress if training waits for it."""
+    if threading.current_thread() is threading.main_thread():
+        beat()
+    return staged.pop(name)

@@ -69,6 +69,7 @@ from msrun.parallel.checkpoint.tensors import (
     read_part,
 )
 from msrun.parallel.local import is_sharded
+from msrun.worker.beat import beat
 
 
 class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,6 +378,7 @@ def read(files: DataFiles, targets: Mapping[str, Target]) -> None:
                 tensor = planner.resolve_tensor(item)
                 tensor.copy_(part)
                 planner.commit_tensor(item, tensor)
+                beat()
         files.settle()
 
 

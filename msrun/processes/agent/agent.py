@@ -40,7 +40,7 @@ from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
-from msrun.errors import ExitCode, VersionError
+from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.line_filter import LineFilters
@@ -106,6 +106,7 @@ class Agent:
         self._began_at = loop.now()
         self._workers: dict[int, RunningWorker] = {}
         self._running = 0
+        self._known = ""
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
         self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
@@ -169,6 +170,14 @@ class Agent:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
+            except Exception as error:
+                # A refusal of the start is said, and nothing has run that a verdict could be of.
+                if not isinstance(error, MsrunError) or self._workers:
+                    job, generation = self._job, self._state.generation
+                    ending.record(
+                        error, self._known, job.job_id, job.log_dir, generation=generation
+                    )
+                raise
             finally:
                 stuck = self._node.close()
                 self._output.copy()
@@ -403,6 +412,7 @@ class Agent:
                 self._refresh_at = self._loop.now()
 
     def _announce(self, restarting: Restarting) -> None:
+        self._known = restarting.reason
         when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
         log = f"; log: {restarting.log_file}" if restarting.log_file else ""
         if not restarting.restart:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from msrun.cluster.liveness import hang, stacks
-from msrun.cluster.liveness.hang import HangWatch, Sign
+from msrun.cluster.liveness.hang import HangWatch, Sign, WorkDone
 from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.control_messages import LOG_BYTES_MAX
 from msrun.cluster.wire.messages import (
@@ -29,6 +29,7 @@ from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.console import Console
 from msrun.supervise import logs, process
+from msrun.supervise.logs import open_to_read
 from msrun.transport.loop import Loop
 from msrun.worker.beat import LAYOUT
 from msrun.worker.stacks import AGENT_SIGNAL
@@ -41,6 +42,7 @@ _STACK_BYTES_MAX = 256 * 1024
 _TAIL_LINES = 5
 _TAIL_CHARS_MAX = 200
 _STOPPED = ("T", "t")
+_IN_DISK = ("D",)
 
 
 @dataclass(slots=True)
@@ -128,8 +130,9 @@ class NodeControl:
         signs = [
             Sign(
                 rank=rank,
-                beat_at=_beat(worker.beat_file),
+                beat_at=read_beat(worker.beat_file, now=now),
                 cpu=process.cpu_seconds(pid) if self._watch.needs_cpu else None,
+                work=_work(pid) if self._watch.needs_work(rank, now=now) else None,
             )
             for rank, worker, pid in living
         ]
@@ -256,7 +259,7 @@ def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
     Raises:
         OSError: It cannot be read.
     """
-    with Path(path).open("rb") as file:
+    with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - LOG_BYTES_MAX) if offset is None else max(0, min(offset, size))
         file.seek(start)
@@ -279,21 +282,31 @@ def _why_silent(worker: RunningWorker) -> str:
     return ""
 
 
-def _beat(path: str) -> float | None:
-    """Return when a worker last beat, None when it never did."""
+def _work(pid: int) -> WorkDone:
+    return WorkDone(
+        cpu=process.tree_cpu_seconds(pid),
+        wakes=process.main_thread_wakes(pid),
+        in_disk=process.state(pid) in _IN_DISK,
+    )
+
+
+def read_beat(path: str, *, now: float) -> float | None:
+    """Return when a worker last beat, None when it never did or its file holds no beat."""
     try:
-        data = Path(path).read_bytes()
+        with open_to_read(path) as file:
+            data = file.read(LAYOUT.size + 1)
     except OSError:
         return None
     if len(data) != LAYOUT.size:
         return None
     count, nanoseconds = LAYOUT.unpack(data)
-    return nanoseconds / 1e9 if count else None
+    # What a worker writes may lie in the future, and then nothing would ever be late.
+    return min(nanoseconds / 1e9, now) if count else None
 
 
 def _read(path: str) -> str:
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(path) as file:
             return file.read(_STACK_BYTES_MAX).decode(errors="replace")
     except OSError:
         return ""

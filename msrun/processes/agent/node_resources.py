@@ -92,7 +92,7 @@ class NodeResources:
         if not job.is_alone:
             self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
         self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
-        self._dir, self._lock = place.directory, place.lock
+        self._dir = place.directory
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
             self.scheduler = SchedulerSupervisor(config, listening, self._base)
@@ -175,7 +175,7 @@ class NodeResources:
             _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
             self._store_sockets,
             env,
-            lock=self._lock,
+            lock=self._place.lock,
             stderr=self._stderr,
         )
         self._opened.add("tree")
@@ -234,12 +234,30 @@ class NodeResources:
             first_local_rank=start.first_local_rank,
             local_world_size=start.local_world_size,
         )
-        (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        self._make_generation_dir(generation)
         self.let_live(generation, until)
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         return [self._order_worker(generation, plan, until, output) for plan in plans]
+
+    def _make_generation_dir(self, generation: int) -> None:
+        """Make the private directory of a generation, and that of the job if it was removed.
+
+        Raises:
+            MsrunError: It cannot be made, as on a full file system.
+        """
+        try:
+            if not self._dir.exists():
+                lock = run_dir.make_again(self._dir)
+                os.close(self._place.lock)
+                self._place.lock = lock
+                self._hand_over_config()
+            (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            msg = f"{error.filename or self._dir} cannot be made: {error.strerror}"
+            hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
+            raise MsrunError(msg, hint=hint) from error
 
     def _order_store(self, generation: int, start: Start) -> None:
         order = SpawnStore(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from msrun.backend import WorkerPlan
 from msrun.cluster.verdict import TAIL_LINES, RankExit
-from msrun.supervise.logs import last_lines, printable
+from msrun.supervise.logs import last_lines, open_to_read, printable
 from msrun.supervise.machine import read_oom_kills
 from msrun.supervise.orders import Exited
 
 _ERROR_CHARS_MAX = 500
 _ERROR_FILE_BYTES_MAX = 256 * 1024
+_MONOTONIC_MAX = 1e9
 
 
 @dataclass(slots=True)
@@ -105,7 +106,7 @@ def _read_error(path: str) -> tuple[str, float | None]:
     only ours have the monotonic time.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(path) as file:
             content = json.loads(file.read(_ERROR_FILE_BYTES_MAX))
         message = content["message"]
         text, extra = (
@@ -118,9 +119,9 @@ def _read_error(path: str) -> tuple[str, float | None]:
         )
         lines = [line for line in str(text).splitlines() if line.strip()]
         at = extra.get("monotonic")
-        return (
-            printable(lines[0] if lines else "")[:_ERROR_CHARS_MAX],
-            float(at) if isinstance(at, int | float) else None,
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        first = printable(lines[0] if lines else "")[:_ERROR_CHARS_MAX]
+        # A time that no clock shows is none: numbers of JSON may be infinite, or have 400 digits.
+        raised_at = float(at) if isinstance(at, int | float) and 0 <= at < _MONOTONIC_MAX else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "", None
+    return first, raised_at

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from msrun.cluster.liveness.hang import Hang, HangWatch, Sign
+from msrun.cluster.liveness.hang import IDLE, QUIET, Hang, HangWatch, Sign, WorkDone
 
 
 def look(watch, *, until, beats=(), cpu=lambda _: None, since=0):
@@ -20,11 +20,11 @@ def test_a_worker_that_never_beat_does_not_hang():
     assert look(HangWatch(), until=10_000) == []
 
 
-def test_a_worker_hangs_a_minute_after_its_last_beat():
+def test_a_worker_is_quiet_a_minute_after_its_last_beat():
     watch = HangWatch()
 
     assert look(watch, until=64, beats=[1, 3, 5]) == []
-    assert look(watch, since=65, until=65, beats=[5]) == [Hang(0, 60, "beat")]
+    assert look(watch, since=65, until=65, beats=[5]) == [Hang(0, 60, QUIET)]
 
 
 def test_it_is_told_once():
@@ -36,7 +36,7 @@ def test_it_is_told_again_to_a_scheduler_that_may_not_know():
     look(watch, until=100, beats=[5])
     watch.tell_again()
 
-    assert look(watch, since=101, until=101, beats=[5]) == [Hang(0, 96, "beat")]
+    assert look(watch, since=101, until=101, beats=[5]) == [Hang(0, 96, QUIET)]
 
 
 def test_long_steps_make_a_long_patience():
@@ -44,7 +44,7 @@ def test_long_steps_make_a_long_patience():
 
     assert look(watch, until=269, beats=[0, 20, 60, 70]) == []
     assert watch.limit(0) == 200
-    assert look(watch, since=270, until=270, beats=[70]) == [Hang(0, 200, "beat")]
+    assert look(watch, since=270, until=270, beats=[70]) == [Hang(0, 200, QUIET)]
 
 
 def test_a_time_that_is_given_is_not_learned():
@@ -100,3 +100,62 @@ def test_how_long_a_worker_has_been_silent():
     look(watch, until=10, beats=[4])
 
     assert (watch.silence(0, now=10), watch.silence(1, now=10)) == (6, 0)
+
+
+def at_work(watch, work, *, until, beats=(5,), never=False):
+    """Look each second at rank 0, which beats, and at rank 1, which never does if it exists."""
+    found = []
+    for now in range(until + 1):
+        beat_at = max((at for at in beats if at <= now), default=None)
+        signs = [Sign(0, beat_at, work=work(now) if watch.needs_work(0, now=now) else None)]
+        if never:
+            signs.append(Sign(1, None, work=work(now) if watch.needs_work(1, now=now) else None))
+        found += [(now, hang.rank, hang.sign) for hang in watch.look(signs, now=now)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda now: WorkDone(cpu=now * 0.5, wakes=0),  # evaluation, or compilation in a child
+        lambda now: WorkDone(cpu=now * 0.005, wakes=now * 10),  # a download
+        lambda _: WorkDone(cpu=0, wakes=0, in_disk=True),  # a save to a slow disk
+        lambda now: WorkDone(cpu=100 - now % 70, wakes=0),  # children come and go
+    ],
+)
+def test_one_that_works_is_quiet_and_no_more(work):
+    assert at_work(HangWatch(), work, until=1000) == [(65, 0, QUIET)]
+
+
+def test_one_that_does_no_work_says_so_again_and_again():
+    """Threads that wait for messages use a little CPU time, and a look at the stack wakes it."""
+    found = at_work(HangWatch(), lambda now: WorkDone(cpu=now * 0.009, wakes=now // 20), until=160)
+
+    assert found == [(65, 0, QUIET), (95, 0, IDLE), (125, 0, IDLE), (155, 0, IDLE)]
+
+
+def test_one_that_never_beat_is_looked_at_where_another_did():
+    found = at_work(HangWatch(), lambda _: WorkDone(0, 0), until=100, never=True)
+
+    assert [entry for entry in found if entry[1] == 1] == [(66, 1, IDLE), (96, 1, IDLE)]
+    assert at_work(HangWatch(), lambda _: WorkDone(0, 0), until=999, beats=(), never=True) == []
+
+
+def test_work_costs_nothing_while_a_worker_beats():
+    watch = HangWatch()
+    asked = []
+    at_work(watch, asked.append, until=100, beats=range(0, 100, 10))
+
+    assert asked == []
+
+
+def test_one_that_goes_on_may_be_quiet_again():
+    busy = at_work(HangWatch(), lambda now: WorkDone(now, 0), until=1000, beats=(5, 100))
+
+    assert busy == [(65, 0, QUIET), (575, 0, QUIET)]
+
+
+def test_a_time_that_is_given_needs_no_work():
+    watch = HangWatch(timeout=30)
+
+    assert at_work(watch, pytest.fail, until=100) == [(35, 0, "beat")]

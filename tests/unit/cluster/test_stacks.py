@@ -14,6 +14,7 @@ from msrun.cluster.liveness.stacks import (
     Frame,
     RankStack,
     StackGroup,
+    Suspect,
     group,
     parse,
     render,
@@ -83,6 +84,10 @@ def rank(number, *frames, problem="", idle=60.0):
     return RankStack(rank=number, frames=frames, problem=problem, idle=idle)
 
 
+DISTRIBUTED = "/usr/lib/python3.11/site-packages/torch/distributed"
+BARRIER = Frame(f"{DISTRIBUTED}/distributed_c10d.py", 5, "monitored_barrier")
+STORE = Frame(f"{DISTRIBUTED}/distributed_c10d.py", 5, "_store_based_barrier")
+OWN = Frame("/home/me/train.py", 5, "all_reduce")
 LOADER = Frame("/home/me/loader.py", 12, "next")
 
 
@@ -132,4 +137,33 @@ def test_of_many_groups_not_all_are_named():
     ],
 )
 def test_the_suspect(stacks, stalled, expected):
-    assert suspect(stacks, stalled) == expected
+    assert suspect(stacks, stalled).rank == expected
+
+
+@pytest.mark.parametrize(
+    ("stacks", "stalled", "expected", "is_sure"),
+    [
+        # The one that waits fell silent first.
+        ([rank(0, ALL_REDUCE, STEP, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
+        ([rank(0, BARRIER, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
+        ([rank(0, STORE, idle=61), rank(1, LOADER)], {0: 61, 1: 60}, 1, True),
+        # It goes on and does not come, or never beat.
+        ([rank(0, ALL_REDUCE), rank(1, LOADER, idle=1)], {0: 60}, 1, True),
+        ([rank(0, ALL_REDUCE), rank(1, LOADER, idle=0)], {0: 60}, 1, True),
+        # The smaller group is the one that waits.
+        (
+            [rank(0, ALL_REDUCE, idle=70), rank(1, LOADER), rank(2, LOADER)],
+            {0: 70, 1: 60, 2: 60},
+            1,
+            False,
+        ),
+        ([rank(0, ALL_REDUCE), rank(1, problem="it is stopped")], {0: 60}, 1, True),
+        # All wait, as in different collectives, or none does: a guess.
+        ([rank(0, ALL_REDUCE), rank(1, BARRIER)], {0: 60, 1: 60}, 0, False),
+        ([rank(0, STEP), rank(1, LOADER)], {0: 60, 1: 60}, 0, False),
+        # A function of the program may have any name.
+        ([rank(0, OWN), rank(1, LOADER, idle=61)], {0: 60, 1: 61}, 1, False),
+    ],
+)
+def test_a_rank_that_waits_is_no_suspect(stacks, stalled, expected, is_sure):
+    assert suspect(stacks, stalled) == Suspect(expected, is_sure=is_sure)
