@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import msgspec
 
@@ -20,6 +21,8 @@ CONFIG = "MSRUN_CONFIG"
 VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
+# Directory with the function that a worker calls, until it has been loaded.
+CALL = "MSRUN_CALL"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -292,6 +295,16 @@ def current() -> dict[str, str]:
     return dict(os.environ)
 
 
+def call_directory() -> str:
+    """Return where the function is that this worker calls; empty before and after it is loaded."""
+    return os.environ.get(CALL, "")
+
+
+def end_call() -> None:
+    """Forget the function: it has been loaded, and may start jobs of its own."""
+    os.environ.pop(CALL, None)
+
+
 def options_environment() -> dict[str, str]:
     """Return the variables that may hold options of msrun.
 
@@ -504,6 +517,20 @@ def rank_file(name: str) -> str | None:
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
     return f"{run_dir}/g{generation}/{name}_{rank}"
+
+
+def terminal() -> tuple[str, bool]:
+    """Return the kind of our terminal, empty if unknown, and whether it may have colours."""
+    return os.environ.get("TERM", ""), not os.environ.get("NO_COLOR")
+
+
+def line_prefix(role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line of a worker on the console.
+
+    torchrun's variable has the template; without it the rank is named.
+    """
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
 
 
 def thread_counts() -> tuple[int | None, int | None]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from msrun.backend import Launcher
     from msrun.fleet import FleetLauncher
     from msrun.job import JobSpec
-    from msrun.launch import Launcher
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
     from msrun.topology import Machine
@@ -95,15 +95,15 @@ class RealSystem:
 
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`."""
-        from msrun import launch
+        from msrun import backend
 
-        return launch.load(name)
+        return backend.load(name)
 
     def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
         """Return the backend `name` that starts agents on other nodes, with its options."""
-        from msrun import launch
+        from msrun import backend
 
-        return launch.open_fleet(name, texts)
+        return backend.open_fleet(name, texts)
 
     def token(self) -> str:
         """Return six hex digits."""

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -129,27 +128,16 @@ def shard_model(
         broadcast_weights(model, resolved.excluded)
     if config.pipeline:
         from msrun.parallel.pipeline.model import split_model
+        from msrun.parallel.pipeline.ranks import check_parameters
 
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
-        _check_stages(model, group)
+        check_parameters(model, group, context.device)
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
-
-
-def _check_stages(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Refuse a stage without parameters, of which torch makes no optimizer."""
-    has_some = [False] * group.size()
-    dist.all_gather_object(has_some, any(True for _ in model.parameters()), group=group)
-    if not all(has_some):
-        raise ModelError(
-            f"{ROOT}.pipeline.stages: stage {has_some.index(False)} has no parameter, and an "
-            "optimizer needs one",
-            hint="cut the model elsewhere",
-        )
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:

@@ -451,3 +451,18 @@ def reads_values(error: BaseException) -> bool:
         fakes.UnsupportedFakeTensorException,
     )
     return isinstance(error, kinds) or "fake" in f"{type(error).__name__} {error}".lower()
+
+
+def follow_log_variables() -> None:
+    """Set torch's logs up again, as TORCH_LOGS and TORCH_LOGS_OUT say now."""
+    from torch._logging import _internal
+
+    _internal.log_state.clear()  # the variable may be gone
+    _internal._init_logs()  # noqa: SLF001 - `set_logs` gives way to the variable, which it read before
+
+
+def follow_jit_variable() -> None:
+    """Turn scripting on or off, as PYTORCH_JIT says now."""
+    from torch.jit import _state
+
+    _state._enabled.__init__()  # type: ignore[misc]  # noqa: SLF001 - it reads the variable there

@@ -77,7 +77,7 @@ def _pattern(worker_log_name: str) -> str:
     for text, field, _, _ in string.Formatter().parse(worker_log_name):
         wild = "" if field is None else r"\d+" if field in _NUMBERS else r".+"
         parts.append(re.escape(text) + wild)
-    return "".join(parts) + r"(\.\w+)?\.log"
+    return "".join(parts) + r"(\.\w+)?\.(log|out|err)"
 
 
 def _is_held(journal: Path) -> bool:

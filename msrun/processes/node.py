@@ -10,6 +10,7 @@ from msrun.supervise.orders import Configure
 from msrun.supervise.reaper import Next
 from msrun.worker import stdio
 from msrun.worker.bootstrap import become_worker
+from msrun.worker.early_variables import why_exec
 from msrun.worker.store.process import become_store
 
 
@@ -26,4 +27,5 @@ def _forkserver_main(
 ) -> Next:
     # Before torch is imported: handlers made at import keep these streams in every worker.
     stdio.install()
-    return forkserver.run(configure, sock, listen_fds, signals, (become_worker, become_store))
+    become = (become_worker, become_store)
+    return forkserver.run(configure, sock, listen_fds, signals, become, why_exec=why_exec)

@@ -74,8 +74,9 @@ class SpawnContext:
     listen_fds: tuple[int, ...]
 
 
-BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
+BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
+WhyExec = Callable[[Configure], str]
 
 
 class Forked(BaseException):
@@ -139,12 +140,18 @@ class Forkserver:
                 self._signal(order)
 
     def _fork_worker(self, order: SpawnWorker) -> None:
+        streams = self.channel.take_descriptors(order.descriptors)
+        self._fork_with_streams(order, streams)
+        for descriptor in streams:  # not in a `finally`, which the child would run too
+            os.close(descriptor)
+
+    def _fork_with_streams(self, order: SpawnWorker, streams: Sequence[int]) -> None:
         child = _Child(order.generation, order.rank)
         if order.until is not None and time.monotonic() >= order.until:
             # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.context, order))
+        pid = self._fork(child, partial(self.become_worker, self.context, order, streams))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -209,11 +216,18 @@ class Forkserver:
         )
 
 
-def preload(configure: Configure) -> Ready:
-    """Import the modules that workers need and say whether forking them is safe."""
+def preload(configure: Configure, why_exec: WhyExec = lambda _: "") -> Ready:
+    """Import the modules that workers need and say whether forking them is safe.
+
+    Args:
+        configure: The job.
+        why_exec: Tells why its program needs interpreters of its own; empty when it does not.
+    """
     started = time.monotonic()
     if configure.kind == "command" or not configure.fork:
         return Ready(fork=False, seconds=0.0)
+    if why := why_exec(configure):
+        return Ready(fork=False, reason=why, seconds=time.monotonic() - started)
     before = environ.hold_back_threads()
     # No collection before `gc.freeze`, as its documentation advises: workers would fill the holes
     # that it frees, and each would copy the pages around them.
@@ -296,6 +310,8 @@ def run(
     listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
+    *,
+    why_exec: WhyExec,
 ) -> Next:
     """Be the forkserver, in the child that the reaper forked, until the agent is gone.
 
@@ -306,7 +322,7 @@ def run(
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
     faulthandler.enable()  # an imported extension may crash
-    ready = preload(configure)
+    ready = preload(configure, why_exec)
     channel.send(ready)
     wakeup = wake_on_child()
     context = SpawnContext(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import WorkerPlan
 from msrun.environ import WorkerIdentity, worker_env
 from msrun.job import JobSpec
-from msrun.launch import WorkerPlan
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
+from msrun.supervise.logs import SAMPLES, STDERR, STDOUT
 from msrun.topology import DeviceKind, Machine
 
 LOOPBACK = "127.0.0.1"
@@ -151,6 +152,8 @@ def plan_workers(
     plans = []
     for i in range(job.workers_per_node):
         who = _identity(job, placement, i, threads[i], interface)
+        log = log_file(job, machine, who.rank, who.local_rank)
+        own = job.separate_streams(who.local_rank)
         plans.append(
             WorkerPlan(
                 rank=who.rank,
@@ -159,7 +162,9 @@ def plan_workers(
                 device=who.device if who.device < len(machine.devices) else None,
                 cpus=bound.cpus[i],
                 numa_nodes=bound.numa_nodes[i],
-                log_file=log_file(job, machine, who.rank, who.local_rank),
+                log_file=log,
+                out_file=stream_file(log, "out") if STDOUT in own else "",
+                err_file=stream_file(log, "err") if STDERR in own else "",
                 env={**job.env, **worker_env(who, base)},
             )
         )
@@ -196,6 +201,16 @@ def _identity(
         interface=interface,
         rank_table=job.rank_table,
     )
+
+
+def stream_file(log: str, stream: str) -> str:
+    """Return the file of one stream beside the log of a worker."""
+    return str(Path(log).with_suffix(f".{stream}"))
+
+
+def samples_file(run_dir: str, generation: int, rank: int) -> str:
+    """Return where a worker notes how its streams take turns."""
+    return str(Path(run_dir, f"g{generation}", f"{SAMPLES}_{rank}"))
 
 
 def log_file(job: JobSpec, machine: Machine, rank: int | str, local_rank: int) -> str:

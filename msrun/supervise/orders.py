@@ -73,6 +73,10 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
         rank: Its global rank.
         env: Its whole environment.
         log_file: File that takes its stdout and stderr.
+        out_file: File that takes its stdout instead; empty for none.
+        err_file: File that takes its stderr instead; empty for none.
+        descriptors: Open files that come with the order: its log, opened once for stdout and once
+            for stderr, or none.
         append: Keep the log of earlier generations.
         cpus: CPUs to run on; empty for all.
         numa_nodes: NUMA nodes of its memory; empty for all.
@@ -84,6 +88,9 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     rank: int
     env: dict[str, str]
     log_file: str
+    out_file: str = ""
+    err_file: str = ""
+    descriptors: int = 0
     append: bool = False
     cpus: list[int] = []
     numa_nodes: list[int] = []

@@ -282,11 +282,6 @@ def test_default_job_ids(msrun, here, words, job_id):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("-r 3", "-r 3 changes nothing: the output of every worker goes to its log"),
-        (
-            "--redirects=0",
-            "--redirects 0 changes nothing: the output of every worker goes to its log",
-        ),
         (
             "--monitor-interval 0.5",
             (

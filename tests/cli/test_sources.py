@@ -78,7 +78,8 @@ def test_every_option_is_tried():
 # Help describes these defaults, which the machine or the other options decide.
 DESCRIBED = {
     *("node-rank", "worker-num", "master-addr", "master-port", "job-id", "secret-file"),
-    *("workers-per-node", "hang-timeout", "log-dir", "tail", "bind-core", "bind-numa"),
+    *("workers-per-node", "hang-timeout", "log-dir", "tail", "tee", "redirects"),
+    *("bind-core", "bind-numa"),
 }
 
 

@@ -192,6 +192,7 @@ def untouched(found):
 
 
 def test_another_user_neither_reads_nor_writes_the_store(meeting):
+    """S-14."""
     job = meeting("a")
     _, address = job.store_of(0)
     host = job.lab.host("a")
@@ -205,7 +206,7 @@ def test_another_user_neither_reads_nor_writes_the_store(meeting):
 
 
 def test_another_users_request_that_is_sent_and_left_is_not_read(meeting):
-    """A socket that its process has closed belongs to user 0 for the kernel, which we are here."""
+    """S-15: a socket that its process has closed is user 0's for the kernel, and we are user 0."""
     job = meeting("a")
     _, address = job.store_of(0)
     hit_and_run = THIEF.replace("        while data", "        sys.exit()\n        while data")
@@ -217,6 +218,7 @@ def test_another_users_request_that_is_sent_and_left_is_not_read(meeting):
 
 
 def test_a_crowd_of_another_user_delays_by_less_than_a_second_and_fills_no_memory(meeting):
+    """S-17."""
     quiet, _ = meeting("a", again=True).meet()
     job = meeting("b", again=True)
     store, address = job.store_of(0)
@@ -235,6 +237,7 @@ def test_a_crowd_of_another_user_delays_by_less_than_a_second_and_fills_no_memor
 
 
 def test_another_host_neither_reads_nor_writes_the_store(meeting):
+    """S-16."""
     job = meeting("a", "b")
     outside = job.lab.host("stranger")
     reached = [(job.lab.host("ab"[n]).ipv4, port) for n in (0, 1) for port in job.ports(n)]
@@ -249,6 +252,7 @@ def test_another_host_neither_reads_nor_writes_the_store(meeting):
 
 
 def test_a_crowd_of_another_host_delays_by_less_than_a_second(meeting):
+    """S-18."""
     quiet, _ = meeting("a", "b", again=True).meet()
     job = meeting("c", "d", again=True)
     (port,) = job.ports(0)

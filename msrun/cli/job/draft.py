@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from msrun.cli.job.console import choose_tail
+from msrun.cli.job.console import choose_streams, choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
@@ -146,6 +146,7 @@ def _decide(
         options.EMIT_RANK_TABLE: settings.get(options.EMIT_RANK_TABLE),
         options.WORKER_LOG_NAME: _log_name(settings, size),
         options.TAIL: tail,
+        options.TEE: choose_streams(settings),
         options.LOCAL_RANKS_FILTER: tail_local,
         options.BIND_CORE: bind_core,
         options.BIND_NUMA: bind_numa,

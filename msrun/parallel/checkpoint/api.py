@@ -58,7 +58,12 @@ from msrun.parallel.checkpoint.state import (
     each_optimizer,
     plain,
 )
-from msrun.parallel.checkpoint.strategy_file import describe, merge, write_strategy
+from msrun.parallel.checkpoint.strategy_file import (
+    ParameterStrategy,
+    describe,
+    merge,
+    write_strategy,
+)
 from msrun.parallel.checkpoint.targets import Targets, check_taken
 from msrun.parallel.checkpoint.tensors import FilePlan, write_file
 from msrun.parallel.checkpoint.user_state import Extra, Stateful, check_extra, plain_extra
@@ -148,9 +153,9 @@ class Checkpoints:
         if self._is_sharded_by_script:
             self._compare(state)
         division = self._division = self._divide(state)
-        side_states = peers.gather(
-            (state.aliases, state.values) if division.has_side_state else ({}, {})
-        )
+        with peers.together():
+            side_state = plans.side_state(state) if division.has_side_state else plans.SideState()
+        side_states = peers.gather(side_state, plans.SideState)
         building, commit = "", None
         with peers.together():
             if self._context.rank == 0:
@@ -357,7 +362,7 @@ class Checkpoints:
         numbers = stages or [first + n * layout.size(PIPELINE_AXIS) for n in range(count)]
         with self._peers.together():
             own = describe(models, numbers)
-        parts = self._peers.gather(own)
+        parts = self._peers.gather(own, dict[str, ParameterStrategy])
         with self._peers.together():
             if self._context.rank == 0:
                 write_strategy(path, merge(parts))
@@ -419,19 +424,19 @@ class Checkpoints:
             return last
         with peers.together():
             proposal = plans.propose(state)
-        proposals = peers.gather(proposal)
+        proposals = peers.gather(proposal, plans.Proposal)
         writes: list[plans.RankWrites] = []
         layout = plans.StorageLayout()
         with peers.together():
             if self._context.rank == 0:
                 writes, layout = plans.divide(proposals)
-        return plans.accept(state, peers.scatter(writes), layout)
+        return plans.accept(state, peers.scatter(writes, plans.RankWrites), layout)
 
     def _compare(self, state: State) -> None:
         """Refuse plain tensors that differ between ranks, of which one rank would write its own."""
         with self._peers.together():
             own = plans.digests(state)
-        each = self._peers.gather(own)
+        each = self._peers.gather(own, dict[str, bytes])
         with self._peers.together():
             plans.compare(each)
 
@@ -450,7 +455,7 @@ class Checkpoints:
                     own = write_file(folder / name, file, staged.pop)
                     store.sync_directory(folder)
             # `together` above was the barrier: now every file is written and synced.
-            of_ranks = self._peers.gather((name, own))
+            of_ranks = self._peers.gather((name, own), tuple[str, str])
             with self._peers.together():
                 if commit is not None:
                     commit({name: checksums for name, checksums in of_ranks if checksums})

@@ -22,6 +22,7 @@ from msrun.errors import (
     MsrunError,
     RanksDisagreeError,
 )
+from msrun.parallel.exchange import messages
 
 # A rank that takes longer for its part of one checkpoint counts as lost.
 DEADLINE = timedelta(minutes=30)
@@ -82,23 +83,15 @@ class HostGroup:
 
     def from_first(self, text: str) -> str:
         """Return the `text` of rank 0."""
-        return self.scatter([text] * self.world_size)
+        return messages.broadcast(text, str, 0, self._group)
 
-    def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks on rank 0, and an empty list elsewhere.
+    def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Return the values of all ranks on rank 0, and an empty list elsewhere."""
+        return messages.gather_to_first(value, kind, self._group)
 
-        torch sends objects pickled.  Ranks of one job trust each other; files are never pickled.
-        """
-        values: list[_T] = [value] * self.world_size if self.rank == 0 else []
-        dist.gather_object(value, values or None, dst=0, group=self._group)
-        return values
-
-    def scatter(self, values: list[_T]) -> _T:
+    def scatter(self, values: list[_T], kind: type[_T]) -> _T:
         """Return this rank's entry of the `values` of rank 0."""
-        received: list[_T | None] = [None]
-        is_first = self.rank == 0
-        dist.scatter_object_list(received, values if is_first else None, src=0, group=self._group)
-        return received[0]  # type: ignore[return-value]  # filled now
+        return messages.scatter_from_first(values, kind, self._group)
 
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it; all ranks pass equally many."""

@@ -28,6 +28,7 @@ Loading: each rank plans reads for its own targets and reads only the rows that 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,10 +40,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from msrun.errors import CheckpointError, RanksDisagreeError
 from msrun.parallel.checkpoint.checksums import DataFiles
@@ -62,15 +70,39 @@ from msrun.parallel.checkpoint.tensors import (
 from msrun.parallel.local import is_sharded
 
 
+class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a tensor as ranks tell it each other; torch's `WriteItem` in plain values.
+
+    Args:
+        name: Name of the tensor.
+        dtype: A key of `ITEM_BYTES`.
+        shape: Sizes of the whole tensor.
+        at: Index of its first element in the tensor.
+        sizes: Sizes of the part.
+        index: torch's position of the part; None before the global plan.
+        is_shard: Whether the tensor is sharded.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    at: list[int]
+    sizes: list[int]
+    index: int | None
+    is_shard: bool
+
+
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one rank could write.
 
     Args:
-        plan: Parts of tensors.
+        parts: Parts of tensors.
+        common: Names of tensors of which each rank has its own copy.
         names: Names of its state that is not a tensor, and of its aliases.
     """
 
-    plan: SavePlan
+    parts: list[TensorPart]
+    common: list[str]
     names: list[str]
 
 
@@ -78,12 +110,25 @@ class RankWrites(msgspec.Struct, frozen=True, kw_only=True):
     """The parts that one rank writes.
 
     Args:
-        plan: Parts of tensors.
+        parts: Parts of tensors.
         has_side_state: Whether it has aliases or state other than tensors that no lower rank has.
     """
 
-    plan: SavePlan
+    parts: list[TensorPart]
     has_side_state: bool
+
+
+class SideState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a rank beside its tensors.
+
+    Args:
+        aliases: Further name of a tensor -> its name.
+        values: Name -> state that is not a tensor, as JSON in Python's dialect, whose integers
+            have any size.
+    """
+
+    aliases: dict[str, str] = {}
+    values: str = "{}"
 
 
 class StorageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,13 +166,7 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._common = frozenset(state.common)
         self.set_up_planner(state.tensors)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, planner_data=self._common)
-        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         # torch would balance replicated tensors over ranks by size.  Common ones may differ between
@@ -165,12 +204,20 @@ def propose(state: State) -> Proposal:
     for name, tensor in state.tensors.items():
         check_storable(name, tensor)
     plan = _Planner(state).create_local_plan()
-    return Proposal(plan=plan, names=[*state.aliases, *state.values])
+    return Proposal(
+        parts=[_part(item) for item in plan.items],
+        common=sorted(state.common),
+        names=[*state.aliases, *state.values],
+    )
 
 
 def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
     """Return what each rank writes, and the position of every tensor in the files."""
-    plans, metadata = _Planner(State()).create_global_plan([each.plan for each in proposals])
+    proposed = [
+        SavePlan([_item(part) for part in each.parts], planner_data=frozenset(each.common))
+        for each in proposals
+    ]
+    plans, metadata = _Planner(State()).create_global_plan(proposed)
     layout = StorageLayout(
         tensors={
             name: StoredTensor(
@@ -184,11 +231,12 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
     writes = []
     known: set[str] = set()
     for rank, (plan, proposal) in enumerate(zip(plans, proposals, strict=True)):
-        writes.append(RankWrites(plan=plan, has_side_state=not known.issuperset(proposal.names)))
+        parts = [_part(item) for item in plan.items]
+        writes.append(RankWrites(parts=parts, has_side_state=not known.issuperset(proposal.names)))
         known.update(proposal.names)
         # `accept` on the other ranks makes the same file plan from the same items, so rank 0 knows
         # the first byte of every part without asking.
-        items = dict(_slots(plan))
+        items = dict(_slots(plan.items))
         if not items:
             continue
         file, name = plan_file(items), file_name(rank)
@@ -202,7 +250,7 @@ def divide(proposals: list[Proposal]) -> tuple[list[RankWrites], StorageLayout]:
 
 def accept(state: State, writes: RankWrites, layout: StorageLayout) -> WriteDivision:
     """Return the division with `writes` as this rank's share."""
-    items = dict(_slots(writes.plan))
+    items = dict(_slots([_item(part) for part in writes.parts]))
     return WriteDivision(
         signature=signature(state),
         items={slot.name: item for slot, item in items.items()},
@@ -212,23 +260,26 @@ def accept(state: State, writes: RankWrites, layout: StorageLayout) -> WriteDivi
     )
 
 
+def side_state(state: State) -> SideState:
+    """Return the state beside tensors, to send."""
+    return SideState(aliases=state.aliases, values=json.dumps(state.values))
+
+
 def contents(
-    manifest: Manifest,
-    layout: StorageLayout,
-    side_states: Sequence[tuple[dict[str, str], dict[str, Any]]],
+    manifest: Manifest, layout: StorageLayout, side_states: Sequence[SideState]
 ) -> tuple[Manifest, Index]:
     """Return the manifest and the index of a checkpoint.
 
     Args:
         manifest: Manifest without the names of the data files.
         layout: Layout of the data files.
-        side_states: Aliases and state other than tensors, of each rank.
+        side_states: Those of each rank.
     """
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for own_aliases, own_values in reversed(side_states):  # values of the lowest rank win
-        aliases |= own_aliases
-        values |= own_values
+    for own in reversed(side_states):  # values of the lowest rank win
+        aliases |= own.aliases
+        values |= json.loads(own.values)
     index = Index(tensors=layout.tensors, aliases=aliases, values=values)
     return msgspec.structs.replace(manifest, files=layout.files), index
 
@@ -330,9 +381,36 @@ def _metadata(stored: StoredTensor) -> TensorStorageMetadata:
     )
 
 
-def _slots(plan: SavePlan) -> Iterator[tuple[FileTensor, WriteItem]]:
+def _part(item: WriteItem) -> TensorPart:
+    data = _data(item)
+    return TensorPart(
+        name=item.index.fqn,
+        dtype=CODES[data.properties.dtype],
+        shape=[*data.size],
+        at=[*data.chunk.offsets],
+        sizes=[*data.chunk.sizes],
+        index=item.index.index,
+        is_shard=item.type == WriteItemType.SHARD,
+    )
+
+
+def _item(part: TensorPart) -> WriteItem:
+    at = torch.Size(part.at)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=at, sizes=torch.Size(part.sizes)),
+        properties=TensorProperties(dtype=TORCH_DTYPES[part.dtype]),
+        size=torch.Size(part.shape),
+    )
+    return WriteItem(
+        index=MetadataIndex(part.name, at, part.index),
+        type=WriteItemType.SHARD if part.is_shard else WriteItemType.TENSOR,
+        tensor_data=data,
+    )
+
+
+def _slots(items: Iterable[WriteItem]) -> Iterator[tuple[FileTensor, WriteItem]]:
     """Yield the file entry of each part that has elements."""
-    for item in plan.items:
+    for item in items:
         data = _data(item)
         if math.prod(data.chunk.sizes):
             name = item.index.fqn + _shown_part(data)

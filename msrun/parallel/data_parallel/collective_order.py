@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 from msrun.errors import RanksDisagreeError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
+from msrun.parallel.exchange import messages
 
 _BITS = 32
 _EVENTS_MAX = 100_000
@@ -153,8 +154,7 @@ class CollectiveOrder:
 
     def _refuse(self, events: list[Event]) -> None:
         """Raise an error that names the first difference, the same on all ranks."""
-        of_ranks: list[list[Event]] = [[] for _ in range(self._group.size())]
-        dist.all_gather_object(of_ranks, events, group=self._group)
+        of_ranks = messages.gather_all(events, list[Event], self._group, self._device)
         ranks = dist.get_process_group_ranks(self._group)
         positions = itertools.zip_longest(*of_ranks, fillvalue=_END)
         problem = _difference(

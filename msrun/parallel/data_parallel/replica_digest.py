@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from msrun.errors import RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
+from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.rank_context import RankContext
 
@@ -122,9 +123,9 @@ class ReplicaDigest:
             self._difference({n: named[n] for n in along[axis]}, own, axis, group)
             for axis, group in groups.items()
         ]
-        of_ranks: list[str | None] = [None] * self._context.world_size
-        dist.all_gather_object(of_ranks, next(filter(None, found), None))
-        sentence = next(filter(None, of_ranks), None)
+        sentence = next(filter(None, found), "")
+        of_ranks = messages.gather_all(sentence, str, None, self._context.device)
+        sentence = next(filter(None, of_ranks), "")
         if sentence:
             raise RanksDisagreeError(sentence, hint=_HINT)
         if not self._has_warned:
@@ -220,8 +221,8 @@ class ReplicaDigest:
         group: dist.ProcessGroup,
     ) -> str | None:
         """Name the tensors that differ along `axis` by more than rounding; None without any."""
-        of_ranks: list[dict[str, int]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(of_ranks, {name: digests[name] for name in tensors}, group=group)
+        own = {name: digests[name] for name in tensors}
+        of_ranks = messages.gather_all(own, dict[str, int], group, self._context.device)
         names = list(dict.fromkeys(name for digest in of_ranks for name in digest))
         names = [n for n in names if len({digest.get(n) for digest in of_ranks}) > 1]
         common = [n for n in names if all(n in digest for digest in of_ranks)]

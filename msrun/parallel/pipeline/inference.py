@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from msrun.parallel.exchange import messages
+from msrun.parallel.exchange.frame import SentOutput, fill, frame_of
 from msrun.parallel.local import full_tensor
-from msrun.parallel.losses.batch import map_leaves
+from msrun.parallel.losses.batch import map_leaves, tensors_in
 from msrun.parallel.pipeline.border import Border, Borders, ready_to_send
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, join
 from msrun.parallel.pipeline.ranks import PipelineRanks
@@ -64,33 +65,19 @@ def _receive(ranks: PipelineRanks, chunk: int, borders: Sequence[Border]) -> lis
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputSlot:
-    """The place of a tensor in an output that is broadcast."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _share(ranks: PipelineRanks, output: Any) -> Any:
     """Return the `output` of the last chunk's rank on all ranks."""
     source = ranks.rank(ranks.chunks.count - 1)
-    tensors: list[Tensor] = []
+    is_source = ranks.holds(ranks.chunks.count - 1)
+    own = frame_of(output) if is_source else None
+    sent = messages.broadcast(own, SentOutput, source, ranks.group, ranks.device)
+    tensors = iter(tensors_in(output) if is_source else ())
 
-    def take_out(tensor: Tensor) -> _OutputSlot:
-        tensors.append(tensor.contiguous())
-        return _OutputSlot(tuple(tensor.shape), tensor.dtype)
-
-    frame = [map_leaves(take_out, output)]
-    dist.broadcast_object_list(frame, source, ranks.group, device=ranks.device)
-    for tensor in tensors:
-        dist.broadcast(tensor, source, ranks.group)
-    if ranks.holds(ranks.chunks.count - 1):
-        return output
-
-    def fill(place: _OutputSlot) -> Tensor:
-        tensor = torch.empty(place.shape, dtype=place.dtype, device=ranks.device)
+    def receive(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        value = next(tensors).contiguous() if is_source else None
+        tensor = torch.empty(shape, dtype=dtype, device=ranks.device) if value is None else value
         dist.broadcast(tensor, source, ranks.group)
         return tensor
 
-    return map_leaves(fill, frame[0], _OutputSlot)
+    received = fill(sent, receive)
+    return output if is_source else received

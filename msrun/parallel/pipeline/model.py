@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
+from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.record.modes import closing
@@ -97,7 +98,7 @@ class PipelineModel(nn.Module):
         self._ranks = ranks
         self._microbatches = microbatches
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
-        self._tied = TiedWeights(self, find_ties(cut), ranks.group)
+        self._tied = TiedWeights(self, find_ties(cut), ranks.group, ranks.device)
         self._sizes = [
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
         ]
@@ -203,7 +204,14 @@ class PipelineModel(nn.Module):
             is_pipeline=True,
             dtype=reduce(torch.promote_types, sent, torch.float32),
         )
-        work = Work(split=split, inputs=inputs, target=target, loss_fn=loss_fn, tally=tally)
+        work = Work(
+            split=split,
+            inputs=inputs,
+            target=target,
+            loss_fn=loss_fn,
+            tally=tally,
+            check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
+        )
         self._schedule(borders).run(work)
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
@@ -263,6 +271,9 @@ class SplitModel(PipelineModel):
     ) -> None:
         super().__init__(model, plan, microbatches, ranks)
         self._recordings = Recordings(plan, plan.skeleton)
+        for name in plan.opened:
+            if not name or name in dict(self.named_modules()):
+                plan.skeleton.adopt(name, model.get_submodule(name), self.get_submodule(name))
         self._own = plan.chunks.of_stage(ranks.stage)
         self._opened = [
             name for name in plan.opened if name in dict(self.named_modules()) or not name

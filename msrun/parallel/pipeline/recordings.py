@@ -69,6 +69,8 @@ class Recordings:
         Raises:
             ModelError: It cannot be recorded, or cut where the model was.
         """
+        if self._skeleton.watched.changed():
+            self._known.clear()
         key = (tuple(modes.values()), Modes.current(self._skeleton.device), kinds(inputs))
         recording = self._known.pop(key, None) or self._record(inputs, modes)
         self._known[key] = recording

@@ -20,9 +20,11 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import map_leaves
 from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.record.guard import CopyGuard, PythonRandom
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.recorder import ForwardRecorder, where
 from msrun.parallel.pipeline.record.structure import leaves, map_structure
+from msrun.parallel.pipeline.record.watch import WatchedValues
 from msrun.parallel.pipeline.trace import Memory, Trace, bound, program_of
 from msrun.parallel.torch_compat import fake_mode, fake_tensors, is_fake, with_values
 
@@ -59,9 +61,15 @@ class Skeleton:
         kept = [x for x in memo[id(memo)] if not isinstance(x, _UNKEPT)] if id(memo) in memo else []
         self._originals = {id(memo[id(original)]): original for original in kept}
         self._tensors = dict(_named_tensors(self._copy))
-        for name, module in self._copy.named_modules():
+        self._opened: dict[str, nn.Module] = {}
+        self.watched = WatchedValues()
+        originals = dict(model.named_modules())
+        for name, module in list(self._copy.named_modules()):
             if name and is_unit(name):
                 self._make_unit(name, module)
+            else:
+                self._opened[name] = module
+                self.watched.watch_module(name, originals[name], module, memo)
 
     def record(self, inputs: Sequence[Any], *, counts: bool = False) -> Trace:
         """Return the steps of the forward for `inputs`, in the modes of now.
@@ -82,9 +90,11 @@ class Skeleton:
                 recorder.add_input(tensor)
             args, named = bound(self._copy, values)
             self._recorder = recorder
+            guard, states = CopyGuard(self._opened), PythonRandom()
             try:
-                with recorder:
+                with self.watched.finding(recorder.note), recorder:
                     output = self._copy.forward(*args, **named)
+                self._check(guard.changed(), self.watched.changed(), states.changed())
                 recorder.finish(output)
             except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
                 raise recorder.refusal or self._refusal(error) from None
@@ -100,7 +110,33 @@ class Skeleton:
             recorder.outside,
         )
 
+    def adopt(self, name: str, module: nn.Module, part: nn.Module) -> None:
+        """Give `part`, which stands for the opened `module`, its plain attributes, and watch them.
+
+        Scripts read and set them on the model that they train.
+        """
+        for key, value in vars(module).items():
+            if not (key.startswith("_") or isinstance(value, _UNKEPT[:2]) or hasattr(part, key)):
+                vars(part)[key] = value
+        self.watched.watch_module(name, part, self._opened[name], {})
+
+    def _check(self, attribute: str, value: str, drawn: str) -> None:
+        """Refuse a forward that changes what no stage would change."""
+        name = type(self._copy).__name__
+        if attribute or value:
+            raise ModelError(
+                f"{STAGES}: the forward of {name} sets {attribute or value}, and is divided",
+                hint="count and keep in a module that has a stage",
+            )
+        if drawn:
+            raise ModelError(
+                f"{STAGES}: the forward of {name} draws numbers of {drawn}, and is divided",
+                hint="draw in a module that has a stage, or pass the numbers as inputs",
+            )
+
     def _refusal(self, error: Exception) -> ModelError:
+        if isinstance(error, ModelError):
+            return error
         problem = str(error).partition("\n")[0] or type(error).__name__
         line = where(traceback.extract_tb(error.__traceback__))
         return ModelError(
@@ -154,6 +190,11 @@ class Skeleton:
         """Have calls of `module` recorded as one step; instances are told apart by their class."""
         kind = type(module)
 
+        def set_attribute(unit: nn.Module, key: str, value: Any) -> None:
+            if self._recorder is not None:
+                self._recorder.check_outside(f"{name}.{key}")
+            kind.__setattr__(unit, key, value)
+
         def call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = partial(kind.__call__, unit)
             recorder = self._recorder
@@ -163,9 +204,8 @@ class Skeleton:
                 else recorder.call(name, run, *args, **kwargs)
             )
 
-        module.__class__ = type(
-            kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
-        )
+        members = {"__call__": call, "__setattr__": set_attribute, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), members)
 
     def _materialize(
         self, name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -178,7 +218,7 @@ class Skeleton:
         unit = self._copy.get_submodule(name)
         recorder, self._recorder = self._recorder, None
         try:
-            with with_values():
+            with with_values(), torch.random.fork_rng():
                 weights = {
                     key: torch.zeros(
                         tensor.shape, dtype=tensor.dtype, device=tensor.device

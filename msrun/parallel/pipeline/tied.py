@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
+from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded, local_gradient, local_part, set_local_gradient
 from msrun.parallel.pipeline.plan import PipelineCut
 
@@ -49,10 +50,18 @@ class TiedWeights:
             may be replaced.
         ties: Of the whole model.
         group: The pipeline axis.
+        device: Device of this rank.
     """
 
-    def __init__(self, model: nn.Module, ties: Sequence[Tie], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ties: Sequence[Tie],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         self._model = model
+        self._device = device
         self._group = group
         self._stage = group.rank()
         self._ties = ties
@@ -106,8 +115,7 @@ class TiedWeights:
             for number, tie in enumerate(self._ties)
             if self._stage in tie.names
         }
-        all_layouts: list[dict[int, list[str]]] = [{}] * self._group.size()
-        dist.all_gather_object(all_layouts, own, group=self._group)
+        all_layouts = messages.gather_all(own, dict[int, list[str]], self._group, self._device)
         for number, tie in enumerate(self._ties):
             layouts = {layout for each in all_layouts for layout in each.get(number, [])}
             if len(layouts) > 1:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrun import environ
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
 from msrun.cluster.wire.messages import Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name
+from msrun.processes.agent.terminal import is_foreground
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
@@ -146,7 +149,7 @@ class NodeResources:
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
         # Of several nodes, which may share the directory, none knows its ranks yet.
         workers = self._plan.workers if self._job.is_alone else ()
-        for path in (verdict_file, *(worker.log_file for worker in workers)):
+        for path in (verdict_file, *(path for worker in workers for path in worker.logs)):
             try:
                 Path(path).unlink(missing_ok=True)
             except OSError as error:
@@ -208,7 +211,7 @@ class NodeResources:
             self.tree.reaper.send(LiveUntil(generation=generation, at=until))
 
     def start_workers(
-        self, generation: int, start: Start, until: float | None
+        self, generation: int, start: Start, until: float | None, output: NodeOutput
     ) -> list[RunningWorker]:
         """Order the store and the workers of a generation; return the workers.
 
@@ -216,6 +219,7 @@ class NodeResources:
             generation: The generation.
             start: Which part of it is here.
             until: After which none may start any more; None for ever.
+            output: Opens their logs where it has to.
         """
         placement = Placement(
             generation=generation,
@@ -235,7 +239,7 @@ class NodeResources:
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan, until) for plan in plans]
+        return [self._order_worker(generation, plan, until, output) for plan in plans]
 
     def _order_store(self, generation: int, start: Start) -> None:
         order = SpawnStore(
@@ -259,18 +263,26 @@ class NodeResources:
         )
 
     def _order_worker(
-        self, generation: int, plan: WorkerPlan, until: float | None
+        self, generation: int, plan: WorkerPlan, until: float | None, output: NodeOutput
     ) -> RunningWorker:
+        is_later = generation > 0
+        heading = len(banner(generation)) if is_later else 0
+        starts = {path: _size(path) + heading if is_later else 0 for path in plan.logs}
+        samples = node_plan.samples_file(str(self._dir), generation, plan.rank)
+        streams = output.open(plan, samples, starts[plan.log_file])
         order = SpawnWorker(
             generation=generation,
             rank=plan.rank,
             env={**self._base, **plan.env},
             log_file=plan.log_file,
-            append=generation > 0,
+            out_file=plan.out_file,
+            err_file=plan.err_file,
+            descriptors=len(streams),
+            append=is_later,
             cpus=list(plan.cpus),
             numa_nodes=list(plan.numa_nodes),
-            # A process of another session cannot read from a terminal.
-            keep_stdin=plan.rank == 0 and not os.isatty(0),
+            # A job in the background must not take the keys that the shell is to get.
+            keep_stdin=plan.rank == 0 and (not os.isatty(0) or is_foreground()),
             until=until,
         )
         worker = RunningWorker(
@@ -279,15 +291,19 @@ class NodeResources:
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
             beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
             stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
-            log_start=_size(plan.log_file) + len(banner(generation)) if order.append else 0,
+            log_starts=starts,
         )
-        self.tree.forkserver.send(order)
+        self.tree.forkserver.send(order, streams)
         return worker
 
     def signal_workers(self, ranks: tuple[int, ...], signum: int) -> None:
         """Send `signum` to workers: to Python's main process, of other programs to the group."""
         is_group = self._job.program.kind is ProgramKind.COMMAND
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def signal_groups(self, ranks: Sequence[int], signum: int) -> None:
+        """Send `signum` to the process groups of workers."""
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=True))
 
     def ask_for_stacks(self, ranks: tuple[int, ...]) -> None:
         """Have Python workers write where they are, each into its `stack_file`."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import LaunchPlan
 from msrun.errors import UsageError
 from msrun.job import JobSpec
-from msrun.launch import LaunchPlan
 from msrun.processes import control_file, run_dir
 from msrun.processes.launcher import open_journal
 from msrun.processes.rendezvous import listen_or_refuse
@@ -129,9 +129,6 @@ def _take_logs(place: Place) -> None:
     if log_dir == before:
         return
     job = msgspec.structs.replace(plan.job, log_dir=log_dir)
-    workers = tuple(
-        msgspec.structs.replace(worker, log_file=str(Path(log_dir, Path(worker.log_file).name)))
-        for worker in plan.workers
-    )
+    workers = tuple(worker.in_directory(log_dir) for worker in plan.workers)
     place.plan = msgspec.structs.replace(plan, job=job, workers=workers)
     place.notes.append(f"logs are in {log_dir}: another job writes to {before}")

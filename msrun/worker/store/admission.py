@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 _NETLINK_SOCK_DIAG = 4
@@ -141,27 +141,25 @@ def _plain(address: str) -> str:
     return address.removeprefix(_MAPPED)
 
 
-_FINDERS: dict[str, Find] = {
+FINDERS: dict[str, Find] = {
     "the kernel's socket diagnosis": users_by_netlink,
     "/proc/net/tcp": users_by_proc,
 }
 
 
-def choose_finder() -> tuple[str, Find] | None:
-    """Return the name of the first way that tells our own user from nobody, and that way.
+def choose_finder(finders: Mapping[str, Find] = FINDERS) -> tuple[str, Find] | None:
+    """Return the name of the first of `finders` that tells our own user from nobody, and that way.
 
     None when this kernel has no such way.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with socket.create_connection(listening.getsockname()) as own:
             accepted, _ = listening.accept()
-            found = [
-                name for name, find in _FINDERS.items() if _finds(find, accepted, os.geteuid())
-            ]
+            found = [name for name, find in finders.items() if _finds(find, accepted, os.geteuid())]
             own.close()
         with accepted:
-            trusted = [name for name in found if _finds(_FINDERS[name], accepted, None)]
-    return (trusted[0], _FINDERS[trusted[0]]) if trusted else None
+            trusted = [name for name in found if _finds(finders[name], accepted, None)]
+    return (trusted[0], finders[trusted[0]]) if trusted else None
 
 
 def _finds(find: Find, accepted: socket.socket, user: User) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msrun.worker.store.keys import StoreRefusal
 
-_READ_BYTES = 256 << 10
+_READ_BYTES = 64 << 10  # a larger buffer would be mapped and unmapped for each request
 _UNSENT_MAX = 1 << 20
 # Connections that are accepted before those that are there already are served again.
 _ACCEPTED_MAX = 256

@@ -294,7 +294,7 @@ def _damaged(chance):
 
 @pytest.mark.timeout(900)
 def test_noise_is_served_or_refused_and_the_store_stays_within_its_bound():
-    """`MSRUN_STORE_FRAMES=1000000` for a million."""
+    """S-19; `MSRUN_STORE_FRAMES=1000000` for a million."""
     chance = random.Random(15)
     keys = StoreKeys(1 << 16)
     peers = [Peer(keys) for _ in range(8)]

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.record.guard import PythonRandom
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import (
     Held,
@@ -185,9 +186,22 @@ class ForwardRecorder(TorchFunctionMode):
         Raises:
             ModelError: Always.
         """
-        error = ModelError(f"{STAGES}: {problem}{where(traceback.extract_stack())}", hint=hint)
-        self.refusal = self.refusal or error
-        raise error
+        self.note(problem, hint)
+        raise self.refusal or AssertionError
+
+    def note(self, problem: str, hint: str) -> None:
+        """Refuse the forward once it has run; the first refusal counts."""
+        line = where(traceback.extract_stack())
+        self.refusal = self.refusal or ModelError(f"{STAGES}: {problem}{line}", hint=hint)
+
+    def check_outside(self, name: str) -> None:
+        """Refuse to set the attribute `name` of a unit outside of the unit.
+
+        Raises:
+            ModelError: The unit does not run.
+        """
+        if not self._inside:
+            self.refuse(f"forward sets {name}", "let that module set it")
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -195,7 +209,8 @@ class ForwardRecorder(TorchFunctionMode):
         sys.setprofile(None)
         self._inside = True
         try:
-            yield
+            with PythonRandom.unchanged():
+                yield
         finally:
             self._inside = False
             sys.setprofile(profile)

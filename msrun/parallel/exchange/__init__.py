@@ -1,0 +1,1 @@
+"""Values and structures of tensors that ranks send each other, without pickle."""
