@@ -12,13 +12,8 @@ later versions of this file draw.  tests/torch/models/fuzz_cases.txt has those t
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import multiprocessing.connection
-import os
 import random
 import sys
-import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -38,20 +33,16 @@ from fuzz_quirks import (  # type: ignore[import-not-found]  # beside this file
     SAMPLES,
     WIDTH,
 )
+from fuzz_ranks import FuzzRanks  # type: ignore[import-not-found]  # beside this file
 from torch import Tensor, nn
-from torch.distributed import (
-    FileStore,  # type: ignore[attr-defined]  # torch exports it
-    device_mesh,
-)
 
 import msrun
 import msrun.parallel.preload
 from msrun.errors import UsageError
 
 STEPS = 3
-LIMIT = 60.0
 _GAP = 1e-7
-_BLOCKS_MAX, _RECYCLE = 3, 40
+_BLOCKS_MAX = 3
 # A batch by position, by name, with its loss from the model.
 FORMS = ("by position", "by name", "own loss")
 
@@ -105,6 +96,28 @@ def read_case(text: str) -> Case:
     """Return the case that `str` of it gave."""
     config, _, quirks = text.partition(": ")
     return Case(config, tuple(quirks.split(", ")))
+
+
+# Begin of a configuration, and quirks that together are wrong or end with a traceback under it,
+# until they are cured.  Draws leave them out; `--case` runs them all the same.
+KNOWN = (
+    # Each micro-batch of a pipeline writes the buffer once more.
+    ("pp", {"buffer counter"}),
+    ("pp", {"buffer average"}),
+    ("pp", {"buffer rebound"}),
+    # Torch refuses to write a view that the guard returned.
+    ("tp", {"in place"}),
+    # In a model that computes its loss, sums over weights and over the batch look alike.
+    ("", {"own loss", "scaled sum"}),
+    ("", {"own loss", "mean and sum"}),
+)
+
+
+def is_known(case: Case) -> bool:
+    """Return whether a case contains what is known to fail."""
+    return any(
+        case.config.startswith(config) and quirks.issubset(case.quirks) for config, quirks in KNOWN
+    )
 
 
 def draw(seed: int) -> Case:
@@ -324,125 +337,36 @@ def _compare(
     return f"wrong: {missing[0]} is missing" if missing else "equal"
 
 
-# Ranks that wait for cases.
-
-
-class FuzzRanks:
-    """Processes in one gloo group, made anew after a failure."""
-
-    def __init__(self) -> None:
-        self._pipes: dict[int, list[Any]] = {}
-        self._processes: dict[int, list[Any]] = {}
-        self._counts: Counter[int] = Counter()
-        self._folder = tempfile.TemporaryDirectory()
-        self._number = 0
-
-    def ask(self, case: Case, limit: float = LIMIT) -> str:
-        """Return what a case comes to."""
-        size, _ = CONFIGS[case.config]
-        if self._counts[size] >= _RECYCLE:
-            self.end(size)
-        if size not in self._pipes:
-            self._start(size)
-        self._counts[size] += 1
-        for pipe in self._pipes[size]:
-            pipe.send(case)
-        answers = _collect(self._pipes[size], limit)
-        found = worst(answers)
-        if len({answer.partition(":")[0] for answer in answers}) > 1 or not found.startswith(
-            ("equal", "invalid", "refused")
-        ):
-            self.end(size)
-        return found
-
-    def _start(self, size: int) -> None:
-        context = multiprocessing.get_context("fork")
-        self._number += 1
-        self._pipes[size], self._processes[size] = [], []
-        for rank in range(size):
-            here, there = context.Pipe()
-            store = f"{self._folder.name}/{self._number}"
-            process = context.Process(target=_rank, args=((rank, size), store, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes[size].append(here)
-            self._processes[size].append(process)
-
-    def end(self, size: int) -> None:
-        """End the ranks of a group."""
-        for process in self._processes.pop(size, []):
-            process.kill()
-            process.join()
-        self._pipes.pop(size, None)
-        self._counts[size] = 0
-
-    def close(self) -> None:
-        """End all ranks."""
-        for size in list(self._processes):
-            self.end(size)
-        self._folder.cleanup()
-
-
-def _rank(place: tuple[int, int], store: str, pipe: Any) -> None:
-    rank, world_size = place
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    _share_groups()
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-    )
-    dist.barrier()
-    while True:
-        pipe.send(" ".join(attempt(pipe.recv()).split()))
-
-
-def _share_groups() -> None:
-    """Let meshes that have a group in common share it: threads of gloo are many."""
-    mesh: Any = device_mesh
-    make, made = mesh.new_group, {}
-
-    def new_group(ranks: Any, **options: Any) -> Any:
-        if tuple(ranks) not in made:
-            made[tuple(ranks)] = make(ranks, **options)
-        return made[tuple(ranks)]
-
-    mesh.new_group = new_group
-
-
-def _collect(pipes: list[Any], limit: float) -> list[str]:
-    answers: dict[int, str] = {}
-    deadline = time.monotonic() + limit
-    while len(answers) < len(pipes) and time.monotonic() < deadline:
-        waiting: list[Any] = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
-        left = max(0.0, deadline - time.monotonic())
-        for pipe in multiprocessing.connection.wait(waiting, left):
-            rank = pipes.index(pipe)
-            try:
-                answers[rank] = pipes[rank].recv()
-            except (EOFError, OSError):
-                answers[rank] = "traceback: the process died"
-            if not answers[rank].startswith(("equal", "invalid")):
-                deadline = min(deadline, time.monotonic() + 10)
-    return [answers.get(rank, "hung") for rank in range(len(pipes))]
+# What all ranks say, and the command.
 
 
 def worst(answers: list[str]) -> str:
-    """Return the answer of all ranks together."""
+    """Return the answer of all ranks together.
+
+    Ranks that wait for one that refused are no hang: its end is that of the job.
+    """
+    refused = [answer for answer in answers if answer.startswith("refused")]
+    if refused:
+        answers = [answer for answer in answers if answer != "hung"]
     for kind in ("traceback", "wrong", "hung", "invalid"):
         found = [answer for answer in answers if answer.startswith(kind)]
         if found:
             return found[0]
-    refused = [answer for answer in answers if answer.startswith("refused")]
     if refused and len(refused) < len(answers):
         return f"traceback: on some ranks alone: {refused[0]}"
     return refused[0] if refused else "equal"
+
+
+def make_ranks() -> FuzzRanks:
+    """Return ranks that wait for cases."""
+    return FuzzRanks(attempt, worst)
+
+
+def ask(ranks: FuzzRanks, case: Case) -> str:
+    """Return what a case comes to."""
+    size, _ = CONFIGS[case.config]
+    answer: str = ranks.ask(case, size)
+    return answer
 
 
 def has_failed(answer: str) -> bool:
@@ -456,7 +380,7 @@ def smaller(ranks: FuzzRanks, case: Case, answer: str) -> tuple[Case, str]:
     index = 0
     while index < len(case.quirks):
         fewer = Case(case.config, case.quirks[:index] + case.quirks[index + 1 :])
-        again = ranks.ask(fewer)
+        again = ask(ranks, fewer)
         if again.partition(":")[0] == kind:
             case, answer = fewer, again
         else:
@@ -473,15 +397,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="configurations that begin so")
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not survive a fork
-    ranks = FuzzRanks()
+    ranks = make_ranks()
     kinds: Counter[str] = Counter()
     seeds = [None] if given.case else range(given.seed, given.seed + given.draws)
     try:
         for seed in seeds:
             case = read_case(given.case) if seed is None else draw(seed)
-            if not case.config.startswith(given.only):
+            if not case.config.startswith(given.only) or (seed is not None and is_known(case)):
+                kinds["left out"] += 1
                 continue
-            answer = ranks.ask(case)
+            answer = ask(ranks, case)
             kinds[answer.partition(":")[0]] += 1
             if has_failed(answer):
                 print(f"seed {seed}: {case}\n  {answer}", flush=True)

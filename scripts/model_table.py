@@ -23,6 +23,7 @@ import multiprocessing.connection
 import os
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import warnings
@@ -364,7 +365,10 @@ def page(cells: Mapping[str, Mapping[str, str]]) -> str:
     total = sum(count for kind, count in kinds.items() if kind not in ("-", "not run"))
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     share = f"{kinds['equal'] / total:.0%}" if total else "none"
-    said = "".join(f"{number}. {answer}\n" for answer, number in notes.items())
+    said = "".join(
+        f"{textwrap.fill(f'{number}. {answer}', 100, subsequent_indent='   ')}\n"
+        for answer, number in notes.items()
+    )
     body = "\n".join(lines)
     summary = f"{counts}: {share} of the cells that were run are equal."
     return f"{_HEAD}{body}\n\n{summary}\n{_NOTES}\n{said}"
