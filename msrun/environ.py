@@ -13,6 +13,7 @@ from string import Template
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.job import STOP_SIGNALS
 from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
@@ -172,6 +173,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
+        stop_signals: Names of the signals that end the job, separated by commas.
+        join_timeout: Seconds in which all nodes must register; -1 sets no limit.
         threads: Default of OMP_NUM_THREADS.
         virtual_local_rank: The worker sees only its own device, as LOCAL_RANK 0.
         config: File with the parallel configuration; empty without one.
@@ -197,6 +200,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     error_file: str
     threads: int
+    stop_signals: str = ",".join(STOP_SIGNALS)
+    join_timeout: int = 600
     virtual_local_rank: bool = False
     config: str = ""
     interface: str = ""
@@ -246,6 +251,7 @@ def _torchrun_env(who: WorkerIdentity) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(who.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": who.error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": who.stop_signals,
     }
 
 
@@ -258,6 +264,7 @@ def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
         "MS_SCHED_PORT": who.scheduler[1],
         "MS_WORKER_NUM": str(who.world_size),
         "MS_NODE_ID": str(who.rank),
+        "MS_TOPO_TIMEOUT": str(who.join_timeout),
         "RANK_ID": str(who.rank),
         "RANK_SIZE": str(who.world_size),
         "DEVICE_ID": str(who.device),

@@ -18,6 +18,8 @@ EVERY_RANK = -1
 STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
+# With these a user ends any job; torchrun's defaults, in its order.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 class ProgramKind(enum.Enum):
@@ -129,6 +131,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         join_timeout: Seconds in which all nodes must register.
         last_call: Seconds in which further nodes may join once `nnodes_min` have registered.
         lease: Seconds without a heartbeat after which a node is lost, at least 1.
+        stop_signals: Names of the signals that end the job besides SIGTERM, SIGINT, SIGHUP and
+            SIGQUIT; workers get them first, as they get those.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
         hang_timeout: Seconds without msrun.beat() after which a worker hangs that has ever
             called it; None derives them from the intervals between its calls, inf never.
@@ -146,6 +150,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             both, 0 none; empty shows both.
         redirects: In the same form, streams with a file of their own beside the log, which the
             console leaves out unless ranks or streams were chosen for it.
+        stdout_filters: Texts; lines of stdout with one of them are copied to one file.
+        stderr_filters: The same of stderr.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
@@ -185,6 +191,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout: float = 600.0
     last_call: float = 30.0
     lease: float = 10.0
+    stop_signals: tuple[str, ...] = ()
     grace: float = 10.0
     hang_timeout: float | None = None
     detect_idle: float = math.inf
@@ -196,6 +203,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     tail_local: frozenset[int] | None = None
     tee: dict[int, int] = msgspec.field(default_factory=dict)
     redirects: dict[int, int] = msgspec.field(default_factory=dict)
+    stdout_filters: tuple[str, ...] = ()
+    stderr_filters: tuple[str, ...] = ()
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
@@ -261,7 +270,13 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         shown = _streams(self.tee, local_rank)
         chosen = shown if len(shown) == 1 else frozenset()
-        return _streams(self.redirects, local_rank) | chosen
+        return _streams(self.redirects, local_rank) | chosen | frozenset(self.filters)
+
+    @property
+    def filters(self) -> dict[int, tuple[str, ...]]:
+        """Stream -> the texts of which one must be in a line that is copied."""
+        every = dict(zip(STREAMS, (self.stdout_filters, self.stderr_filters), strict=True))
+        return {stream: texts for stream, texts in every.items() if texts}
 
     def shown_streams(self, rank: int, local_rank: int, *, is_terminal: bool) -> frozenset[int]:
         """Return the streams of a worker that the console shows."""

@@ -216,7 +216,9 @@ class Runtime:
         with block:
             yield
 
-    def shard(self, model: nn.Module, sample: Sequence[object] | None = None) -> nn.Module:
+    def shard(
+        self, model: nn.Module, sample: Sequence[object] | Mapping[str, object] | None = None
+    ) -> nn.Module:
         """Make `model` parallel as configured and return the module to train.
 
         All ranks call it with the same model; parameters and buffers get the values of rank 0.
@@ -227,7 +229,8 @@ class Runtime:
             model: The model; with a pipeline it is consumed.
             sample: Inputs of one local batch, from which `pipeline: {stages: auto}` balances the
                 stages and `mode: auto` searches a plan.  With `mesh: auto` the inputs of a global
-                batch, since the mesh decides the size of a local one.
+                batch, since the mesh decides the size of a local one.  A pipeline also takes them
+                by name, and needs them where `torch.fx` cannot trace the model.
 
         Raises:
             ConfigError: The configuration does not fit the mesh or the names of the model.

@@ -16,9 +16,9 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
 from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
@@ -34,6 +35,7 @@ from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import named_axis, plan_axes, resolve
+from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.replicas import (
@@ -91,9 +93,7 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
     excluded: set[str]
 
 
-def shard_model(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
-) -> Sharded:
+def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample) -> Sharded:
     """Make `model` parallel as `config` says.
 
     Args:
@@ -152,7 +152,7 @@ def _warn_of_no_effect(config: ParallelConfig) -> None:
 
 
 def _shard_by_search(
-    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any] | None
+    config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sample
 ) -> Sharded:
     """Shard `model` by the plan that `mode: auto` finds, or that a file holds."""
     from msrun.parallel.auto.apply import apply, check_sample
@@ -196,10 +196,17 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
+        if torch_compat.is_compiled(model):
+            raise ModelError(
+                f"{ROOT}.plan: rt.shard got what torch.compile returned, of which the plan would "
+                "shard nothing that is compiled",
+                hint="give rt.shard the model itself, and compile modules without a rule inside",
+            )
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
         plans = plan_modules(rules, context.layout, shapes, source)
+        _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -210,6 +217,17 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
         excluded=excluded,
     )
+
+
+def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]) -> None:
+    """Refuse a strategy file of parameters whose layout it has no words for."""
+    packed = [f"{name}.{param}" for name, plan in plans.items() for param in plan.packed]
+    if packed and config.checkpoint and config.checkpoint.strategy:
+        raise ModelError(
+            f"{ROOT}.checkpoint.strategy: {packed[0]} packs several projections in one dim, which "
+            "a strategy file cannot say",
+            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
+        )
 
 
 def _replicated(

@@ -368,6 +368,11 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module` is what `torch.compile` returns for a module."""
+    return hasattr(module, "_orig_mod")
+
+
 @contextmanager
 def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Have `module` find plain `tensors` under the names of its parameters, inside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import msgspec
 
 from msrun.backend import WorkerPlan
 from msrun.environ import WorkerIdentity, worker_env
-from msrun.job import JobSpec
+from msrun.job import STOP_SIGNALS, JobSpec
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
 from msrun.supervise.logs import SAMPLES, STDERR, STDOUT
@@ -189,6 +190,8 @@ def _identity(
         device=local_rank if job.device is None else job.device,
         role=job.role,
         max_restarts=job.restarts.max_restarts,
+        join_timeout=-1 if math.isinf(job.join_timeout) else math.ceil(job.join_timeout),
+        stop_signals=",".join((*STOP_SIGNALS, *job.stop_signals)),
         store=placement.store,
         rank0_address=placement.rank0_address,
         scheduler=placement.scheduler,

@@ -43,7 +43,15 @@ def fields(job, names):
         ("--virtual-local-rank train.py", {"virtual_local_rank": True}),
         ("--numa-binding node train.py", {"bind_core": AUTO, "bind_numa": AUTO}),
         ("--nproc-per-node 2 -t 3 train.py", {"tail": frozenset({0, 1})}),
-        ("--nproc-per-node 4 --tee 0:3,2:1,3:0 train.py", {"tail": frozenset({0, 2})}),
+        (
+            "--nproc-per-node 4 --tee 0:3,2:1,3:0 train.py",
+            {"tail": frozenset({0, 2}), "tee": {0: 3, 2: 1, 3: 0}},
+        ),
+        ("-r 3 -t 0 train.py", {"redirects": {-1: 3}, "tee": {}, "tail": None}),
+        (
+            "--duplicate-stdout-filters loss,a,,b --duplicate_stderr_filters=error train.py",
+            {"stdout_filters": ("loss", "a,b"), "stderr_filters": ("error",)},
+        ),
         ("--nproc-per-node 4 -t3 --local-ranks-filter 1,3 train.py", {"tail": frozenset({1, 3})}),
         ("--nproc-per-node 4 --local_ranks_filter=1 train.py", {"tail": frozenset({1})}),
         ("-t 0 --local-ranks-filter '' --event-log-handler null train.py", {"tail": None}),
@@ -291,13 +299,14 @@ def test_default_job_ids(msrun, here, words, job_id):
         ),
         ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 has no effect on one node"),
         ("--lease 4s", "--lease 4s has no effect on one node"),
+        (
+            "--node_rank 3",
+            "--node_rank 3 has no effect on one node (a job of several nodes needs --nnodes)",
+        ),
         ("--exclude-after 1", "--exclude-after 1 has no effect on one node"),
         (
             "--signals-to-handle SIGTERM,INT",
-            (
-                "--signals-to-handle SIGTERM,INT has no effect: "
-                "SIGTERM, SIGINT, SIGHUP, SIGQUIT are all handled"
-            ),
+            ("--signals-to-handle SIGTERM,INT: the job ends on SIGHUP, SIGQUIT as well"),
         ),
         (
             "--preload numpy --start-method exec",
@@ -309,3 +318,81 @@ def test_what_has_no_effect_is_noted(msrun, words, note):
     outcome = msrun(words + " train.py")
 
     assert (outcome.code, outcome.err) == (0, f"note: {note}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "grace"),
+    [
+        ("", {}, 10.0),
+        ("--worker_num=1 --local_worker_num=1", {}, 10.0),
+        ("--nproc_per_node=1", {}, 10.0),
+        ("--nproc-per-node=1 --grace 5s", {}, 5.0),
+        ("--nproc-per-node=1 --shutdown-timeout 0", {}, 0.0),
+        ("--nproc-per-node=1", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7.0),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7", "MSRUN_GRACE": "8s"}, 8.0),
+    ],
+)
+def test_the_time_of_workers_to_end(msrun, words, variables, grace):
+    assert msrun(f"{words} train.py", **variables).job.grace == grace
+
+
+def test_another_interpreter_runs_the_script(msrun):
+    program = msrun("train.py --lr 1", PYTHON_EXEC="/bin/sh").job.program
+
+    assert (program.kind, program.target) == (ProgramKind.COMMAND, "/bin/sh")
+    assert program.args == ("-u", "train.py", "--lr", "1")
+
+
+def test_the_same_interpreter_changes_nothing(msrun):
+    program = msrun("train.py", PYTHON_EXEC=sys.executable).job.program
+
+    assert program.kind is ProgramKind.SCRIPT
+
+
+def test_an_interpreter_that_is_not_there_is_refused(msrun):
+    outcome = msrun("train.py", PYTHON_EXEC="/nothing/python")
+
+    assert outcome.code == 2
+    assert (
+        outcome.err == "error: environment PYTHON_EXEC: command '/nothing/python' does not exist\n"
+    )
+
+
+def test_a_service_that_is_not_there_is_named(msrun):
+    outcome = msrun("train.py", TORCHELASTIC_ENABLE_FILE_TIMER="1")
+
+    assert outcome.code == 0
+    assert (
+        "TORCHELASTIC_ENABLE_FILE_TIMER=1 has no effect: no server of torch's timers" in outcome.err
+    )
+
+
+@pytest.mark.parametrize("handler", ["console", "null"])
+def test_event_log_handlers_are_taken(msrun, handler):
+    assert msrun(f"--event-log-handler {handler} train.py").code == 0
+
+
+@pytest.mark.parametrize("mode", ["node", "exclusive"])
+def test_numa_modes_bind_cpus_and_memory(msrun, mode):
+    job = msrun(f"--numa-binding={mode} train.py").job
+
+    assert (job.bind_core.mode, job.bind_numa.mode) == (BindMode.AUTO, BindMode.AUTO)
+
+
+def test_mindspore_shows_the_ranks_that_there_are(msrun):
+    job = msrun("--worker_num=2 --local_worker_num=2 --tail_worker_log=1,5 train.py").job
+
+    assert job.is_shown(1, 1, is_terminal=True)
+    assert not job.is_shown(0, 0, is_terminal=True)
+
+
+def test_mindspores_total_alone_is_this_node(msrun):
+    job = msrun("--worker_num=2 train.py").job
+
+    assert (job.workers_per_node, job.nnodes_max) == (2, 1)
+
+
+def test_signals_that_end_the_job_besides(msrun):
+    job = msrun("--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,USR1 train.py").job
+
+    assert job.stop_signals == ("SIGUSR1",)

@@ -31,7 +31,7 @@ FLAGS = words(
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
 --shutdown-timeout --hang-timeout --detect-idle
 --log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
---redirects -r --local-ranks-filter
+--redirects -r --duplicate-stdout-filters --duplicate-stderr-filters --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
 --hostfile --rank-table-file --include --exclude --remote-python --ranks-by --ssh --mpirun
 --mpirun-args
@@ -39,8 +39,7 @@ FLAGS = words(
 --sbatch-args
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
---sim-level --sim-rank-id --duplicate-stdout-filters
---duplicate-stderr-filters
+--sim-level --sim-rank-id
 """
 )
 TORCHRUN = words(

@@ -52,6 +52,8 @@ TEXTS = {
     "worker-log-name": "w{rank}",
     "tail": "0",
     "tee": "3",
+    "duplicate-stdout-filters": "loss,acc",
+    "duplicate-stderr-filters": "error",
     "local-ranks-filter": "0",
     "bind-core": "auto",
     "bind-numa": '{"device0": [0]}',
@@ -98,6 +100,7 @@ def test_help_shows_the_default_that_the_job_has(msrun, option):
 # What no option fills by itself.
 FILLED_BY_CODE = {
     *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves", "beside"),
+    *("stop_signals",),
     *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
     *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
 }

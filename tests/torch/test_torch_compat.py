@@ -26,6 +26,7 @@ from msrun.parallel.torch_compat import (
     has_gradient_hooks,
     hooks_of,
     is_active,
+    is_compiled,
     is_dispatching,
     is_higher_order,
     is_in_backward,
@@ -470,6 +471,12 @@ def test_compiled_functions_run_eagerly():
     assert seen == []
     double(torch.ones(1))
     assert len(seen) == 1
+
+
+def test_what_compile_returns_is_recognised():
+    net = torch.nn.Linear(2, 2)
+    assert is_compiled(torch.compile(net, backend="eager"))
+    assert not is_compiled(net)
 
 
 def test_parameters_are_replaced_by_plain_tensors_and_come_back():

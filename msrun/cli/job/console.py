@@ -9,6 +9,8 @@ from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.errors import UsageError
 from msrun.job import EVERY_RANK
 
+# MindSpore shows those of these ranks that there are.
+_MINDSPORES = "--tail-worker-log"
 RanksGiven = Given[frozenset[int] | None]
 
 
@@ -39,7 +41,9 @@ def choose_streams(settings: Settings) -> Given[dict[int, int]] | None:
 
 def _choose(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
     here = size.workers.value
-    tail = _checked(settings.get(options.TAIL), size.world_size)
+    tail = settings.get(options.TAIL)
+    if tail is None or tail.source.place.replace("_", "-") != _MINDSPORES:
+        tail = _checked(tail, size.world_size)
     tee = _checked(_ranks_of(settings.get(options.TEE)), here)
     _checked(_ranks_of(settings.get(options.REDIRECTS)), here)
     if tee and tee.value == RankChoice():

@@ -23,6 +23,8 @@ from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import is_inline
+from msrun.cli.options.parsers import SIGNALS
+from msrun.cli.options.peers import SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
@@ -101,6 +103,7 @@ def draft_job(
         rank_table=_rank_table(settings, machine),
         emit_rank_table=emitted,
         detach=not settings.value(options.JOIN),
+        stop_signals=_stop_signals(settings),
         **_fields("", settings, decided),
     )
     check_port(rendezvous, job, system)
@@ -142,6 +145,7 @@ def _decide(
         options.START_METHOD: start_method,
         options.ENV: merge_env(settings),
         options.JOIN: Given(settings.value(options.JOIN), settings.source(options.JOIN)),
+        options.NODE_RANK: _node_rank(settings, size),
         options.LOG_DIR: log_dir,
         options.EMIT_RANK_TABLE: settings.get(options.EMIT_RANK_TABLE),
         options.WORKER_LOG_NAME: _log_name(settings, size),
@@ -181,6 +185,8 @@ def _values(
         *(() if job.secret_file or not job.is_alone else (options.SECRET_FILE,)),
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
         *(() if job.run_id else (options.RDZV_ID,)),
+        *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
+        *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }
     for option in dict.fromkeys((options.JOB_ID, *settings.table)):
         given = _given(option, settings, decided)
@@ -205,6 +211,9 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
     for option in _FOR_SEVERAL:
         if (given := settings.get(option)) and job.is_alone:
             yield f"{given.cite()} has no effect on one node"
+    rank = settings.get(options.NODE_RANK)
+    if rank and rank.value and job.is_alone:
+        yield f"{rank.cite()} has no effect on one node (a job of several nodes needs --nnodes)"
     endpoint, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
     if endpoint and endpoint.source.level is Level.FLAG and alone and alone.value:
         yield f"{endpoint.cite()} has no effect: --standalone takes a free port of this node"
@@ -234,6 +243,18 @@ def _insecure(settings: Settings) -> Iterator[str]:
     given = settings.get(options.INSECURE)
     if given and given.value:
         yield "--insecure: any process on this machine can stop this job or make it fail"
+
+
+def _node_rank(settings: Settings, size: Size) -> Given[int] | None:
+    """Return --node-rank; the only node has no other rank than 0."""
+    given = settings.get(options.NODE_RANK)
+    return None if given and given.value and size.is_alone else given
+
+
+def _stop_signals(settings: Settings) -> tuple[str, ...]:
+    """Return the signals that end this job and not any other."""
+    given = settings.get(SIGNALS_TO_HANDLE)
+    return tuple(sorted(given.value.difference(SIGNALS))) if given else ()
 
 
 def _rank_table(settings: Settings, machine: Machine) -> str:

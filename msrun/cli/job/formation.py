@@ -143,10 +143,10 @@ def _check_capacity(workers: Given[int], nnodes: int, machine: Machine) -> None:
 
 def _check_node_rank(settings: Settings, size: Size) -> None:
     given, most = settings.get(options.NODE_RANK), size.nnodes.value[1]
-    if given and given.value >= most:
+    # On one node torchrun and MindSpore ignore it.
+    if given and given.value >= most > 1:
         raise UsageError(
-            f"{given.cite()} is no rank of {counted(most, 'node')} (choose {span(most)})",
-            hint="a job of several nodes needs --nnodes" if most == 1 else None,
+            f"{given.cite()} is no rank of {counted(most, 'node')} (choose {span(most)})"
         )
 
 

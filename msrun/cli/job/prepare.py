@@ -14,7 +14,7 @@ from pathlib import Path
 from msrun import backend
 from msrun.backend import FLEETS, Launcher, LaunchPlan
 from msrun.cli.job.draft import JobDraft, draft_job, merge_env
-from msrun.cli.job.program import find_program
+from msrun.cli.job.program import find_program, with_interpreter
 from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine, Table
 from msrun.cli.options.fleet import FLEET_TABLE, RANK_TABLE_FILE
@@ -27,6 +27,7 @@ from msrun.errors import UsageError
 from msrun.units import shown
 
 _GUESS_CUTOFF = 0.85
+_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,11 @@ def read_request(line: CommandLine, table: Table, system: System) -> JobRequest:
     environment = system.environment()
     settings, file = _settings(line, environment, table)
     _check_refused(settings, table)
-    notes = (*_misspelt(environment, table), *_without_effect(settings))
+    notes = (
+        *_misspelt(environment, table),
+        *_unserved(environment),
+        *_without_effect(settings),
+    )
     return JobRequest(settings=settings, words=line.program, file=file, notes=notes)
 
 
@@ -102,6 +107,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
 
         settings = with_table(settings, given, system)
     chosen = find_program(request.words, request.file, settings)
+    chosen = with_interpreter(chosen, system.environment())
     launcher = system.load_launcher(settings.value(options.LAUNCHER))
     machine = system.read_machine(merge_env(settings).value)
     draft = draft_job(settings, chosen, machine, system)
@@ -163,8 +169,17 @@ def _without_effect(settings: Settings) -> Iterator[str]:
         if given := settings.get(option):
             yield f"{given.cite()} {sentence}"
     signals = settings.get(SIGNALS_TO_HANDLE)
-    if signals and len(signals.value) < len(SIGNALS):
-        yield f"{signals.cite()} has no effect: {', '.join(SIGNALS)} are all handled"
+    if signals and (missing := [name for name in SIGNALS if name not in signals.value]):
+        yield f"{signals.cite()}: the job ends on {', '.join(missing)} as well"
+
+
+def _unserved(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for a service that torchrun's own variables ask for and msrun lacks."""
+    if environment.get(_TIMER) == "1":
+        yield (
+            f"environment {_TIMER}=1 has no effect: no server of torch's timers runs "
+            "(--hang-timeout and --detect-idle find workers that hang)"
+        )
 
 
 def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from msrun.units import quoted
 
 _PYTHONS = ("python", "python3")
 _WITH_VALUE = "XW"
+_PYTHON_EXEC = "PYTHON_EXEC"
 _ELF = b"\x7fELF"
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
 _ID_STEM_MAX = 40
@@ -55,6 +57,25 @@ def find_program(words: tuple[str, ...], file: JobFile, settings: Settings) -> C
         case ProgramKind.COMMAND:
             _check_command(program.target)
     return ChosenProgram(program=program, source=source)
+
+
+def with_interpreter(chosen: ChosenProgram, environment: Mapping[str, str]) -> ChosenProgram:
+    """Return the program as run by PYTHON_EXEC, torchrun's variable for another interpreter.
+
+    Raises:
+        UsageError: There is no such command.
+    """
+    program, python = chosen.program, environment.get(_PYTHON_EXEC, "")
+    if not python or program.kind is ProgramKind.COMMAND or python == sys.executable:
+        return chosen
+    try:
+        _check_command(python)
+    except UsageError as error:
+        raise UsageError(f"environment {_PYTHON_EXEC}: {error.message}", hint=error.hint) from None
+    module = ("-m",) if program.kind is ProgramKind.MODULE else ()
+    words = ("-u", *program.interpreter_options, *module, program.target, *program.args)
+    command = WorkerProgram(kind=ProgramKind.COMMAND, target=python, args=words)
+    return ChosenProgram(program=command, source=chosen.source)
 
 
 def job_id_stem(program: WorkerProgram) -> str:

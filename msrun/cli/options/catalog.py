@@ -334,6 +334,7 @@ GRACE = Option(
     default_text="10s",
     aliases=("--shutdown-timeout",),
     torchrun="shutdown_timeout",
+    environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
 )
 
 HANG_TIMEOUT: Option[float | None] = Option(
@@ -418,6 +419,28 @@ REDIRECTS: Option[dict[int, int]] = Option(
     aliases=("-r",),
     torchrun="redirects",
 )
+DUPLICATE_STDOUT_FILTERS: Option[tuple[str, ...]] = Option(
+    name="duplicate-stdout-filters",
+    group=OptionGroup.LOGS,
+    metavar="TEXT,...",
+    help="Copy of the lines of stdout that have one of the texts: filtered_stdout.log.",
+    parse=parsers.texts,
+    field="stdout_filters",
+    torchrun="duplicate_stdout_filters",
+    file=FileForm.LIST,
+    unset=frozenset({""}),
+)
+DUPLICATE_STDERR_FILTERS: Option[tuple[str, ...]] = Option(
+    name="duplicate-stderr-filters",
+    group=OptionGroup.LOGS,
+    metavar="TEXT,...",
+    help="Copy of the lines of stderr that have one of the texts: filtered_stderr.log.",
+    parse=parsers.texts,
+    field="stderr_filters",
+    torchrun="duplicate_stderr_filters",
+    file=FileForm.LIST,
+    unset=frozenset({""}),
+)
 LOCAL_RANKS_FILTER = Option(
     name="local-ranks-filter",
     group=OptionGroup.LOGS,
@@ -457,7 +480,7 @@ BIND_NUMA = Option(
 NUMA_BINDING = Option(
     name="numa-binding",
     group=OptionGroup.PLACEMENT,
-    metavar="node",
+    metavar="node|exclusive",
     help="--bind-core auto and --bind-numa auto in torchrun's form.",
     parse=parsers.numa_binding,
     torchrun="numa_binding",

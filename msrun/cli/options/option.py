@@ -66,6 +66,7 @@ class Option(Generic[T_co]):
         is_value: With `OPTIONAL`, whether a following word is the value.
         repeated: Each use adds to the ones before, and so does each source.
         torchrun: torchrun's name of it, from which the PET_ variable follows.
+        environment: Further variables that hold it, weaker than those that follow from its names.
         file: What a job file may hold.
         unset: Values of the peers that mean "not given".
         refusal: Why the option cannot be used; follows the option and its value.
@@ -85,6 +86,7 @@ class Option(Generic[T_co]):
     is_value: Callable[[str], bool] = lambda _: False
     repeated: bool = False
     torchrun: str = ""
+    environment: tuple[str, ...] = ()
     file: FileForm = FileForm.SCALAR
     unset: frozenset[str] = frozenset()
     refusal: str = ""
@@ -103,7 +105,8 @@ class Option(Generic[T_co]):
     def variables(self) -> tuple[str, ...]:
         """Environment variables that may hold it, the stronger one first."""
         own = "MSRUN_" + self.name.replace("-", "_").upper()
-        return (own, f"PET_{self.torchrun.upper()}") if self.torchrun else (own,)
+        torchruns = (f"PET_{self.torchrun.upper()}",) if self.torchrun else ()
+        return (own, *torchruns, *self.environment)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from msrun.errors import UsageError
-from msrun.job import EVERY_RANK, JOB_ID_PATTERN, StartMethod
+from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, StartMethod
 from msrun.units import PORT_MAX, parse_duration, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
@@ -18,12 +18,19 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
+_ONE_COMMA = re.compile(r"(?<!,),(?!,)")
 _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
 _RUN_ID_MAX = 256
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+# These end a job always, `MORE_SIGNALS` only where they are asked to.
+SIGNALS = STOP_SIGNALS
+MORE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+
+
+# Accelerators of torch whose number only their own libraries know.
+_UNCOUNTED = ("xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
 
 class WorkerWord(Enum):
@@ -118,6 +125,10 @@ def workers(value: str) -> int | WorkerWord:
     known = [word.value for word in WorkerWord]
     if value.lower() in known:
         return WorkerWord(value.lower())
+    if value.lower() in _UNCOUNTED:
+        raise UsageError(
+            f"{quoted(value)} are devices that msrun cannot count ({choose(('a number', *known))})"
+        )
     if not _WHOLE.fullmatch(value) or int(value) < 1:
         raise UsageError(
             f"{quoted(value)} is no number of workers ({choose(('1 or more', *known))})"
@@ -328,6 +339,12 @@ def std_by_rank(value: str) -> dict[int, int]:
     return {int(rank): int(std) for rank, std in parts}
 
 
+def texts(value: str) -> tuple[str, ...]:
+    """Return texts separated by commas, two of which stand for one of a text."""
+    parts = (part.replace(",,", ",") for part in _ONE_COMMA.split(value))
+    return tuple(part for part in parts if part)
+
+
 def ranks(value: str) -> RankChoice:
     """Return the ranks of `0,2-3`, `all` (MindSpore: -1) or `none`."""
     if value.lower() in ("all", "-1"):
@@ -358,25 +375,23 @@ def number_ranges(value: str, *, most: int) -> list[tuple[int, int]] | None:
 
 
 def signals(value: str) -> frozenset[str]:
-    """Return which of the signals that end a job are named, with or without `SIG`."""
+    """Return the signals that are named, with or without `SIG`, and can end a job."""
     chosen = set()
     for part in filter(None, (word.strip().upper() for word in value.split(","))):
         name = part if part.startswith("SIG") else f"SIG{part}"
-        if name in ("SIGUSR1", "SIGUSR2"):
-            raise UsageError(
-                f"{quoted(value)} names {name}, which is always forwarded to the workers and "
-                f"never ends a job ({choose(SIGNALS)})"
-            )
-        if name not in SIGNALS:
-            raise UsageError(f"{quoted(value)} names {quoted(part)} ({choose(SIGNALS)})")
+        if name not in (*SIGNALS, *MORE_SIGNALS):
+            known = choose((*SIGNALS, *MORE_SIGNALS))
+            raise UsageError(f"{quoted(value)} names {quoted(part)} ({known})")
         chosen.add(name)
     return frozenset(chosen)
 
 
 def numa_binding(value: str) -> str:
-    """Return `node`, the only one of torchrun's modes that msrun has."""
-    if value.lower() in ("socket", "exclusive", "core-complex"):
+    """Return one of torchrun's modes that msrun has: near CPUs, for each worker its own."""
+    modes = ("node", "exclusive")
+    if value.lower() in ("socket", "core-complex"):
         raise UsageError(
-            f"{quoted(value)} is a mode that msrun does not have ({choose(('node',))})"
+            f"{quoted(value)} is a mode that msrun does not have ({choose(modes)}, or give the "
+            "CPUs with --bind-core)"
         )
-    return words("node")(value)
+    return words(*modes)(value)

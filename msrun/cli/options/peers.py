@@ -9,7 +9,7 @@ MONITOR_INTERVAL = Option(
     name="monitor-interval",
     group=OptionGroup.PEERS,
     metavar="SECONDS",
-    help="No effect: a worker's exit is seen at once.",
+    help="Pause between two looks at workers, which is none: an exit is seen at once.",
     parse=parsers.positive_seconds,
     torchrun="monitor_interval",
 )
@@ -17,7 +17,7 @@ SIGNALS_TO_HANDLE = Option(
     name="signals-to-handle",
     group=OptionGroup.PEERS,
     metavar="NAMES",
-    help="No effect: SIGTERM, SIGINT, SIGHUP and SIGQUIT end the job, SIGUSR1 and 2 reach workers.",
+    help="Signals that end the job besides SIGTERM, SIGINT, SIGHUP and SIGQUIT, such as SIGUSR1.",
     parse=parsers.signals,
     torchrun="signals_to_handle",
     file=FileForm.LIST,
@@ -26,7 +26,7 @@ RDZV_BACKEND = Option(
     name="rdzv-backend",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="No effect: c10d, static and dynamic all mean msrun's own rendezvous.",
+    help="Name of the rendezvous, c10d, static or dynamic: each means msrun's own.",
     parse=parsers.rdzv_backend,
     torchrun="rdzv_backend",
 )
@@ -42,12 +42,11 @@ EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Only null is accepted: verdict.json and the scheduler's log have the events.",
-    parse=parsers.words("null"),
+    help="Destination of events, null or console: the console has them in any case.",
+    parse=parsers.words("null", "console"),
     torchrun="event_log_handler",
 )
 
-_FILTERS = "is refused: every worker's output is in its own log, which grep can search"
 _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
 
 SIM_LEVEL = Option(
@@ -67,28 +66,6 @@ SIM_RANK_ID = Option(
     parse=str,
     unset=frozenset({"-1"}),
     refusal=_SIMULATION,
-)
-DUPLICATE_STDOUT_FILTERS = Option(
-    name="duplicate-stdout-filters",
-    group=OptionGroup.REFUSED,
-    metavar="WORDS",
-    help="Copy of some lines of stdout.",
-    parse=str,
-    torchrun="duplicate_stdout_filters",
-    file=FileForm.LIST,
-    unset=frozenset({""}),
-    refusal=_FILTERS,
-)
-DUPLICATE_STDERR_FILTERS = Option(
-    name="duplicate-stderr-filters",
-    group=OptionGroup.REFUSED,
-    metavar="WORDS",
-    help="Copy of some lines of stderr.",
-    parse=str,
-    torchrun="duplicate_stderr_filters",
-    file=FileForm.LIST,
-    unset=frozenset({""}),
-    refusal=_FILTERS,
 )
 
 NOTED: dict[Option[object], str] = {

@@ -103,6 +103,7 @@ class AgentState:
         job_id: The job.
         register: The registration of this node, without its state.
         grace: Seconds between SIGTERM and SIGKILL of a worker.
+        forwarded: Signals that reach the workers and end nothing.
         form_by: Time by which the first workers must have been started; inf waits.
         join_timeout: Seconds that the scheduler waits for nodes, from when it is reached.
         lease: How long the workers may go on without the scheduler.
@@ -117,6 +118,7 @@ class AgentState:
     join_timeout: float = 0.0
     lease: Lease = field(default_factory=Lease)
     scheduler: str = ""
+    forwarded: tuple[int, ...] = FORWARDED
     generation: int = -1
     phase: AgentPhase = AgentPhase.JOINING
     live: set[int] = field(default_factory=set)
@@ -407,7 +409,7 @@ class AgentState:
         return self._stop_alone(self._internal(event.reason, event.code), now)
 
     def _signalled(self, signum: int, now: float) -> list[Action]:
-        if signum in FORWARDED:
+        if signum in self.forwarded:
             return [ForwardSignal(tuple(sorted(self.live)), signum)] if self.live else []
         if self._interrupts:  # the user's second signal
             return self._hurry(now)

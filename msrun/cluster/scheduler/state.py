@@ -254,7 +254,8 @@ class SchedulerState:
     def interrupt(self, signum: int) -> list[Action]:
         """Stop the job for its user, who sent `signum` to the launcher of a node."""
         # A script may catch Ctrl-C to save its work, as it does without a launcher.
-        forwarded = signum if signum == signal.SIGINT else signal.SIGTERM
+        is_of_terminal = signum in (signal.SIGHUP, signal.SIGQUIT)
+        forwarded = signal.SIGTERM if is_of_terminal else signum
         return self._end(self._verdicts().interrupted(signum), forwarded)
 
     def stop(self, *, at_once: bool) -> list[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from msrun.parallel.auto.structure import leaf_tensors
 from msrun.parallel.auto.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
 from msrun.parallel.layout import rules_of
+from msrun.parallel.losses.batch import Sample
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -216,12 +217,17 @@ def _in_training(model: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def check_sample(model: nn.Module, sample: Sequence[Any] | None) -> Sequence[Any]:
+def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
     """Return `sample`, which `model` is to be traced with.
 
     Raises:
-        ConfigError: There is none, or the model has no values.
+        ConfigError: There is none, it has names, or the model has no values.
     """
+    if isinstance(sample, Mapping):
+        raise ConfigError(
+            f"{ROOT}.mode: auto takes the inputs of its sample by position",
+            hint="rt.shard(model, sample=(x,))",
+        )
     if sample is None:
         raise ConfigError(
             f"{ROOT}.mode: auto needs a batch to trace the model with",

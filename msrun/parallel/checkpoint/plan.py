@@ -54,6 +54,7 @@ from torch.distributed.checkpoint.planner import (
 
 from msrun.errors import CheckpointError, RanksDisagreeError
 from msrun.parallel.checkpoint.checksums import DataFiles
+from msrun.parallel.checkpoint.packed import PackedTensor, as_planned
 from msrun.parallel.checkpoint.schema import Chunk, Index, Manifest, StoredTensor
 from msrun.parallel.checkpoint.state import State
 from msrun.parallel.checkpoint.targets import Target
@@ -166,7 +167,13 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner(state.tensors)
+        self.set_up_planner(as_planned(state.tensors))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        packed = self.state_dict.get(index.fqn)
+        return (
+            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_object(index)
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         # torch would balance replicated tensors over ranks by size.  Common ones may differ between
@@ -178,6 +185,16 @@ class _Planner(DefaultSavePlanner):
             seen |= plan.planner_data
             plans.append(dataclasses.replace(plan, items=items, planner_data=None))
         return super().create_global_plan(plans)
+
+
+class _Reader(DefaultLoadPlanner):
+    """torch's planner, which also fills tensors that pack several in one dim."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        packed = self.state_dict.get(index.fqn)
+        return (
+            packed.part(index) if isinstance(packed, PackedTensor) else super().lookup_tensor(index)
+        )
 
 
 def signature(state: State) -> tuple[object, ...]:
@@ -340,10 +357,11 @@ def read(files: DataFiles, targets: Mapping[str, Target]) -> None:
     Raises:
         DamagedCheckpointError: A file cannot be read, or is not as it was written.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _Reader(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = {name: target.tensor for name, target in targets.items()}
     known = {name: _metadata(target.stored) for name, target in targets.items()}
     planner.set_up_planner(state, Metadata(state_dict_metadata=dict(known)))
+    planner.state_dict = as_planned(state)  # afterwards, since torch copies what is no tensor
     wanted: dict[str, list[tuple[int, ReadItem]]] = {}
     with torch.no_grad():
         for item in planner.create_local_plan().items:

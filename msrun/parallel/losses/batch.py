@@ -22,6 +22,10 @@ _KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+# Inputs of one batch, in order or by name.
+Sample = Sequence[Any] | Mapping[str, Any] | None
+
+
 class StepBatch(NamedTuple):
     """What a step gets of a batch.
 

@@ -6,18 +6,19 @@ operator plans by module name, recomputation, `fully_shard`, optimizer parallel,
 
 The idea.  A stage is a part of the model's own module tree.
 
-- `trace` follows `forward` with `torch.fx` down to the modules that have stages and leaves those as
-  they are; `split` assigns each step to a chunk and makes one small program for each chunk.
+- `record` runs `forward` once on a copy without values (`skeleton`), down to the modules that have
+  stages, and leaves those as they are; `split` assigns each step to a chunk and makes one small
+  program for each chunk.  Without a sample `trace` finds with `torch.fx` which modules are called,
+  and `forward` is recorded at the first batch: what runs is always recorded.
 - `tree` grafts the modules of a stage into a new tree under the names that they had, and frees what
   other stages own.  `PipelineModel` is that tree.
 - torch's schedules move tensors and keep the order of work.  They see a `Runner` for each chunk and
   know micro-batches by number alone; shapes, losses and tied weights are ours.
 - A value that a later chunk uses is sent through all chunks in between, so skip connections work.
   Inputs of the model are read on every rank and never sent.
-- What chunks send (`border`) is known before the first step: `shapes` runs a copy of the model
-  without values, once for each shape of micro-batch.  A model that needs values is measured on its
-  first batch instead, and later batches must have that shape: ranks that met new shapes at
-  different times would wait for each other for ever.
+- `recordings` keeps one recording for each shape of micro-batch, mode and set of plain values, with
+  what chunks send (`border`).  All ranks make the same from the same shapes, without a message.  A
+  module that needs values to run is run on zeros for the shapes of its outputs.
 - Micro-batches have equal shapes: a short one repeats its last sample, which counts nothing.
 
 Invariants.
@@ -31,7 +32,9 @@ Invariants.
 - Zero-bubble schedules compute gradients of weights apart, by a way of torch that calls no hook of
   a parameter.  That is used only where nothing depends on those hooks in the middle of a step.
 
-What was tried and lost.  `torch.distributed.pipelining.pipeline` traces into interpreter modules:
+What was tried and lost.  The programs of a symbolic trace: it stops at the first branch on a shape,
+which is in every model of transformers, and it drops gradient modes, autocast and plain values
+without a word.  `torch.distributed.pipelining.pipeline` traces into interpreter modules:
 a plan for `nn.Linear` finds none, names and hooks are gone, and gradients of tied weights are not
 summed.  Stage modules that the user writes: the model would know of parallelism.  A list of what
 each stage holds kept every parameter of the model alive on every rank; it is cleared once the

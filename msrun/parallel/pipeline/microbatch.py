@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,13 @@ def join(outputs: Sequence[Any]) -> Any:
             )
         case tuple() | list():
             return like(first, [join(items) for items in zip(*outputs, strict=True)])
-        case dict():
-            return {key: join([output[key] for output in outputs]) for key in first}
+        case Mapping():
+            joined = {key: join([output[key] for output in outputs]) for key in first}
+            if type(first) is dict or not isinstance(first, MutableMapping):
+                return joined
+            result = copy.copy(first)
+            for key, item in joined.items():
+                result[key] = item
+            return result
         case _:
             return first

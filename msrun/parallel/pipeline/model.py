@@ -27,7 +27,7 @@ from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.record.modes import closing
 from msrun.parallel.pipeline.record.structure import leaves
-from msrun.parallel.pipeline.recordings import Recording, Recordings
+from msrun.parallel.pipeline.recordings import Recording, Recordings, depends_on_received
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
 from msrun.parallel.pipeline.trace import NamedInputs, program_of
@@ -123,6 +123,10 @@ class PipelineModel(nn.Module):
                 "rt.step(model, optimizer, loss_fn, x, target)",
             )
         return batch.inputs
+
+    def can_wait(self, chunk: int) -> bool:  # noqa: ARG002 - of others
+        """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
+        return True
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run a chunk of this stage on the model's inputs and what it received."""
@@ -280,10 +284,23 @@ class SplitModel(PipelineModel):
         ]
         self._programs: dict[int, Callable[..., Any]] = {}
         self._arity = 0
+        self._recording: Recording | None = None
 
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
         """Return the inputs of a batch, as `train_step` takes them."""
         return [*batch.inputs, NamedInputs(batch.named)] if batch.named else batch.inputs
+
+    def can_wait(self, chunk: int) -> bool:
+        """Return whether all weights of `chunk` are applied to what it received.
+
+        A path that begins at weights alone, such as the embedding of a decoder in a later chunk,
+        would be run backward once for each group of weights on it; torch frees it after the first.
+        """
+        return self._recording is None or depends_on_received(
+            self,
+            self._recording.programs[chunk],
+            self._recording.borders[chunk - 1] if chunk else (),
+        )
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""
@@ -312,5 +329,6 @@ class SplitModel(PipelineModel):
             for chunk in self._own:
                 program = program_of(self, recording.programs[chunk].graph)
                 recording.compiled[chunk] = closing(program)
+        self._recording = recording
         self._programs, self._arity = recording.compiled, recording.arity
         return recording

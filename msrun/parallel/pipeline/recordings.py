@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import map_leaves
@@ -124,6 +124,32 @@ class Recordings:
                         "and did not when the model was split",
                         hint="pass inputs like this batch as the sample of rt.shard",
                     )
+
+
+def depends_on_received(
+    model: nn.Module, program: ChunkProgram, received: Sequence[Border]
+) -> bool:
+    """Return whether the chunk has one gradient to send back, and its weights are all on its way.
+
+    Args:
+        model: Has the weights.
+        program: Of the chunk.
+        received: What the chunk receives.
+    """
+    if sum(border.requires_grad for border in received) > 1:
+        return False
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    of_received = places[len(places) - len(received) :]
+    found = {n for n, border in zip(of_received, received, strict=True) if border.requires_grad}
+    weights = set(model.parameters())
+    for node in program.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+        elif node.op == "call_module":
+            module = model.get_submodule(str(node.target))
+            if not weights.isdisjoint(module.parameters()):
+                return False
+    return True
 
 
 def kinds(inputs: Sequence[Any]) -> Hashable:

@@ -166,7 +166,7 @@ class Schedule:
                 input_args=_empty(borders[chunk - 1] if chunk else ()),
                 output_args=_empty(sent[chunk]),
                 group=ranks.group,
-                dw_builder=_builder(model, borders[chunk - 1] if chunk else ()),
+                dw_builder=_builder(model, chunk, borders[chunk - 1] if chunk else ()),
             )
             for runner, chunk in zip(self._runners, own, strict=True)
         ]
@@ -202,7 +202,7 @@ class Schedule:
         return [plain_order(stage, count, warm=warm[stage]) for stage in stages]
 
 
-def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] | None:
+def _builder(model: nn.Module, chunk: int, received: Sequence[Border]) -> Callable[[], Any] | None:
     """Return how gradients of weights are computed apart from inputs'; None leaves it to torch.
 
     torch's way begins at inputs with a gradient, calls no hook of a parameter, and runs backward
@@ -213,6 +213,7 @@ def _builder(model: nn.Module, received: Sequence[Border]) -> Callable[[], Any] 
     is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
     can_wait = not is_hooked or getattr(model, "reduces_once", False)
     can_wait = can_wait and not getattr(model, "keeps_results", False)
+    can_wait = can_wait and model.can_wait(chunk)  # type: ignore[operator]
     if can_wait and any(border.requires_grad for border in received):
         return None
     return lambda: lambda: None

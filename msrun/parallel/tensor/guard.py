@@ -329,7 +329,8 @@ class Guard(TorchFunctionMode):
             if result is not None:
                 return result
         if is_view and not shard_functions.is_packed(tensors[0]):
-            return self._run_on_shards(func, name, args, options)
+            with contextlib.suppress(RuntimeError):  # such as heads that do not divide
+                return self._run_on_shards(func, name, args, options)
         return self._run_replicated(func, name, args, options)
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
@@ -363,11 +364,14 @@ class Guard(TorchFunctionMode):
             placement.is_replicate() or placement.is_shard(1) for placement in logits.placements
         )
         function = functional.cross_entropy
-        if is_plain and is_by_class and self.has_loss:
-            axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
-            if logits.device_mesh.ndim == 1:
-                return function(logits, target, **options)
-            if len(axes) == 1:
+        axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
+        is_on_axis = len(axes) == 1 or logits.device_mesh.ndim == 1
+        # Elsewhere the backward pass would run outside of torch's context, which it needs.
+        is_guarded = self.has_loss or not torch.is_grad_enabled()
+        if is_plain and is_by_class and is_on_axis and is_guarded:
+            with contextlib.nullcontext() if self.has_loss else loss_parallel():
+                if logits.device_mesh.ndim == 1:
+                    return function(logits, target, **options)
                 return self._on_axis(axes[0], logits, target, **options)
         return self._run_replicated(function, function.__name__, (logits, target), options)
 

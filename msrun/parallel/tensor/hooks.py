@@ -11,7 +11,7 @@ become DTensors, and two hooks a module place its first input and its output.
 
 Life of one forward:
 
-1. `_guarded` enters the guard around the model's forward.
+1. `_Guarded` enters the guard around the model's forward.
 2. `before` redistributes the first tensor input to the plan's `in`.  A plain tensor counts as
    replicated, since ranks of these axes get the same batch.
 3. The module computes on DTensors.
@@ -42,7 +42,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ from msrun.parallel.config import Dims
 from msrun.parallel.local import local_gradient, replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.local_module import make_local
+from msrun.parallel.tensor.outputs import plain
 from msrun.parallel.tensor.placements import on_mesh, packed, placements
 from msrun.parallel.tensor.plan import ModulePlan
 
@@ -91,7 +91,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
-    model.forward = partial(_guarded, guard, model.forward)
+    model.forward = _Guarded(guard, model.forward)
     return guard
 
 
@@ -202,7 +202,7 @@ class _Hooks:
             self._write_back(*self._taken)
             self._taken = None
         if not torch_compat.is_active(self._guard):  # the script calls a submodule directly
-            return _plain(output, may_be_sharded=False)
+            return plain(output, may_be_sharded=False)
         if not self._has_output or not isinstance(output, Tensor):
             return output
         placed = self._output.put(output)
@@ -301,23 +301,28 @@ class _WantedPlacement:
         return packed(wanted, self._parts)
 
 
-def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward under the guard; return plain tensors, or shards for a guarded loss."""
-    with guard.active():
-        output = forward(*args, **kwargs)
-    return _plain(output, may_be_sharded=guard.has_loss)
+class _Guarded:
+    """A model's forward under the guard; returns plain tensors, or shards for a guarded loss.
 
+    Compilers leave it alone: they know neither the guard nor hooks that shard.
+    """
 
-def _plain(value: Any, *, may_be_sharded: bool) -> Any:
-    inner = partial(_plain, may_be_sharded=may_be_sharded)
-    match value:
-        case DTensor() if all(placement.is_replicate() for placement in value.placements):
-            return value.to_local()
-        case DTensor() if not may_be_sharded:
-            return value.full_tensor()
-        case tuple() | list():
-            return type(value)(map(inner, value))
-        case dict():
-            return {key: inner(item) for key, item in value.items()}
-        case _:
-            return value
+    def __init__(self, guard: Guard, forward: Callable[..., Any]) -> None:
+        self._guard = guard
+        self.__wrapped__ = forward  # `inspect.signature` follows it
+        self._run = torch.compiler.disable(self._run_guarded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._run = torch.compiler.disable(self._run_guarded)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _run_guarded(self, *args: Any, **kwargs: Any) -> Any:
+        with self._guard.active():
+            output = self.__wrapped__(*args, **kwargs)
+        return plain(output, may_be_sharded=self._guard.has_loss)

@@ -55,6 +55,20 @@ def packed(placed: Sequence[Placement], parts: int) -> tuple[Placement, ...]:
     return tuple(strided_shard(p.dim, parts) if isinstance(p, Shard) else p for p in placed)
 
 
+def packed_axis(placed: Sequence[Placement]) -> int | None:
+    """Return the mesh axis of `packed` in `placed`; None if nothing is packed.
+
+    Where a later axis shards the same dim, a strided shard stands for the order of the axes.
+    """
+    for axis, placement in enumerate(placed):
+        if (parts_before(placement) or 1) > 1:
+            dim = getattr(placement, "dim", None)
+            later = placed[axis + 1 :]
+            if not any(parts_before(p) and getattr(p, "dim", None) == dim for p in later):
+                return axis
+    return None
+
+
 def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
     """Return the DTensor whose part on this rank is `part`; gradients of gradients are right, too.
 

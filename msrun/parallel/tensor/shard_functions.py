@@ -104,18 +104,27 @@ def _view(x: DTensor, *sizes: Any) -> Any:
     if shape is None or parts == 1 or _sharded(x) != {dim}:
         return None
     head, width = x.shape[:dim].numel(), x.shape[dim]
-    at = next((i for i in range(len(shape)) if math.prod(shape[:i]) == head), len(shape))
-    local, rest = list(shape), shape[at:]
-    if rest == [width]:
-        local[at] //= ranks
-        new_dim: Placement = strided_shard(at, parts)
-    elif len(rest) > 1 and rest[0] == parts and rest[1] % ranks == 0:
-        local[at + 1] //= ranks
-        new_dim = Shard(at + 1)
-    else:
+    # Several, if dims of one element stand before.
+    for at in [i for i in range(len(shape)) if math.prod(shape[:i]) == head]:
+        local, rest = list(shape), shape[at:]
+        if rest == [width]:
+            local[at] //= ranks
+            new_dim: Placement = strided_shard(at, parts)
+        elif len(rest) > 1 and rest[0] == parts and rest[1] % ranks == 0:
+            local[at + 1] //= ranks
+            new_dim = Shard(at + 1)
+        else:
+            continue
+        placed = [p if parts_before(p) is None else new_dim for p in x.placements]
+        return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
+    return None
+
+
+def _unflatten(x: DTensor, dim: Any, sizes: Any) -> Any:
+    if not isinstance(dim, int):
         return None
-    placed = [p if parts_before(p) is None else new_dim for p in x.placements]
-    return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
+    dim %= x.dim()
+    return _view(x, [*x.shape[:dim], *sizes, *x.shape[dim + 1 :]])
 
 
 def _shape(x: DTensor, sizes: tuple[Any, ...]) -> list[int] | None:
@@ -145,6 +154,8 @@ VIEWS: dict[ShardFunction, ShardFunction] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
     torch.reshape: _view,
+    Tensor.unflatten: _unflatten,
+    torch.unflatten: _unflatten,
 }
 
 

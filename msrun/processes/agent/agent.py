@@ -34,7 +34,7 @@ from msrun.cluster.agent.events import (
     TreeReady,
     WorkerEnded,
 )
-from msrun.cluster.agent.state import AgentPhase, AgentState
+from msrun.cluster.agent.state import FORWARDED, AgentPhase, AgentState
 from msrun.cluster.agent.uplink import Uplink, UplinkEvent
 from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
@@ -43,6 +43,7 @@ from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restartin
 from msrun.errors import ExitCode, VersionError
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
@@ -60,7 +61,6 @@ REFRESH_SECONDS = 0.05
 # Seconds for the rest of the logs: after a stop its user does not want to read all of them.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
-_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(plan: LaunchPlan) -> int:
@@ -108,7 +108,8 @@ class Agent:
         self._running = 0
         self._has_imported = False
         self._oom = OomCounter(memory_cgroup_files())
-        loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
+        self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
+        loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
@@ -119,7 +120,10 @@ class Agent:
         loop.on_signals((signal.SIGWINCH,), lambda _: self._on_resized())
         if terminal.is_foreground():
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
-        self._refresh_at = self._began_at if tails or self._console.is_live else None
+        node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
+        self._filters = LineFilters(plan.job, node)
+        is_watching = tails or self._console.is_live or plan.job.filters
+        self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
         for note in own.notes:
             self._console.say(f"msrun: {note}")
@@ -151,6 +155,7 @@ class Agent:
                 devices=self._node.devices(),
             ),
             grace=self._job.grace,
+            forwarded=tuple(signum for signum in FORWARDED if signum not in self._stops),
             form_by=self._began_at + self._job.join_timeout,
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
@@ -167,6 +172,7 @@ class Agent:
             finally:
                 stuck = self._node.close()
                 self._output.copy()
+                self._filters.copy(final=True)
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
@@ -181,6 +187,7 @@ class Agent:
         return verdict
 
     def _start(self) -> None:
+        self._filters.open()
         self._node.open()
         job = self._job
         self._console.say(
@@ -209,6 +216,7 @@ class Agent:
     def _tick(self) -> None:
         if self._refresh_at is not None and self._refresh_at <= self._loop.now():
             self._refresh_at = self._loop.now() + REFRESH_SECONDS
+            self._filters.copy()
             self._console.pump()
             self._console.show(self._status())
         self._scheduler.tick()
@@ -224,7 +232,7 @@ class Agent:
         self._after_uplink(*self._uplink.tick(now=self._loop.now()))
 
     def _on_signal(self, signum: int) -> None:
-        if signum in STOPS:
+        if signum in self._stops:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
 
@@ -386,6 +394,7 @@ class Agent:
                 action.generation, action.start, self._uplink.live_until, self._output
             )
         }
+        self._filters.follow((w.plan, action.generation) for w in self._workers.values())
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             workers = self._workers.values()

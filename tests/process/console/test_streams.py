@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-import sys
 
 import pytest
-from support import environment, script, shell
+from support import script, shell
 
 pytestmark = pytest.mark.process
 
@@ -44,30 +41,6 @@ def by_rank(text, prefix=r"\[rank (\d)\] "):
         if match := re.match(prefix, line):
             found.setdefault(int(match[1]), []).append(line[match.end() :])
     return found
-
-
-@pytest.fixture
-def torchrun(tmp_path, runtime):
-    """Run torchrun with the words given; skip where there is none."""
-    pytest.importorskip("torch")
-    command = shutil.which("torchrun", path=os.path.dirname(sys.executable))  # noqa: PTH120 - a path
-    if command is None:
-        pytest.skip("no torchrun beside this Python")
-
-    def run(*words, **options):
-        options = {"stdin": subprocess.DEVNULL, **options}
-        return subprocess.run(
-            [command, "--standalone", *map(str, words)],
-            cwd=tmp_path,
-            env=environment(runtime),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            **options,
-        )
-
-    return run
 
 
 @pytest.mark.parametrize("method", ["fork", "exec"])

@@ -155,8 +155,7 @@ def test_its_environment_has_all_that_torchrun_gives(forked, of_torchrun):
     ours, theirs = (ranks[1]["same"]["command"]["environ"] for ranks in (forked, of_torchrun))
     names = {name for name in theirs if not OF_THE_JOB.fullmatch(name)}
 
-    # Which signals torchrun itself handles.
-    assert theirs.keys() - ours.keys() == {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert theirs.keys() - ours.keys() == set()
     assert {n: ours[n] for n in names & ours.keys()} == {n: theirs[n] for n in names & ours.keys()}
 
 

@@ -5,9 +5,17 @@ import warnings
 
 import pytest
 import torch
+from plan_stand_ins import (
+    MODELS,
+    WIDTH,
+    Attention,
+    FeedForward,
+    Language,
+    build,
+    token_loss,
+)
 from ranks import Counted, run_warm
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 import msrun
@@ -16,177 +24,6 @@ from msrun.parallel.config_file import parse_config
 from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
-
-WIDTH = 16
-
-
-class Attention(nn.Module):
-    """Attention with members of Llama's names; two heads of keys for four of queries."""
-
-    def __init__(self, heads=4, key_heads=2):
-        super().__init__()
-        self.head_dim, self.num_heads, self.num_key_value_heads = 4, heads, key_heads
-        self.q_proj = nn.Linear(WIDTH, heads * 4)
-        self.k_proj = nn.Linear(WIDTH, key_heads * 4)
-        self.v_proj = nn.Linear(WIDTH, key_heads * 4)
-        self.o_proj = nn.Linear(heads * 4, WIDTH)
-
-    def forward(self, x):
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            part(x).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        half = self.head_dim // 2
-        q = q + torch.cat((-q[..., half:], q[..., :half]), -1)
-        k = torch.cat([k[:, :, :1], k[:, :, 1:]], 2)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1).contiguous())
-
-
-class FusedAttention(nn.Module):
-    """Query, key and value in one weight, as vision transformers have it."""
-
-    def __init__(self, heads=4):
-        super().__init__()
-        self.num_heads, self.head_dim = heads, WIDTH // heads
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        batch, length, _ = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        y = functional.scaled_dot_product_attention(q, k, v)
-        return self.proj(y.transpose(1, 2).reshape(batch, length, WIDTH))
-
-
-class Conv1D(nn.Module):
-    """A linear layer with its weight as (in, out), as GPT-2 has it."""
-
-    def __init__(self, columns, rows):
-        super().__init__()
-        self.nf = columns
-        self.weight = nn.Parameter(torch.randn(rows, columns) * 0.2)
-        self.bias = nn.Parameter(torch.randn(columns) * 0.2)
-
-    def forward(self, x):
-        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return y.view(*x.size()[:-1], self.nf)
-
-
-class ConvAttention(nn.Module):
-    """Query, key and value are split off one output."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.split_size = 4, WIDTH
-        self.c_attn, self.c_proj = Conv1D(3 * WIDTH, WIDTH), Conv1D(WIDTH, WIDTH)
-
-    def forward(self, x):
-        parts = self.c_attn(x).split(self.split_size, dim=2)
-        q, k, v = (part.view(*x.shape[:-1], -1, 4).transpose(1, 2) for part in parts)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1).contiguous())
-
-
-class FeedForward(nn.Module):
-    """Members of no known name."""
-
-    def __init__(self, inside=32):
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, inside), nn.Linear(WIDTH, inside)
-        self.three = nn.Linear(inside, WIDTH)
-
-    def forward(self, x):
-        return self.three(functional.silu(self.one(x)) * self.two(x))
-
-
-class GroupExperts(nn.Module):
-    """Experts in 3-D parameters; every token goes to the expert of its largest score."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(2, 16, WIDTH) * 0.2)
-        self.down_proj = nn.Parameter(torch.randn(2, WIDTH, 8) * 0.2)
-
-    def forward(self, x, index, weight):
-        out = torch.zeros_like(x)
-        for expert in range(2):
-            (rows,) = torch.where(index == expert)
-            gate, up = functional.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
-            y = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
-            out.index_add_(0, rows, y * weight[rows, None])
-        return out
-
-
-class Mixture(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 2), GroupExperts()
-
-    def forward(self, x):
-        rows = x.reshape(-1, WIDTH)
-        weight, index = self.gate(rows).softmax(-1).max(-1)
-        return self.experts(rows, index, weight).view_as(x)
-
-
-class ScaledEmbedding(nn.Embedding):
-    """Multiplies what it looks up, as Gemma's does."""
-
-    def forward(self, tokens):
-        return super().forward(tokens) * 3.0
-
-
-class Layer(nn.Module):
-    def __init__(self, attention, feed_forward):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.self_attn, self.mlp = attention, feed_forward
-
-    def forward(self, x):
-        x = x + self.self_attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Language(nn.Module):
-    """A language model with a scaled embedding, which is its head."""
-
-    def __init__(self, make=Attention, feed_forward=FeedForward, layers=2):
-        super().__init__()
-        self.embed = ScaledEmbedding(32, WIDTH)
-        self.layers = nn.ModuleList([Layer(make(), feed_forward()) for _ in range(layers)])
-        self.head = nn.Linear(WIDTH, 32, bias=False)
-        self.head.weight = self.embed.weight
-        nn.init.normal_(self.embed.weight, std=0.2)
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-MODELS = {
-    "grouped": Language,
-    "fused": lambda: Language(FusedAttention),
-    "conv1d": lambda: Language(ConvAttention),
-    "experts": lambda: Language(Attention, Mixture),
-}
-
-
-def token_loss(logits, target):
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def build(name):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return MODELS[name]()
 
 
 def train(name, config):
@@ -245,6 +82,41 @@ def test_auto_tp_equals_one_process(name, config):
     for worst, _, said, _ in run_warm(train, ranks, name, {**options, "plan": plan}):
         assert worst == pytest.approx(0, abs=1e-6)
         assert said == []
+
+
+def losses(name, config):
+    rt = msrun.init(config)
+    model = rt.shard(build(name))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    draw = torch.Generator().manual_seed(5)
+    pairs = [torch.randint(0, 32, (2, 4, 6), generator=draw) for _ in range(2)]
+    return [rt.step(model, update, token_loss, *pair).item() for pair in pairs]
+
+
+def test_auto_tp_in_the_stages_of_a_pipeline():
+    stages = {"embed": 0, "layers.0": 0, "layers.1": 1, "head": 1}
+    pipeline = {"stages": stages, "microbatches": 2}
+    config = {"mesh": {"pp": 2, "tp": 2}, "plan": "auto_tp", "pipeline": pipeline}
+    expected = run_warm(losses, 1, "grouped", {})[0]
+    for found in run_warm(losses, 4, "grouped", config):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def built_on_meta(name, config):
+    rt = msrun.init(config)
+    with rt.init_on_meta():
+        model = build(name)
+    model = rt.shard(model)
+    whole = dict(build(name).named_parameters())
+    params = model.named_parameters()
+    return [key for key, param in params if not torch.equal(full_tensor(param), whole[key])]
+
+
+@pytest.mark.parametrize("name", ["fused", "conv1d", "experts"])
+def test_packed_parameters_of_a_model_without_memory_are_filled(name):
+    config = {"mesh": {"tp": 2}, "plan": "auto_tp"}
+
+    assert run_warm(built_on_meta, 2, name, config) == [[], []]
 
 
 # Two layers with two all-reduces forward and two backward, one of the embedding, three of the loss
@@ -329,28 +201,6 @@ def test_a_computed_weight_is_refused_by_name():
     )
 
 
-class Adapted(nn.Module):
-    """A layer of LoRA: the sum of a frozen one and of two small ones."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base.requires_grad_(requires_grad=False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 2.0
-
-
-def adapted():
-    model = Language()
-    for layer in model.layers:
-        for name in ("q_proj", "v_proj", "o_proj"):
-            setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
-    return model
-
-
-MODELS["lora"] = adapted
 # Of each layer: two of lora_B backward, one of lora_A forward, and one since the query's lora_B
 # stands between query and key, which then do not share their input.
 CALLS["lora"] = 13 + 2 * 4
@@ -409,3 +259,35 @@ def test_a_wrong_name_is_one_sentence(tree, sentence):
 def test_a_path_is_no_name():
     assert parse_config({"plan": "plans/llama.json"}).plan == "plans/llama.json"
     assert parse_config({"plan": "llama"}).plan == ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        # Three heads in two parts, and query, key and value taken for one.
+        ("grouped", {"match": "layers.*.[qkvo]_proj", "style": "colwise"}),
+        ("fused", {"match": "layers.*.qkv", "style": "colwise"}),
+        ("unflat", {"match": "layers.*.qkv", "style": "colwise"}),
+        ("unflat", {"match": "layers.*.qkv", "style": "colwise", "parts": 3}),
+    ],
+)
+def test_heads_that_do_not_divide_are_computed_whole(name, rule):
+    config = {"mesh": {"tp": 2}, "plan": [rule]}
+    for worst, _, said, _ in run_warm(train, 2, name if name != "grouped" else "three", config):
+        assert worst == pytest.approx(0, abs=1e-6)
+        assert bool(said) == (rule.get("parts") is None)
+
+
+def strategy(path):
+    config = {"dir": path, "strategy": f"{path}/layout.json"}
+    rt = msrun.init({"mesh": {"tp": 2}, "plan": "auto_tp", "checkpoint": config})
+    with pytest.raises(UsageError) as caught:
+        rt.shard(build("fused"))
+    return caught.value.message
+
+
+def test_a_strategy_file_cannot_tell_packed_parameters(tmp_path):
+    assert run_warm(strategy, 2, str(tmp_path))[0] == (
+        "parallel.checkpoint.strategy: layers.0.self_attn.qkv.weight packs several projections in "
+        "one dim, which a strategy file cannot say"
+    )

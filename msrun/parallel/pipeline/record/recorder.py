@@ -36,6 +36,7 @@ from msrun.parallel.pipeline.record.structure import (
     same,
 )
 from msrun.parallel.pipeline.record.values import known_value
+from msrun.parallel.pipeline.record.watch import restore_profile
 from msrun.parallel.torch_compat import is_fake, reads_values, with_values, write_count
 
 _TORCH = Path(torch.__file__).parent
@@ -151,6 +152,16 @@ class ForwardRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
+        profile = sys.getprofile()
+        sys.setprofile(None)  # of torch's own functions nothing is noted, and they are many
+        try:
+            return self._record(func, args, kwargs)
+        finally:
+            restore_profile(profile)
+
+    def _record(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__") and isinstance(
             getattr(func, "__self__", None), GetSetDescriptorType | property
@@ -213,7 +224,7 @@ class ForwardRecorder(TorchFunctionMode):
                 yield
         finally:
             self._inside = False
-            sys.setprofile(profile)
+            restore_profile(profile)
 
     @contextmanager
     def _counted(self, node: fx.Node) -> Iterator[None]:

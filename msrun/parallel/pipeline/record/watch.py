@@ -130,7 +130,7 @@ class WatchedValues:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            restore_profile(before)
             self._watch_closures(nested)
 
     def _watch_object(self, name: str, value: Any, copies: Mapping[int, Any], depth: int) -> None:
@@ -202,6 +202,14 @@ _UNREPEATABLE: dict[CodeType, tuple[str, str]] = {
     for code in (function.__code__, inspect.unwrap(function).__code__)
     if Path(code.co_filename) != Path(contextlib.__file__)
 }
+
+
+def restore_profile(before: Any) -> None:
+    """Set the profile function that `sys.getprofile` returned; that of cProfile is an object."""
+    if hasattr(before, "enable"):
+        before.enable()
+    else:
+        sys.setprofile(before)
 
 
 def _caller(frame: FrameType) -> FrameType | None:
