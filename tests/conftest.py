@@ -95,6 +95,8 @@ THOROUGH = (
     "tests/torch/losses/test_batch_losses.py",
     "tests/torch/losses/test_counted_losses.py",
     "tests/torch/losses/test_step_batches.py",
+    "tests/torch/models/test_fuzz_models.py",
+    "tests/torch/models/test_model_table.py",
     "tests/torch/models/test_models_pipeline.py",
     "tests/torch/pipeline/test_pipeline.py",
     "tests/torch/pipeline/test_recorded.py",

@@ -9,6 +9,9 @@ sums is a mean as well.  Then the loss that the script returns is one of these:
 - linear: a linear function of means, such as a cross entropy and a penalty.
 - plain: anything else.  Its mean over samples is right for a mean of samples.
 
+A sum times a number is none of these: it may be a mean by hand or a scaled sum.  It is a mean if
+the number divides it and is that of the samples or elements; any other one is refused.
+
 A tensor is linked to what it was computed from (`_SOURCES`): to the batch, and to terms.  So a mean
 over weights, or over values that contain a mean, is not mistaken for one over samples.  A function
 that is not linear is refused: the root of a mean is not the mean of the roots.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -79,6 +82,7 @@ _OPAQUE = frozenset(
 _OPAQUE |= {"median", "quantile", "prod", "logsumexp"}
 _REDUCING = _SUMS | _MEANS | _OPAQUE
 _DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
+_MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
 _LIMITING = frozenset(["clamp", "clip", "clamp_min"])
 _ADDING = frozenset(["add", "__add__", "__radd__"])
 # Their result has the values of their first argument.
@@ -120,6 +124,9 @@ class Term:
         mean: `total / count`, or 0 without anything that counts; None for a sum.
         limit: What the script does to the divisor.
         is_opaque: Whether `total` is no sum, and so does not add up over parts.
+        elements: Elements of which a sum is one; 0 if not known.
+        is_scaled: Whether the sum was multiplied or divided by a number.
+        is_by_hand: Whether that made it a mean, by its elements or samples.
     """
 
     name: str
@@ -128,6 +135,9 @@ class Term:
     mean: Tensor | None = None
     limit: Limit = NO_LIMIT
     is_opaque: bool = False
+    elements: int = 0
+    is_scaled: bool = False
+    is_by_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -212,7 +222,7 @@ class LossWatch(TorchFunctionMode):
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
-        if term and len(sources) == 1 and not term.is_opaque:
+        if term and len(sources) == 1 and not (term.is_opaque or term.is_scaled):
             kind: Kind = "summed" if term.count is None else "counted"
             # The loss itself takes part, for hooks on it: `fully_shard` has one on each output.
             total = term.total + value.to(term.total.dtype) * 0.0
@@ -225,10 +235,23 @@ class LossWatch(TorchFunctionMode):
                     "number for the whole batch",
                     hint=_HINT,
                 )
+        self._check_sums(terms)
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
         if not means:
             return PartLoss(kind="plain", value=value)
         return PartLoss(kind="linear", value=value, terms=means, slopes=_slopes(value, means))
+
+    def _check_sums(self, terms: Sequence[Term]) -> None:
+        """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
+        for term in () if self._takes_all else terms:
+            is_sum = term.count is None and not term.is_opaque and not term.is_by_hand
+            if is_sum and term.total.requires_grad:
+                raise ModelError(
+                    f"the loss is a function of {term.name} over a part of the batch, and may mean "
+                    "a mean or a sum over the whole batch",
+                    hint="return (sum, count) from the loss function; or divide the sum by the "
+                    "samples or elements of the part, if it is a mean",
+                )
 
     def _loss(
         self,
@@ -243,7 +266,8 @@ class LossWatch(TorchFunctionMode):
         if reduction != "mean" or not is_counted:
             result = func(*args, **kwargs)
             if reduction == "sum":
-                self._leave(result, Term(name=name, total=full_tensor(result)), sources)
+                term = Term(name=name, total=full_tensor(result), elements=args[1].numel())
+                self._leave(result, term, sources)
             else:
                 self._link(result, sources)
             return result
@@ -290,8 +314,13 @@ class LossWatch(TorchFunctionMode):
                 else:
                     sums = x.sum(dtype=wide), torch.full((), x.numel(), device=x.device)
                 return self._mean(name, *sums, result.dtype)
-            total = full_tensor(result)
-            self._leave(result, Term(name=name, total=total, is_opaque=name in _OPAQUE))
+            term = Term(
+                name=name,
+                total=full_tensor(result),
+                is_opaque=name in _OPAQUE,
+                elements=x.numel(),
+            )
+            self._leave(result, term)
         return result
 
     def _changed(
@@ -308,6 +337,8 @@ class LossWatch(TorchFunctionMode):
             if count and is_sum and not count.total.requires_grad:
                 shown = f"{term.name} / {count.name}"
                 return self._mean(shown, term.total, count.total, result.dtype, limit=count.limit)
+        if isinstance(other, int | float) and term.total.requires_grad:
+            return self._scaled(term, name, result, other)
         if isinstance(other, int | float) and not term.total.requires_grad:
             floor, offset = term.limit.floor, term.limit.offset
             if name in _LIMITING and not offset:
@@ -317,6 +348,21 @@ class LossWatch(TorchFunctionMode):
             else:
                 return result
             self._leave(result, Term(name=term.name, total=term.total, limit=limit))
+        return result
+
+    def _scaled(self, term: Term, name: str, result: Tensor, number: float) -> Tensor:
+        """Return the product of a sum and a number, or their quotient, which may be a mean."""
+        is_mean = name in _DIVIDING and number in (term.elements, self._samples)
+        if is_mean or name in _DIVIDING or name in _MULTIPLYING:
+            self._leave(
+                result,
+                replace(
+                    term,
+                    total=full_tensor(result),
+                    is_scaled=True,
+                    is_by_hand=term.is_by_hand or is_mean,
+                ),
+            )
         return result
 
     def _mean(

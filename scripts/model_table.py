@@ -1,0 +1,397 @@
+"""Train real models in every configuration beside one process, and write docs/models.md.
+
+Usage: python scripts/model_table.py [run] [--only MODEL[:COLUMN]]... [--again] [--limit SECONDS]
+       python scripts/model_table.py page [--check]
+
+`run` trains each cell in ranks of its own, and keeps what it came to in scripts/model_table.json,
+cell by cell: it may be stopped and started again, and several may run side by side.  A cell that is
+there is not run again without `--again`.  `page` writes the table from that file.
+
+Every cell trains three steps of AdamW in float64, so that a difference is no rounding, and compares
+the losses, all weights and all buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model_zoo import ZOO, ZooModel  # type: ignore[import-not-found]  # beside this file
+from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch exports it
+
+import msrun
+from msrun.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+CELLS = ROOT / "scripts" / "model_table.json"
+PAGE = ROOT / "docs" / "models.md"
+STEPS = 3
+LIMIT = 120.0
+_LOSS_GAP, _WEIGHT_GAP = 1e-8, 1e-6
+_SENTENCE = 300
+
+# Column -> ranks, and the configuration for a model.
+Make = Callable[[ZooModel, nn.Module], dict[str, Any] | None]
+COLUMNS: dict[str, tuple[int, Make]] = {
+    "dp": (2, lambda *_: {}),
+    "zero 1": (2, lambda *_: {"optimizer": {"zero": 1}}),
+    "zero 2": (2, lambda *_: {"optimizer": {"zero": 2}}),
+    "zero 3": (2, lambda *_: {"optimizer": {"zero": 3}}),
+    "tp": (2, lambda entry, _: _tensor_parallel(entry)),
+    "pp": (
+        2,
+        lambda *_: {"mesh": {"pp": 2}, "pipeline": {"stages": "auto", "microbatches": 2}},
+    ),
+    "recompute": (2, lambda entry, model: _recompute(entry, model)),  # noqa: PLW0108 - see below
+    "accumulate": (2, lambda *_: {"accumulate": 2}),
+    "auto": (2, lambda *_: {"mode": "auto", "mesh": "auto"}),
+}
+
+
+def _tensor_parallel(entry: ZooModel) -> dict[str, Any] | None:
+    return {"mesh": {"tp": 2}, "plan": entry.plan} if entry.plan else None
+
+
+def _recompute(entry: ZooModel, model: nn.Module) -> dict[str, Any]:
+    lists = [name for name in entry.blocks if isinstance(_submodule(model, name), nn.Module)]
+    names = []
+    for name in lists:
+        part = model.get_submodule(name)
+        is_list = isinstance(part, nn.ModuleList | nn.Sequential)
+        names += [f"{name}.{i}" for i, _ in enumerate(part.children())] if is_list else [name]
+    return {"recompute": {"modules": names}}
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+# One cell, in its ranks.
+
+
+def batches(entry: ZooModel) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Return the global batches that every number of ranks trains on."""
+    torch.manual_seed(7)
+    return [(entry.inputs(), entry.target()) for _ in range(STEPS)]
+
+
+def build(entry: ZooModel) -> nn.Module:
+    """Return the model with the weights that it has everywhere."""
+    torch.manual_seed(3)
+    model: nn.Module = entry.make().double().train()
+    return model
+
+
+def train_alone(entry: ZooModel) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in one process by plain torch."""
+    model = build(entry)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for inputs, target in batches(entry):
+        optimizer.zero_grad()
+        loss = entry.loss(model(*inputs), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: tensor.detach().clone() for name, tensor in _all_names(model)}
+
+
+def _all_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by all their names: a stage may have a shared one under a later name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def train(entry: ZooModel, config: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train under `config` on this rank; return losses, and on rank 0 whole tensors."""
+    from msrun.parallel.verify.gather import to_first_rank
+
+    model = build(entry)
+    rt = msrun.init(config)
+    given = batches(entry)
+    inputs, _ = given[0]
+    is_auto = config.get("mode") == "auto"
+    model = rt.shard(model, inputs if is_auto or "pipeline" in config else None)
+    optimizer = rt.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    share, count = rt.coordinate.get("dp", 0), rt.layout.axes.get("dp", 1)
+    losses = []
+    for inputs, target in given:
+        part = [value.chunk(count)[share] for value in (*inputs, target)]
+        losses.append(rt.step(model, optimizer, entry.loss, *part).item())
+    tensors = list(_all_names(model))
+    whole: dict[str, Tensor] = {}
+    to_first_rank(rt.context, [(name, t.detach()) for name, t in tensors], whole.__setitem__)
+    return losses, whole
+
+
+def compare(
+    found: tuple[list[float], Mapping[str, Tensor]],
+    expected: tuple[list[float], Mapping[str, Tensor]],
+) -> str:
+    """Return `equal`, or what is wrong."""
+    gap = max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(found[0], expected[0], strict=True))
+    if not gap <= _LOSS_GAP:
+        return f"wrong: loss off by {gap:.1e}"
+    for name, tensor in found[1].items():
+        other = expected[1].get(name)
+        if other is None:
+            return f"wrong: one process has no {name}"
+        if other.shape != tensor.shape:
+            return f"wrong: {name} has shape {tuple(tensor.shape)}"
+        own, other = tensor.double(), other.double()
+        away = (
+            float(torch.where(own == other, 0.0, (own - other).abs()).max()) if own.numel() else 0
+        )
+        if not away <= _WEIGHT_GAP:
+            return f"wrong: {name} off by {away:.1e}"
+    # A stage may have a shared weight under another of its names.
+    values = [expected[1][name] for name in found[1] if name in expected[1]]
+    missing = [
+        name
+        for name, tensor in expected[1].items()
+        if name not in found[1] and not any(torch.equal(tensor, value) for value in values)
+    ]
+    return f"wrong: {missing[0]} is missing" if missing else "equal"
+
+
+def _rank(
+    entry: ZooModel, config: dict[str, Any], place: tuple[int, int], folder: str, pipe: Any
+) -> None:
+    rank, world_size = place
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=FileStore(f"{folder}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+        )
+        dist.barrier()
+        found = train(entry, config)
+        answer = compare(found, torch.load(f"{folder}/expected.pt")) if rank == 0 else "equal"
+        losses = torch.tensor(found[0])
+        if not torch.isfinite(losses).all():
+            answer = "wrong: the loss is no number"
+    except UsageError as error:
+        answer = f"refused: {error.message}"
+    except BaseException as error:  # noqa: BLE001 - it is the answer
+        place_of = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).strip().partition("\n")[0]
+        where = f"{Path(place_of.filename).name}:{place_of.lineno}"
+        answer = f"traceback: {type(error).__name__}: {text} ({where})"
+    pipe.send(" ".join(answer.split())[:_SENTENCE])
+    pipe.recv()  # until all have answered: a peer may still talk to this one
+
+
+def run_cell(entry: ZooModel, column: str, limit: float) -> str:
+    """Return what one cell comes to."""
+    world_size, make = COLUMNS[column]
+    config = make(entry, build(entry))
+    if config is None:
+        return "-"
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(train_alone(entry), f"{folder}/expected.pt")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_rank, args=(entry, config, (rank, world_size), folder, there)
+            )
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            answers = _collect(pipes, limit)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    return _worst(answers)
+
+
+def _collect(pipes: list[Any], limit: float) -> list[str]:
+    """Return the answers of all ranks; after a failure the others get little more time."""
+    answers: dict[int, str] = {}
+    deadline = time.monotonic() + limit
+    while len(answers) < len(pipes) and time.monotonic() < deadline:
+        waiting: list[Any] = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+        left = max(0.0, deadline - time.monotonic())
+        for pipe in multiprocessing.connection.wait(waiting, left):
+            rank = pipes.index(pipe)
+            try:
+                answers[rank] = pipes[rank].recv()
+            except EOFError:
+                answers[rank] = "traceback: the process died"
+            if not answers[rank].startswith("equal"):
+                deadline = min(deadline, time.monotonic() + 5)
+    return [answers.get(rank, "hung") for rank in range(len(pipes))]
+
+
+def _worst(answers: list[str]) -> str:
+    """Return the answer of the cell; a rank whose peer failed may hang, which is no answer."""
+    for kind in ("traceback", "wrong", "refused", "hung"):
+        found = [answer for answer in answers if answer.startswith(kind)]
+        if kind == "refused" and found:
+            return found[0] if len(found) == len(answers) else f"{found[0]} (on some ranks)"
+        if found:
+            return found[0]
+    return "equal"
+
+
+# The file of cells.
+
+
+@contextmanager
+def _locked() -> Iterator[dict[str, dict[str, str]]]:
+    """Yield the cells, and write them afterwards; other processes wait meanwhile."""
+    lock = Path(tempfile.gettempdir(), "msrun-model-table.lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cells = read_cells()
+        yield cells
+        text = json.dumps(cells, indent=1, ensure_ascii=False) + "\n"
+        CELLS.write_text(text, encoding="utf-8")
+
+
+def read_cells() -> dict[str, dict[str, str]]:
+    """Return model -> column -> what it came to."""
+    cells: dict[str, dict[str, str]] = (
+        json.loads(CELLS.read_text(encoding="utf-8")) if CELLS.exists() else {}
+    )
+    return cells
+
+
+def wanted(only: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield model and column of the cells that `--only` names; all without it."""
+    asked = [text.partition(":") for text in only]
+    for model in ZOO:
+        for column in COLUMNS:
+            if not asked or any(
+                name in ("", model) and at in ("", column) for name, _, at in asked
+            ):
+                yield model, column
+
+
+def run(only: Iterable[str], limit: float, *, is_again: bool) -> int:
+    """Run the cells; return 1 if one of them is wrong or ended with a traceback."""
+    bad = 0
+    for model, column in wanted(only):
+        entry = ZOO[model]
+        if entry.needs and importlib.util.find_spec(entry.needs) is None:
+            print(f"{model}: {entry.needs} is not installed")
+            continue
+        if not is_again and column in read_cells().get(model, {}):
+            continue
+        start = time.monotonic()
+        answer = run_cell(entry, column, limit)
+        bad += answer.startswith(("wrong", "traceback", "hung"))
+        print(f"{model}, {column}: {answer}  ({time.monotonic() - start:.0f} s)", flush=True)
+        with _locked() as cells:
+            cells.setdefault(model, {})[column] = answer
+    return int(bad > 0)
+
+
+# The page.
+
+_HEAD = """# Real models in every configuration
+
+Each cell trains a small model with random weights for three steps of AdamW, on two ranks of gloo
+and in float64, and compares losses, weights and buffers with plain torch in one process on the same
+global batches. *equal* is a difference below 1e-8 of the loss and 1e-6 of each weight. A refusal is
+one sentence before any weight changes; the numbers lead to the sentences below the table.
+`python scripts/model_table.py run` makes the cells, `... page` writes this page.
+
+"""
+_NOTES = """
+- `dp`, `zero 1` to `zero 3`, `recompute` (of every block) and `accumulate` (of 2) have two
+  data-parallel ranks. `tp` has the rules that a user writes by hand (`colwise` and `rowwise` of
+  `scripts/model_zoo.py`); `-` is a model without such a plan. `pp` has `stages: auto` and two
+  micro-batches. `auto` is `mode: auto` with `mesh: auto`.
+- Decoders of transformers have `use_cache=False`. Losses are computed from the logits, and targets
+  hold padding of -100.
+"""
+
+
+def page(cells: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the page with `cells`."""
+    notes: dict[str, int] = {}
+    lines = [
+        f"| model | {' | '.join(COLUMNS)} |",
+        f"|---|{'---|' * len(COLUMNS)}",
+    ]
+    for model in ZOO:
+        row = []
+        for column in COLUMNS:
+            answer = cells.get(model, {}).get(column, "not run")
+            kind, colon, _ = answer.partition(": ")
+            number = f" [{notes.setdefault(answer, len(notes) + 1)}]" if colon else ""
+            row.append(f"{kind}{number}")
+        lines.append(f"| {model} | {' | '.join(row)} |")
+    kinds = Counter(
+        cells.get(model, {}).get(column, "not run").partition(": ")[0]
+        for model in ZOO
+        for column in COLUMNS
+    )
+    total = sum(count for kind, count in kinds.items() if kind not in ("-", "not run"))
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    share = f"{kinds['equal'] / total:.0%}" if total else "none"
+    said = "".join(
+        f"{textwrap.fill(f'{number}. {answer}', 100, subsequent_indent='   ')}\n"
+        for answer, number in notes.items()
+    )
+    body = "\n".join(lines)
+    summary = f"{counts}: {share} of the cells that were run are equal."
+    return f"{_HEAD}{body}\n\n{summary}\n{_NOTES}\n{said}"
+
+
+def main() -> int:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", nargs="?", choices=["run", "page"], default="run")
+    parser.add_argument("--only", action="append", default=[], metavar="MODEL[:COLUMN]")
+    parser.add_argument("--again", action="store_true", help="run cells that are there, too")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one cell")
+    parser.add_argument("--check", action="store_true", help="only say whether the page is current")
+    given = parser.parse_args()
+    if given.what == "run":
+        torch.set_num_threads(1)  # threads do not survive a fork
+        return run(given.only, given.limit, is_again=given.again)
+    text = page(read_cells())
+    if given.check:
+        return int(PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

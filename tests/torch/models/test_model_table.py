@@ -1,0 +1,47 @@
+"""The table of real models: its page is current, and a sample of its cells holds."""
+
+import importlib.util
+
+import model_table
+import pytest
+from model_zoo import ZOO
+
+pytestmark = pytest.mark.torch
+
+CELLS = model_table.read_cells()
+SAMPLE = [("LSTM", "dp"), ("LSTM", "pp"), ("DLRM", "zero 3"), ("DLRM", "tp"), ("DLRM", "auto")]
+
+
+def test_the_page_is_current():
+    text = model_table.PAGE.read_text(encoding="utf-8")
+    assert text == model_table.page(CELLS), "run python scripts/model_table.py page"
+
+
+def test_no_cell_is_wrong():
+    kinds = {
+        f"{model}, {column}": answer.partition(":")[0]
+        for model, row in CELLS.items()
+        for column, answer in row.items()
+    }
+    assert {kind for kind in kinds.values() if kind not in ("equal", "refused", "-")} == set()
+    shown = [kind for kind in kinds.values() if kind != "-"]
+    assert shown.count("equal") >= 0.9 * len(shown)
+
+
+@pytest.mark.parametrize(("model", "column"), SAMPLE)
+def test_a_cell(model, column):
+    assert model_table.run_cell(ZOO[model], column, model_table.LIMIT) == CELLS[model][column]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", [name for name, entry in ZOO.items() if entry.needs])
+def test_a_row(model):
+    if importlib.util.find_spec(ZOO[model].needs) is None:
+        pytest.skip(f"{ZOO[model].needs} is not installed")
+    found = {
+        column: model_table.run_cell(ZOO[model], column, model_table.LIMIT)
+        for column in model_table.COLUMNS
+    }
+    kinds = {column: answer.partition(":")[0] for column, answer in found.items()}
+    assert kinds == {column: said.partition(":")[0] for column, said in CELLS[model].items()}
