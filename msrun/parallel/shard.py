@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,6 +44,7 @@ from msrun.parallel.replicas import (
 )
 from msrun.parallel.sharded_model import (
     Context,
+    OriginalParameters,
     ParameterSnapshot,
     Reduction,
     ShardedModel,
@@ -122,7 +122,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         fill.move(model, context.device)
     else:
         model.to(context.device)
-    originals = _Originals(model, is_strong=weights is not None)
+    originals = OriginalParameters(model, is_strong=weights is not None)
     # Before anything is sharded, while every tensor is whole on every rank.
     if context.world_size > 1:
         broadcast_weights(model, resolved.excluded)
@@ -160,7 +160,7 @@ def _shard_by_search(
     batch_norm.check(config, model)
     sample = check_sample(model, sample)
     model.to(rank.device)
-    originals = _Originals(model, is_strong=False)
+    originals = OriginalParameters(model, is_strong=False)
     if rank.world_size > 1:
         broadcast_weights(model, excluded=())
     hooked = parameter_hooks.hooked(model)
@@ -278,7 +278,7 @@ def _make_parallel(
     context: RankContext,
     model: nn.Module,
     resolved: _ResolvedPlan,
-    originals: _Originals,
+    originals: OriginalParameters,
     weights: Weights | None = None,
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
@@ -359,7 +359,7 @@ def _computing(
 
 
 def _find_hooks(
-    context: RankContext, model: nn.Module, zero: _Zero | None, originals: _Originals
+    context: RankContext, model: nn.Module, zero: _Zero | None, originals: OriginalParameters
 ) -> ParameterHooks:
     """Return the gradient hooks on `model`; refuse those that hold a replaced parameter."""
     params = set(model.parameters())
@@ -377,24 +377,6 @@ def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> P
     gathered = {name for name, param in named if zero and param not in zero.replicated}
     has_plan = bool(config.plan or config.pipeline)
     return ParameterSnapshot(model, gathered, can_thaw=not has_plan)
-
-
-class _Originals:
-    """The parameters of a model before the first change, to recognise stale optimizers later.
-
-    Args:
-        model: The model.
-        is_strong: Hold strong references at first.  Parameters of `init_on_meta` need it: torch
-            gives them memory in place only while nothing refers to them weakly.
-    """
-
-    def __init__(self, model: nn.Module, *, is_strong: bool) -> None:
-        self._strong = list(model.parameters()) if is_strong else []
-        self._weak = [] if is_strong else [weakref.ref(param) for param in model.parameters()]
-
-    def references(self) -> list[weakref.ref[Parameter]]:
-        """Return weak references to all of them."""
-        return self._weak or [weakref.ref(param) for param in self._strong]
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -119,6 +119,24 @@ class Reduction(msgspec.Struct, frozen=True):
     completed: Context = contextlib.nullcontext
 
 
+class OriginalParameters:
+    """The parameters of a model before the first change, to recognise stale optimizers later.
+
+    Args:
+        model: The model.
+        is_strong: Hold strong references at first.  Parameters of `init_on_meta` need it: torch
+            gives them memory in place only while nothing refers to them weakly.
+    """
+
+    def __init__(self, model: nn.Module, *, is_strong: bool) -> None:
+        self._strong = list(model.parameters()) if is_strong else []
+        self._weak = [] if is_strong else [weakref.ref(param) for param in model.parameters()]
+
+    def references(self) -> list[weakref.ref[Parameter]]:
+        """Return weak references to all of them."""
+        return self._weak or [weakref.ref(param) for param in self._strong]
+
+
 def refuse_copies(model: nn.Module, reason: str) -> None:
     """Have `copy.deepcopy(model)` say why it cannot be copied."""
 

@@ -144,23 +144,26 @@ class Agent:
         )
         self._state = AgentState(
             job_id=self._job.job_id,
-            register=Register(
-                host=plan.machine.host,
-                slots=self._job.workers_per_node,
-                store_host=self._node.store[0],
-                store_port=int(self._node.store[1]),
-                node_rank=self._job.node_rank,
-                serves=self._job.serves,
-                shares_host=bool(self._job.node_name),
-                formation=self._node.formation,
-                devices=self._node.devices(),
-            ),
+            register=self._register(),
             grace=self._job.grace,
             forwarded=tuple(signum for signum in FORWARDED if signum not in self._stops),
             form_by=self._began_at + self._job.join_timeout,
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
             scheduler=self._node.scheduler_name,
+        )
+
+    def _register(self) -> Register:
+        return Register(
+            host=self._plan.machine.host,
+            slots=self._job.workers_per_node,
+            store_host=self._node.store[0],
+            store_port=int(self._node.store[1]),
+            node_rank=self._job.node_rank,
+            serves=self._job.serves,
+            shares_host=bool(self._job.node_name),
+            formation=self._node.formation,
+            devices=self._node.devices(),
         )
 
     def run(self) -> Verdict:
