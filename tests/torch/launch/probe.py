@@ -99,11 +99,13 @@ def status(*names):
 
 # Where a dump goes that the agent asks for; no program that is started inherits it.
 STACK_DESCRIPTOR = 100
+# By which a worker notes how its two streams take turns, and reaches its log.
+STREAM_DESCRIPTORS = {101, 102, 103}
 
 
 def descriptors():
     found = {}
-    for fd in set(range(256)) - {STACK_DESCRIPTOR}:
+    for fd in set(range(256)) - {STACK_DESCRIPTOR} - STREAM_DESCRIPTORS:
         with contextlib.suppress(OSError):
             target = str(Path(f"/proc/self/fd/{fd}").readlink())
             found[fd] = [

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
 
 import pytest
-import torch
 from support import environment, script
 
-from msrun.parallel.torch_compat import follow_jit_variable, follow_log_variables
 from msrun.worker.early_variables import AT_IMPORT
 
 pytestmark = [pytest.mark.torch, pytest.mark.process]
@@ -150,24 +147,3 @@ def test_all_that_torch_reads_at_import_is_known(plain, tmp_path):
     assert len(of_torch) > 20
     unknown = {name for name in of_torch - FOLLOWED_NAMES if not AT_IMPORT.fullmatch(name)}
     assert unknown == set()
-
-
-def test_logs_follow_their_variable(monkeypatch):
-    levels = []
-    for setting in ("+dynamo", None):
-        monkeypatch.setenv("TORCH_LOGS", setting) if setting else monkeypatch.delenv("TORCH_LOGS")
-        follow_log_variables()
-        levels.append(logging.getLogger("torch._dynamo").level)
-
-    assert levels == [logging.DEBUG, logging.NOTSET]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scripting_follows_its_variable(monkeypatch):
-    kinds = []
-    for setting in ("0", "1"):
-        monkeypatch.setenv("PYTORCH_JIT", setting)
-        follow_jit_variable()
-        kinds.append(isinstance(torch.jit.script(torch.nn.Identity()), torch.jit.ScriptModule))
-
-    assert kinds == [False, True]
