@@ -85,7 +85,7 @@ def broadcast(
     value: _T | None,
     kind: type[_T],
     source: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device = _HOST,
 ) -> _T:
     """Return on all ranks of `group` the `value` of global rank `source`.
@@ -94,7 +94,7 @@ def broadcast(
         value: The value; not used on other ranks.
         kind: Its type.
         source: Global rank.
-        group: The ranks.
+        group: The ranks; None for all of the job.
         device: Device whose tensors the group sends.
 
     Raises:

@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
+from msrun.parallel.exchange import messages, tensors
 from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses.batch import batch_size, map_leaves, tensors_in
 from msrun.parallel.rank_context import RankContext
 
 Receive = Callable[[str, Tensor], None]
+
+
+class _BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
+    samples: int
+    values: list[bool | int | float | str]
 
 
 class NotOneBatchError(Exception):
@@ -35,17 +42,19 @@ def to_first_rank(
         named: Tensors of this rank's stage by name, in the same order on all ranks of the stage.
         receive: Called on rank 0 alone, with one whole tensor after the other.
     """
+    group = dist.group.WORLD
     stages = context.layout.size(PIPELINE_AXIS)
     own = context.coordinate.get(PIPELINE_AXIS, 0)
     for stage in range(stages):
         root = _first_rank(context, stage)
         names = [name for name, _ in named] if own == stage else []
-        names = _sent(context, names, root) if root else names
-        tensors = dict(named) if own == stage else {}
+        if root:
+            names = messages.broadcast(names, list[str], root, group, context.device)
+        held = dict(named) if own == stage else {}
         for name in names:
-            whole = _whole(context, tensors[name]) if name in tensors else None
+            whole = _whole(context, held[name]) if name in held else None
             if root:
-                whole = _sent(context, whole, root)
+                whole = tensors.broadcast(whole, root, group, context.device)
             if context.rank == 0 and whole is not None:
                 receive(name, whole)
 
@@ -56,15 +65,6 @@ def _first_rank(context: RankContext, stage: int) -> int:
         if context.layout.coordinate(rank).get(PIPELINE_AXIS, 0) == stage:
             return rank
     raise ValueError(stage)
-
-
-def _sent(context: RankContext, value: Any, root: int) -> Any:
-    """Return the `value` of rank `root`."""
-    if isinstance(value, Tensor):
-        value = value.cpu()
-    box = [value]
-    dist.broadcast_object_list(box, src=root, device=context.device)
-    return box[0]
 
 
 def _whole(context: RankContext, tensor: Tensor) -> Tensor:
@@ -97,18 +97,17 @@ def whole_batch(context: RankContext, batch: Any) -> Any:
     members = dist.get_process_group_ranks(group)
     if members[0] != 0:  # ranks of other groups have copies of these batches
         return None
-    tensors = [tensor.detach().cpu() for tensor in tensors_in(batch)]
-    sent = (batch_size(batch), tensors, _plain_values(batch))
-    of_ranks: list[Any] | None = [None] * len(members) if context.rank == 0 else None
-    dist.gather_object(sent, of_ranks, dst=0, group=group)
-    if of_ranks is None:
+    own = _BatchHeader(samples=batch_size(batch), values=_plain_values(batch))
+    headers = messages.gather_all(own, _BatchHeader, group, context.device)
+    of_ranks = tensors.gather_all([*tensors_in(batch)], group, context.device)
+    if context.rank:
         return None
-    if any(values != sent[2] for _, _, values in of_ranks):
+    if any(header.values != own.values for header in headers):
         raise NotOneBatchError("ranks have other numbers or strings in their batches")
-    sizes = [size for size, _, _ in of_ranks]
-    if len({len(tensors) for _, tensors, _ in of_ranks}) > 1:
+    if len({len(each) for each in of_ranks}) > 1:
         raise NotOneBatchError("the batches of ranks hold other numbers of tensors")
-    joined = zip(*(tensors for _, tensors, _ in of_ranks), strict=True)
+    sizes = [header.samples for header in headers]
+    joined = zip(*of_ranks, strict=True)
     return map_leaves(lambda _: _join(next(joined), sizes).to(context.device), batch)
 
 

@@ -14,7 +14,7 @@ from ranks import run_warm
 import msrun
 from msrun.errors import ProtocolError
 from msrun.parallel.checkpoint.peers import HostGroup
-from msrun.parallel.exchange import messages
+from msrun.parallel.exchange import messages, tensors
 
 pytestmark = pytest.mark.torch
 
@@ -147,3 +147,28 @@ def _values_of_any_size():
 
 def test_a_text_of_the_first_rank_reaches_all():
     assert run_warm(_values_of_any_size, 2) == ["first", "first"]
+
+
+KINDS = (torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64)
+
+
+def drawn(rank):
+    """Return tensors of unlike types and shapes, one of them empty and one a view."""
+    torch.manual_seed(rank)
+    draws = [torch.randn(3, rank + 1).to(kind) for kind in KINDS]
+    return [*draws, torch.empty(0, 2), torch.randn(4, 3).t(), torch.tensor(rank)]
+
+
+def _exchanged():
+    rank = dist.get_rank()
+    own, device = drawn(rank), torch.device("cpu")
+    sent = [tensors.broadcast(own[0] if rank == 1 else None, 1, None, device)]
+    return [sent, *tensors.gather_all(own, dist.group.WORLD, device)]
+
+
+def test_every_rank_gets_the_tensors():
+    expected = [[drawn(1)[0]], *map(drawn, range(3))]
+    for found in run_warm(_exchanged, 3):
+        for parts, each in zip(found, expected, strict=True):
+            assert [part.dtype for part in parts] == [one.dtype for one in each]
+            assert all(map(torch.equal, parts, each))
