@@ -1,7 +1,7 @@
 """The backends: one file for each way to bring a job's processes to life.
 
-A backend is a class without arguments that follows `msrun.launch.Launcher`: `plan`
+A backend is a class without arguments that follows `msrun.backend.Launcher`: `plan`
 decides and returns data, `submit` acts on it.  None knows another.  A backend of this
-distribution is named in `msrun.launch.BUILT_IN`; those of others register under the
+distribution is named in `msrun.backend.BUILT_IN`; those of others register under the
 entry-point group `msrun.launchers`.
 """

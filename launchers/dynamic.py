@@ -7,8 +7,8 @@ import sys
 from msgspec import structs
 
 from msrun import environ
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.job import JobSpec, ProgramKind, WorkerProgram
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import run_dir
 from msrun.supervise import containment, node_plan
 from msrun.topology import Machine

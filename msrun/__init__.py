@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from msrun.api.job import Job, JobStatus, launch
+    from msrun.cluster.verdict import Verdict
     from msrun.errors import (
         CheckpointError,
         ConfigError,
         ExitCode,
+        JobFailed,
         ModelError,
         MsrunError,
         RanksDisagreeError,
@@ -40,16 +43,21 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ExitCode",
+    "Job",
+    "JobFailed",
+    "JobStatus",
     "ModelError",
     "MsrunError",
     "RanksDisagreeError",
     "Runtime",
     "UsageError",
+    "Verdict",
     "__version__",
     "beat",
     "collectives",
     "init",
     "join",
+    "launch",
 ]
 
 # Public name -> module that has it; each costs an import that not every program needs.
@@ -57,12 +65,17 @@ _LOADED_ON_USE = {
     "CheckpointError": "msrun.errors",
     "ConfigError": "msrun.errors",
     "ExitCode": "msrun.errors",
+    "Job": "msrun.api.job",
+    "JobFailed": "msrun.errors",
+    "JobStatus": "msrun.api.job",
     "ModelError": "msrun.errors",
     "MsrunError": "msrun.errors",
     "RanksDisagreeError": "msrun.errors",
     "Runtime": "msrun.parallel.runtime",
     "UsageError": "msrun.errors",
+    "Verdict": "msrun.cluster.verdict",
     "beat": "msrun.worker.beat",
+    "launch": "msrun.api.job",
 }
 
 

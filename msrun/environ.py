@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import msgspec
 
@@ -16,8 +17,12 @@ from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
+# From `msrun verify` to rank 0: the file for its report.
+VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
+# Directory with the function that a worker calls, until it has been loaded.
+CALL = "MSRUN_CALL"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -25,6 +30,7 @@ _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
     "MSRUN_NODE_RANK",
+    "MSRUN_RANK0_ADDR",
     RUN_DIR,
     CONFIG,
 )
@@ -161,7 +167,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         device: Index of its device among those of the node.
         role: Name of its role.
         max_restarts: Restart budget of the job.
-        store: Host and port of this generation's TCPStore.
+        store: Host and port of this generation's store, on the worker's own node.
+        rank0_address: Address of the node of rank 0.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
@@ -185,6 +192,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     max_restarts: int
     store: tuple[str, str]
+    rank0_address: str
     scheduler: tuple[str, str]
     run_dir: str
     error_file: str
@@ -261,6 +269,7 @@ def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
         "MSRUN_JOB_ID": who.job_id,
         "MSRUN_GENERATION": str(who.generation),
         "MSRUN_NODE_RANK": str(who.node_rank),
+        "MSRUN_RANK0_ADDR": who.rank0_address,
         RUN_DIR: who.run_dir,
     }
 
@@ -284,6 +293,16 @@ def _one_device(device: int, base: Mapping[str, str]) -> dict[str, str]:
 def current() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)
+
+
+def call_directory() -> str:
+    """Return where the function is that this worker calls; empty before and after it is loaded."""
+    return os.environ.get(CALL, "")
+
+
+def end_call() -> None:
+    """Forget the function: it has been loaded, and may start jobs of its own."""
+    os.environ.pop(CALL, None)
 
 
 def options_environment() -> dict[str, str]:
@@ -400,6 +419,11 @@ def config_file(env: Mapping[str, str]) -> str | None:
     return env.get(CONFIG) or None
 
 
+def verify_report(env: Mapping[str, str]) -> str | None:
+    """Return the file for the report of `msrun verify`, if that runs this job."""
+    return env.get(VERIFY) or None
+
+
 def master(env: Mapping[str, str]) -> tuple[str, int] | None:
     """Return host and port of the store that `env` names, None without.
 
@@ -493,6 +517,20 @@ def rank_file(name: str) -> str | None:
     if not (run_dir and generation.isdecimal() and rank.isdecimal()):
         return None
     return f"{run_dir}/g{generation}/{name}_{rank}"
+
+
+def terminal() -> tuple[str, bool]:
+    """Return the kind of our terminal, empty if unknown, and whether it may have colours."""
+    return os.environ.get("TERM", ""), not os.environ.get("NO_COLOR")
+
+
+def line_prefix(role: str, rank: int, local_rank: int) -> str:
+    """Return what stands before each line of a worker on the console.
+
+    torchrun's variable has the template; without it the rank is named.
+    """
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    return Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
 
 
 def thread_counts() -> tuple[int | None, int | None]:

@@ -74,6 +74,47 @@ class RanksDisagreeError(UsageError):
     """Ranks of one job did different things where all must do the same."""
 
 
+class JobFailed(MsrunError):  # noqa: N818 - the outcome of a job, not a mistake of the caller
+    """A job that `msrun.launch` or `msrun.Job` started has failed, or was stopped.
+
+    `Job.verdict` has the whole result.
+
+    Args:
+        message: Which rank failed first, where, how, and the first line of its exception.
+        code: Exit code of the job.
+        rank: The rank that failed first; None where no rank did.
+        node: Host name of its node; empty without a rank.
+        log_file: Its log on that node; empty without a rank.
+        error: First line of its exception; empty without one.
+        traceback: Text of its exception, if it called a function on this node; else empty.
+        hint: As of `MsrunError`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int,
+        rank: int | None = None,
+        node: str = "",
+        log_file: str = "",
+        error: str = "",
+        traceback: str = "",
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.rank = rank
+        self.node = node
+        self.log_file = log_file
+        self.error = error
+        self.traceback = traceback
+        if log_file:
+            self.add_note(f"log: {log_file}")
+        if traceback:
+            self.add_note(f"in rank {rank}:\n{traceback.rstrip()}")
+
+
 class ProtocolError(MsrunError):
     """A peer sent bytes that are no message of this protocol version."""
 

@@ -13,6 +13,9 @@ from msrun.units import PORT_MAX
 
 # Workers of the largest job of which a pipe shows every rank.
 _SHOWN_BY_DEFAULT_MAX = 16
+# Stands for every rank where streams are chosen by local rank.
+EVERY_RANK = -1
+STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
 
@@ -111,6 +114,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         node_rank: Rank of this node, None when the scheduler decides.
         node_name: Name of a process that was started by hand, which is a node of its own; local
             ranks count over all such nodes of one machine.  Empty for a node of msrun.
+        beside: How many other nodes of this job began on this machine before, where ranks are
+            assigned.
         device: Index of the only device that this node's only worker sees; None takes the
             device of its local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
@@ -137,6 +142,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         tail: Ranks shown on the console; None shows rank 0 at a terminal, no rank in a pipe, and
             in both the worker of a process that was started by hand.
         tail_local: Local ranks that may appear on the console; None sets no limit.
+        tee: Local rank, or `EVERY_RANK`, -> streams shown on the console: 1 stdout, 2 stderr, 3
+            both, 0 none; empty shows both.
+        redirects: In the same form, streams with a file of their own beside the log, which the
+            console leaves out unless ranks or streams were chosen for it.
         bind_core: CPU binding.
         bind_numa: Memory binding.
         role: ROLE_NAME of the workers.
@@ -165,6 +174,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int | None = None
     node_rank: int | None = None
     node_name: str = ""
+    beside: int = 0
     device: int | None = None
     master_addr: str | None = None
     master_port: int = 0
@@ -184,6 +194,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     worker_log_name: str = "worker_{rank}"
     tail: frozenset[int] | None = None
     tail_local: frozenset[int] | None = None
+    tee: dict[int, int] = msgspec.field(default_factory=dict)
+    redirects: dict[int, int] = msgspec.field(default_factory=dict)
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
     role: str = "default"
@@ -241,6 +253,25 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         is_chosen = self.tail is None or rank in self.tail
         return is_chosen and (self.tail_local is None or local_rank in self.tail_local)
 
+    def separate_streams(self, local_rank: int) -> frozenset[int]:
+        """Return the streams of a worker that have a file of their own.
+
+        Besides those of `redirects` these are streams of which something is wanted that is not
+        wanted of the other one: then it is certain which bytes are whose, whoever wrote them.
+        """
+        shown = _streams(self.tee, local_rank)
+        chosen = shown if len(shown) == 1 else frozenset()
+        return _streams(self.redirects, local_rank) | chosen
+
+    def shown_streams(self, rank: int, local_rank: int, *, is_terminal: bool) -> frozenset[int]:
+        """Return the streams of a worker that the console shows."""
+        if not self.is_shown(rank, local_rank, is_terminal=is_terminal):
+            return frozenset()
+        if any(self.tee.values()):
+            return _streams(self.tee, local_rank)
+        own = _streams(self.redirects, local_rank) if self.tail is None else frozenset()
+        return frozenset(STREAMS) - own
+
     @property
     def is_alone(self) -> bool:
         """Whether this node is the whole job."""
@@ -250,3 +281,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_elastic(self) -> bool:
         """Whether the job runs on more or fewer workers when nodes come and go."""
         return self.world_size is None and self.nnodes_min < self.nnodes_max
+
+
+def _streams(choice: dict[int, int], local_rank: int) -> frozenset[int]:
+    bits = choice.get(local_rank, choice.get(EVERY_RANK, 0))
+    return frozenset(stream for stream in STREAMS if bits & stream)

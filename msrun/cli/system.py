@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from msrun.backend import Launcher
     from msrun.fleet import FleetLauncher
-    from msrun.launch import Launcher
+    from msrun.job import JobSpec
     from msrun.processes.control_client import ControlClient
     from msrun.processes.control_file import Card
     from msrun.topology import Machine
@@ -58,6 +59,9 @@ class System(Protocol):
     def jobs(self) -> list[Card]:
         """Return this user's jobs on this machine, one for each launcher."""
 
+    def has_node(self, job: JobSpec) -> bool:
+        """Tell whether another launcher of `job` runs on this machine."""
+
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Return a connection to a job, whose answers may take `patience` seconds."""
 
@@ -91,15 +95,15 @@ class RealSystem:
 
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`."""
-        from msrun import launch
+        from msrun import backend
 
-        return launch.load(name)
+        return backend.load(name)
 
     def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
         """Return the backend `name` that starts agents on other nodes, with its options."""
-        from msrun import launch
+        from msrun import backend
 
-        return launch.open_fleet(name, texts)
+        return backend.open_fleet(name, texts)
 
     def token(self) -> str:
         """Return six hex digits."""
@@ -161,6 +165,12 @@ class RealSystem:
         from msrun.processes import control_file
 
         return control_file.jobs()
+
+    def has_node(self, job: JobSpec) -> bool:
+        """Look into the private directories."""
+        from msrun.processes import control_file
+
+        return control_file.has_node(job)
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Connect to the scheduler of `card`."""

@@ -20,6 +20,9 @@ class Verb(NamedTuple):
 
 VERBS = {
     "run": Verb("msrun.cli.verbs.run:run", "Start the job; msrun does this without a verb too."),
+    "verify": Verb(
+        "msrun.cli.verbs.verify:verify", "Compare the first step with that of one process."
+    ),
     "plan": Verb("msrun.cli.verbs.plan:plan", "Show what run would do."),
     "ls": Verb("msrun.cli.verbs.status:ls", "List your jobs on this machine."),
     "status": Verb("msrun.cli.verbs.status:status", "Show where a job stands."),

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import msrun
 from msrun.errors import UsageError
 from msrun.parallel.auto.redistribute import Redistributor
-from msrun.parallel.runtime import Runtime
+from msrun.parallel.runtime import Runtime, init
 from msrun.parallel.search.cost.topology import CollectiveKind, Measured, NetworkLevel, Topology
 from msrun.parallel.search.graph.axis_placement import PARTIAL, REPLICATED
 
@@ -51,7 +50,7 @@ def main(path: str) -> None:
     Raises:
         UsageError: The nodes have different numbers of ranks, or the file cannot be written.
     """
-    with msrun.init() as runtime:
+    with init() as runtime:
         topology = measure(runtime)
         if runtime.is_main:
             write(topology, Path(path))

@@ -75,6 +75,8 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
     Raises:
         ModelError: A step has several micro-batches.
     """
+    if context.batch.is_whole:
+        return x
     if context.batch.parts > 1:
         raise ModelError(
             f"rt.gather: a step of {context.batch.parts} micro-batches never has the whole batch",

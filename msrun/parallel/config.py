@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from msrun.errors import UsageError
+from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
 from msrun.units import parse_size
 
 ROOT = "parallel"
@@ -20,13 +21,15 @@ REST = -1
 # Axes with a meaning of their own; every other name is for the operator plan.
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+# The axis that plans that ship take where the mesh has several.
+TENSOR_AXIS = "tp"
 
 # In a list of dims: as many unsharded dims as the tensor has beyond those that are listed.
 UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab"]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -111,8 +114,11 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
             a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
-            dim 1 of input and output.
+            dim 1 of input and output, `experts` shards every expert of a module that holds the
+            weights of all in 3-D parameters.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
+        parts: With `colwise`: number of equal projections that follow each other in one weight,
+            such as 3 for query, key and value; each is sharded, at least 1.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -128,6 +134,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     match: str
     style: Style | None = None
     axis: str | None = None
+    parts: int = 1
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -149,6 +156,9 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        _at_least(self, "parts", 1)
+        if self.parts > 1 and self.style != "colwise":
+            raise ValueError("parts: belongs to style colwise")
         if self.out_strategy and not self.strategy:
             raise ValueError("out_strategy: belongs to a strategy")
 
@@ -295,8 +305,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         topology: With mode auto, the devices and links whose costs are minimised: the name of a
             preset, or a file of `msrun calibrate`; None takes the preset of the device.
         plan: Operator-level rules; the first rule that matches a module applies.  With mode auto,
-            rules fix the layout of parameters, and `in` and `out` are refused.  A path names a
-            strategy file, or with mode auto a plan file.
+            rules fix the layout of parameters, and `in` and `out` are refused.  Among the rules,
+            or in their place, `auto_tp` or the name of a family of models such as `llama` stands
+            for rules that msrun makes from the model.  A path names a strategy file, or with mode
+            auto a plan file.
         optimizer: Optimizer parallel (ZeRO).
         pipeline: Pipeline parallel; None runs without.
         recompute: Recomputation; None recomputes nothing.
@@ -310,6 +322,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
+        verify: Number of first steps that rank 0 also computes as one process would, with the whole
+            model and batch; a difference is an error.  `first_step` is 1, and 0 verifies nothing.
     """
 
     mesh: dict[str, int] | Literal["auto"] = msgspec.field(
@@ -319,7 +333,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     search: Search | None = None
     memory: int | str | None = None
     topology: str | None = None
-    plan: list[PlanRule] | str = []
+    plan: list[PlanRule | str] | str = []
     optimizer: Optimizer = Optimizer()
     pipeline: Pipeline | None = None
     recompute: Recompute | None = None
@@ -329,13 +343,14 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     dropout: Literal["local", "exact"] = "local"
     checkpoint: Checkpoint | None = None
     seed: int | None = None
+    verify: int | Literal["first_step"] = 0
 
     def __post_init__(self) -> None:
         _at_least(self, "accumulate", 1)
+        self._check_verify()
         if self.seed is not None:
             _at_least(self, "seed", 0)
-        if self.plan == "":
-            raise ValueError("plan: '' names no file")
+        self._check_plan()
         is_all_sharded = self.optimizer.zero and not self.optimizer.threshold
         if is_all_sharded and self.reduce.fuse != Reduce().fuse:
             raise ValueError(
@@ -346,6 +361,44 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
+
+    def _check_verify(self) -> None:
+        """Refuse to verify what one process does not compute."""
+        if self.verify == "first_step":
+            msgspec.structs.force_setattr(self, "verify", 1)
+        _at_least(self, "verify", 0)
+        others = {
+            "mode manual divides work in the script, which one process cannot run": self.mode
+            == "manual",
+            "reduce.op sum gives gradients that one process does not have": self.reduce.op == "sum",
+            "batch_norm local gives each rank statistics of its own": self.batch_norm == "local",
+        }
+        for sentence, is_so in others.items():
+            if self.verify and is_so:
+                raise ValueError(f"verify: {sentence}")
+
+    def _check_plan(self) -> None:
+        """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
+        if self.plan == "":
+            raise ValueError("plan: '' names no file")
+        if isinstance(self.plan, str):
+            if self.plan in PLAN_NAMES:
+                msgspec.structs.force_setattr(self, "plan", [self.plan])
+            elif _KEY.fullmatch(self.plan):  # no folder and no ending
+                raise ValueError(f"plan: {unknown_plan(self.plan)}")
+        for index, name in enumerate([] if isinstance(self.plan, str) else self.plan):
+            if isinstance(name, str):
+                if name not in PLAN_NAMES:
+                    raise ValueError(f"plan[{index}]: {unknown_plan(name)}")
+                if self.mode == "auto":
+                    raise ValueError(
+                        f"plan[{index}]: mode auto finds a plan, not {name} (choose semi_auto)"
+                    )
+
+    def _numbered_rules(self) -> list[tuple[int, PlanRule]]:
+        """Return the rules of the configuration and their places in `plan`."""
+        rules = [] if isinstance(self.plan, str) else self.plan
+        return [(index, rule) for index, rule in enumerate(rules) if isinstance(rule, PlanRule)]
 
     def _check_mesh(self) -> None:
         """Check the names of axes, or with `mesh: auto` refuse keys that the search decides."""
@@ -372,7 +425,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for key in ("optimizer", "pipeline", "recompute", "reduce", "batch_norm"):
             if key in _given(self) and (key != "pipeline" or self.mesh == "auto"):
                 raise ValueError(f"{key}: mode auto has none: the search decides")
-        for index, rule in enumerate([] if isinstance(self.plan, str) else self.plan):
+        for index, rule in self._numbered_rules():
             for key, is_given in _wishes_of_activations(rule).items():
                 if is_given:
                     raise ValueError(

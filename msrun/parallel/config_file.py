@@ -92,7 +92,8 @@ def parse_config(tree: object) -> ParallelConfig:
         ) from None
     if isinstance(config.plan, list):
         for index, rule in enumerate(config.plan):
-            check_notation(rule, f"{ROOT}.plan[{index}]", None)
+            if isinstance(rule, PlanRule):
+                check_notation(rule, f"{ROOT}.plan[{index}]", None)
     return config
 
 

@@ -104,6 +104,11 @@ class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
         """Return the samples of all ranks in `batch`."""
         return min(self.global_batch, self.samples - batch * self.global_batch)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some rank has fewer samples of the last batch than another."""
+        return self.size(self.batches - 1) % self.ranks > 0
+
     def part(self, batch: int, rank: int) -> range:
         """Return the positions in the epoch's order of the part of `rank` in `batch`.
 
@@ -185,6 +190,7 @@ class MeshLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
         """Yield this rank's batches of one epoch, from the position of `load_state_dict` on."""
         self._next = self._first
+        self._weight.is_due = self.split.is_uneven
         try:
             for batch in super().__iter__():
                 beat()
@@ -192,7 +198,7 @@ class MeshLoader(DataLoader[Any]):
                 self._next += 1
                 yield batch
         finally:
-            self._weight.value = 1.0
+            self._weight.value, self._weight.is_due = 1.0, False
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:

@@ -37,6 +37,7 @@ from msrun.parallel.config import (
     PIPELINE_AXIS,
     REST,
     ROOT,
+    TENSOR_AXIS,
     UNSHARDED_DIMS,
     Dim,
     ParallelConfig,
@@ -142,7 +143,10 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     layout = MeshLayout(_fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
-        _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
+        if isinstance(rule, str):
+            named_axis(rule, layout)
+        else:
+            _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
     _check_optimizer(config, layout)
@@ -190,8 +194,8 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     return {name: rest if size == REST else size for name, size in mesh.items()}
 
 
-def rules_of(config: ParallelConfig) -> list[PlanRule]:
-    """Return the rules in the configuration; none if `plan` names a file."""
+def rules_of(config: ParallelConfig) -> list[PlanRule | str]:
+    """Return the rules and names of plans in the configuration; none if `plan` names a file."""
     return [] if isinstance(config.plan, str) else config.plan
 
 
@@ -337,7 +341,26 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     )
 
 
-def _axes_of(rule: PlanRule, layout: MeshLayout) -> set[str]:
+def named_axis(name: str, layout: MeshLayout) -> str:
+    """Return the mesh axis that the plan `name` of those that ship shards over.
+
+    Raises:
+        ConfigError: The mesh has several to choose from, and none is called `tp`.
+    """
+    choices = plan_axes(layout)
+    if len(choices) == 1:
+        return choices[0]
+    if TENSOR_AXIS in choices:
+        return TENSOR_AXIS
+    raise ConfigError(
+        f"{ROOT}.plan: {name} shards over the axis {TENSOR_AXIS}, and the mesh has "
+        f"{', '.join(layout.axes)}"
+    )
+
+
+def _axes_of(rule: PlanRule | str, layout: MeshLayout) -> set[str]:
+    if isinstance(rule, str):
+        return {named_axis(rule, layout)}
     if rule.strategy or rule.layout:
         # Numbers of parts become axes only in rt.shard, with the kind of the module.
         return set(plan_axes(layout))

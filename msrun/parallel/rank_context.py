@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from msrun.errors import ConfigError
+from msrun.errors import ConfigError, ModelError
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 
@@ -27,10 +27,33 @@ class BatchWeight:
         value: Samples of this rank, times the number of ranks, divided by the samples of all
             ranks; 1 if all ranks have equally many.  The loader sets it while its batch is in use.
         parts: Micro-batches of the running step; 1 outside of one.
+        is_due: Whether a loader whose last batch is uneven is in use, and nothing has read the
+            weight yet.
+        is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
     """
 
     value: float = 1.0
     parts: int = 1
+    is_due: bool = False
+    is_whole: bool = False
+
+    def read(self) -> float:
+        """Return the weight to somebody who multiplies the loss by it."""
+        self.is_due = False
+        return self.value
+
+    def check(self) -> None:
+        """Refuse gradients of a plain loop that weights unequal parts of a batch equally.
+
+        Raises:
+            ModelError: Nobody has read the weight since the loader began.
+        """
+        if self.is_due:
+            raise ModelError(
+                "the last batch of rt.loader has unlike numbers of samples on the ranks, and this "
+                "loop takes the mean of ranks",
+                hint="multiply the loss by rt.batch_weight, or choose rt.step or drop_last=True",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ from msrun.errors import ConfigError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
-from msrun.parallel.config import DATA_AXIS, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
 from msrun.parallel.layout import MeshLayout, resolve
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from msrun.parallel.deferred.init import DeferredInit
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
+    from msrun.parallel.verify.verifier import Verifier
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -115,6 +117,8 @@ class Runtime:
         self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
         self._known: KnownOptimizers | None = None
+        self._verifiers: list[Verifier] = []
+        self._verify_report = environ.verify_report(environ.current())
         use_axes(self.group)
         if config.seed is not None:
             seed_everything(config.seed)
@@ -153,7 +157,7 @@ class Runtime:
         A plain loop multiplies its loss by this weight, so that every sample of an uneven last
         batch counts once.  `step` does so by itself.
         """
-        return self._unplaced.batch.value
+        return self._unplaced.batch.read()
 
     @property
     def is_main(self) -> bool:
@@ -235,8 +239,18 @@ class Runtime:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
+        reference = None
+        if self.config.verify and self.is_main:
+            from msrun.parallel.verify.reference import Reference
+
+            reference = Reference(model)
         result, state, self._place = shard_model(self.config, rank, model, sample)
         self._models[result] = state
+        if self.config.verify:
+            from msrun.parallel.verify.verifier import Verifier
+
+            state.verifier = Verifier(self.config, self.context, reference)
+            self._verifiers.append(state.verifier)
         if state.dropout_rngs:
             self._dropout_rngs.append(state.dropout_rngs)
         return result
@@ -257,6 +271,8 @@ class Runtime:
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
             sharded.watch(optimizer)
+            if sharded.verifier:
+                sharded.verifier.watch(optimizer)
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
@@ -326,6 +342,10 @@ class Runtime:
         if saves:
             self.checkpoints.after_step(model, optimizer)
         beat()
+        if self._verify_report:
+            from msrun.parallel.verify.report import end_if_verified
+
+            end_if_verified(self._verify_report, self._verifiers, self.rank)
         return loss
 
     @functools.cached_property
@@ -476,6 +496,10 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
+        if self.config.verify and self.is_main:
+            from msrun.parallel.verify.report import warn_of_nothing
+
+            warn_of_nothing(self._verifiers)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -525,12 +549,12 @@ def init(
     """
     global _current  # noqa: PLW0603 - as in `_forget`
     if _current is not None:
-        if config is not None and read_config(config) != _current.config:
+        if config is not None and _settings(config, environ.current()) != _current.config:
             raise ConfigError("msrun.init was called before with another configuration")
         return _current
     env = environ.current()
     identity = read_identity(env)
-    settings = read_config(environ.config_file(env) if config is None else config)
+    settings = _settings(environ.config_file(env) if config is None else config, env)
     is_adopted = dist.is_initialized()
     # Before the group exists: a mesh that does not fit is one error, and no rank waits for peers.
     if settings.mesh != "auto":
@@ -552,6 +576,17 @@ def init(
         raise
     atexit.register(_close_at_exit, weakref.ref(_current))
     return _current
+
+
+def _settings(source: Source, env: Mapping[str, str]) -> ParallelConfig:
+    """Return the configuration in `source`; under `msrun verify` it verifies a step."""
+    config = read_config(source)
+    if not environ.verify_report(env) or config.verify:
+        return config
+    try:
+        return msgspec.structs.replace(config, verify=1)
+    except ValueError as error:
+        raise ConfigError(f"{ROOT}.{error}") from None
 
 
 def _close_at_exit(reference: weakref.ref[Runtime]) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -32,10 +31,9 @@ from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.exchange import messages
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import plan_axes, resolve
+from msrun.parallel.layout import named_axis, plan_axes, resolve
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
 from msrun.parallel.replicas import (
@@ -51,7 +49,7 @@ from msrun.parallel.sharded_model import (
     entered,
     refuse_copies,
 )
-from msrun.parallel.tensor.plan import ModulePlan, plan_modules
+from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan_modules
 
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
@@ -130,27 +128,16 @@ def shard_model(
         broadcast_weights(model, resolved.excluded)
     if config.pipeline:
         from msrun.parallel.pipeline.model import split_model
+        from msrun.parallel.pipeline.ranks import check_parameters
 
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
-        _check_stages(model, group, context.device)
+        check_parameters(model, group, context.device)
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
-
-
-def _check_stages(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuse a stage without parameters, of which torch makes no optimizer."""
-    own = any(True for _ in model.parameters())
-    has_some = messages.gather_all(own, bool, group, device)
-    if not all(has_some):
-        raise ModelError(
-            f"{ROOT}.pipeline.stages: stage {has_some.index(False)} has no parameter, and an "
-            "optimizer needs one",
-            hint="cut the model elsewhere",
-        )
 
 
 def _warn_of_no_effect(config: ParallelConfig) -> None:
@@ -207,11 +194,12 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     params = [name for name, _ in model.named_parameters()]
     plans = {}
     if config.plan:
-        from msrun.parallel.tensor.hooks import describe_modules
+        from msrun.parallel.tensor.describe import describe_modules
 
         source = config.plan if isinstance(config.plan, str) else None
-        rules = _rules(config, context, model)
-        plans = plan_modules(rules, context.layout, describe_modules(model), source)
+        shapes = describe_modules(model)
+        rules = _rules(config, context, model, shapes)
+        plans = plan_modules(rules, context.layout, shapes, source)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -234,16 +222,37 @@ def _replicated(
     return small_parameters(config, model) | {param for name, param in named if name in excluded}
 
 
-def _rules(config: ParallelConfig, context: RankContext, model: nn.Module) -> list[PlanRule]:
-    """Return the rules of the plan; a strategy file is read."""
+def _rules(
+    config: ParallelConfig,
+    context: RankContext,
+    model: nn.Module,
+    shapes: Mapping[str, ModuleShape],
+) -> list[PlanRule | NamedRules]:
+    """Return the rules of the plan; a strategy file is read, and a name becomes rules."""
     if not isinstance(config.plan, str):
-        return config.plan
+        return [
+            _named_rules(rule, context, model, shapes) if isinstance(rule, str) else rule
+            for rule in config.plan
+        ]
     from msrun.parallel.checkpoint.strategy_file import read_strategy
 
     named = model.named_parameters(remove_duplicate=False)
-    shapes = {name: param.shape for name, param in named}
-    rules = read_strategy(config.plan, context.layout, shapes)
+    sizes = {name: param.shape for name, param in named}
+    rules = read_strategy(config.plan, context.layout, sizes)
     resolve(msgspec.structs.replace(config, plan=rules), context.world_size)
+    return [*rules]
+
+
+def _named_rules(
+    name: str, context: RankContext, model: nn.Module, shapes: Mapping[str, ModuleShape]
+) -> NamedRules:
+    """Return the rules that a plan that ships has for `model`, and say what it does."""
+    from msrun.parallel.tensor.named_plan import make_rules
+
+    axis = named_axis(name, context.layout)
+    rules, lines = make_rules(name, model, shapes, axis, context.layout.size(axis))
+    if context.layout.size(axis) > 1:
+        context.print("\n".join(lines))
     return rules
 
 
@@ -275,11 +284,17 @@ def _make_parallel(
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
-        zero.order.check = hooks.check
+        zero.order.check = partial(_check_each, hooks.check, context.batch.check)
     return ShardedModel(
         model,
         originals.references(),
-        _reductions(context, model, resolved, zero, (snapshot.check, hooks.check)),
+        _reductions(
+            context,
+            model,
+            resolved,
+            zero,
+            (partial(_check_each, snapshot.check, context.batch.check), hooks.check),
+        ),
         partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
@@ -290,6 +305,11 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
     )
+
+
+def _check_each(*checks: Callable[[], None]) -> None:
+    for check in checks:
+        check()
 
 
 def _replicas(
@@ -428,6 +448,9 @@ def _shard_parameters(context: RankContext, model: nn.Module, resolved: _Resolve
     config = resolved.config
     replicated = _replicated(config, model, resolved.excluded)
     units = zero.units(config, model, resolved.plans)
+    own = dict(model.named_modules())
+    plans = {name: plan for name, plan in resolved.plans.items() if name in own}
+    replicated |= zero.packed_parameters(config, model, plans)
     replicated |= zero.rare_types(config, model, units, replicated)
     module = zero.apply(config, context, model, units, replicated)
     level = config.optimizer.zero

@@ -96,6 +96,14 @@ class _MicroBatches(Protocol):
     def last(self, model: nn.Module, /) -> contextlib.AbstractContextManager[None]: ...
 
 
+class _Verifier(Protocol):
+    """Compares steps with one process; `verify.verifier` has it."""
+
+    def run(self, step: Any, /) -> torch.Tensor: ...
+
+    def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
+
+
 class Reduction(msgspec.Struct, frozen=True):
     """One way to reduce gradients over data-parallel ranks.
 
@@ -152,7 +160,10 @@ class ShardedModel:
 
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
+        verifier: Compares the first steps with one process; None without `verify`.
     """
+
+    verifier: _Verifier | None = None
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
-    by_position,
     move,
     own_loss,
     read_batch,
@@ -58,10 +57,39 @@ def run_step(
         raise ModelError("the batch has no sample")
     values = StepBatch(*move(tuple(values), context.device))
     optimizer.zero_grad()
+    compute = partial(_gradients, config, context, sharded, loss_fn, values)
+    if sharded.verifier is None:
+        loss = compute()
+    else:
+        from msrun.parallel.verify.verifier import VerifiedStep
+
+        loss = sharded.verifier.run(
+            VerifiedStep(
+                sharded=sharded,
+                optimizer=optimizer,
+                loss_fn=loss_fn,
+                batch=values,
+                compute=compute,
+            )
+        )
+    if max_norm is not None:
+        clip(config, context, sharded, max_norm)
+    optimizer.step()
+    return loss
+
+
+def _gradients(
+    config: ParallelConfig,
+    context: RankContext,
+    sharded: ShardedModel,
+    loss_fn: LossFunction | None,
+    values: StepBatch,
+) -> Tensor:
+    """Compute the complete gradients of a batch; return the loss of all ranks."""
     has_ranks = context.layout.size(DATA_AXIS) > 1
     ranks = TallyRanks(
         group=context.group(DATA_AXIS) if has_ranks else None,
-        weight=context.batch.value,
+        weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
     )
@@ -79,9 +107,6 @@ def run_step(
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
     sharded.hooks.run()
-    if max_norm is not None:
-        clip(config, context, sharded, max_norm)
-    optimizer.step()
     return loss
 
 
@@ -187,7 +212,7 @@ def _train_pipeline(
 ) -> LossTally:
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
     pipeline = sharded.pipeline()
-    inputs = by_position(pipeline.input_names() if batch.named else (), batch)
+    inputs = pipeline.arguments(batch)
     context.batch.parts = pipeline.microbatches
     if not sharded.is_described:
         sharded.is_described = True

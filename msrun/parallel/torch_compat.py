@@ -369,6 +369,18 @@ def is_higher_order(target: object) -> bool:
 
 
 @contextmanager
+def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Have `module` find plain `tensors` under the names of its parameters, inside."""
+    own: dict[str, Any] = module._parameters  # noqa: SLF001 - the setter takes parameters alone
+    kept = {name: own[name] for name in tensors}
+    own.update(tensors)
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
+@contextmanager
 def without_forward_hooks(module: nn.Module) -> Iterator[None]:
     """Inside, have calls of `module` itself run no forward hook; pre-hooks stay."""
     before = module._forward_hooks  # noqa: SLF001 - there is no public form
@@ -387,3 +399,70 @@ def hooks_of(module: nn.Module) -> set[str]:
         "backward": {**module._backward_pre_hooks, **module._backward_hooks},  # noqa: SLF001
     }
     return {kind for kind, hooks in kinds.items() if hooks}
+
+
+@contextmanager
+def fake_tensors(mode: Any) -> Iterator[None]:
+    """Inside, new tensors have shapes and devices, and no values.
+
+    Args:
+        mode: Of `fake_mode`; tensors of one mode can be used in it again.
+    """
+    from torch._subclasses.fake_tensor import log
+
+    before = log.disabled
+    log.disabled = True  # an operator that has no kernel for such tensors is logged at length
+    try:
+        with mode:
+            yield
+    finally:
+        log.disabled = before
+
+
+def fake_mode() -> Any:
+    """Return a mode for `fake_tensors`, which takes tensors with values, too."""
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Return a context that leaves the mode of `fake_tensors`."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether `tensor` was made in the mode of `fake_tensors`."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def reads_values(error: BaseException) -> bool:
+    """Return whether `error` says that a tensor of `fake_tensors` has no values."""
+    from torch._subclasses import fake_tensor as fakes
+
+    kinds = (
+        fakes.DataDependentOutputException,
+        fakes.DynamicOutputShapeException,
+        fakes.UnsupportedOperatorException,
+        fakes.UnsupportedFakeTensorException,
+    )
+    return isinstance(error, kinds) or "fake" in f"{type(error).__name__} {error}".lower()
+
+
+def follow_log_variables() -> None:
+    """Set torch's logs up again, as TORCH_LOGS and TORCH_LOGS_OUT say now."""
+    from torch._logging import _internal
+
+    _internal.log_state.clear()  # the variable may be gone
+    _internal._init_logs()  # noqa: SLF001 - `set_logs` gives way to the variable, which it read before
+
+
+def follow_jit_variable() -> None:
+    """Turn scripting on or off, as PYTORCH_JIT says now."""
+    from torch.jit import _state
+
+    _state._enabled.__init__()  # type: ignore[misc]  # noqa: SLF001 - it reads the variable there

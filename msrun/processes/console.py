@@ -7,25 +7,24 @@ it does, and the workers, which write to their own files, never notice.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import select
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Self, cast
+from typing import Self
 
 import msgspec
 
+from msrun import environ
 from msrun.supervise.logs import Tail, printable
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 # Bytes that a pipe which polls as writable takes without blocking: PIPE_BUF.
 _CHUNK_BYTES = 4096
 _CHUNKS_EACH_TIME = 64
 _PATIENCE_MS = 1000
+_ERASE = "\r\x1b[2K"
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +54,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Console:
-    """The console of a launcher whose output goes to a pipe or a file.
+    """The console of a launcher whose output goes to pipes or files.
 
     Args:
         journal: Descriptor of the file that gets all of our own words, with the time.
@@ -67,9 +66,14 @@ class Console:
 
     def __init__(self, journal: int, tails: Sequence[Tail]) -> None:
         self._journal = journal
-        self._tails = tails
-        self._pending = b""
-        self._has_reader = True
+        self._tails = deque(tails)
+        self._pending = {1: b"", 2: b""}
+        # Both streams may lead to one place, where a line of one must not begin in the midst of
+        # a line of the other.
+        self._place = {1: 1, 2: 2 if streams_differ() else 1}
+        self._in_line = {1: False, 2: False}
+        self._unfinished: dict[int, Tail | None] = {1: None, 2: None}
+        self._has_reader = {1: True, 2: True}
         self._is_heard = True
 
     def __enter__(self) -> Self:
@@ -86,7 +90,7 @@ class Console:
     def follow(self, tails: Sequence[Tail]) -> None:
         """Show these logs from now on, and go on with those that are shown already."""
         known = {tail.path for tail in self._tails}
-        self._tails = [*self._tails, *(tail for tail in tails if tail.path not in known)]
+        self._tails.extend(tail for tail in tails if tail.path not in known)
 
     def say(self, text: str) -> None:
         """Show `text`, in our own words, and write it down."""
@@ -99,16 +103,20 @@ class Console:
     def show(self, status: NodeStatus) -> None:
         """Show where the job stands, where there is a place for it."""
 
+    def pause(self) -> None:
+        """Take away what would stand in the way of a shell."""
+
     def pump(self) -> bool:
-        """Show new lines of the workers; return whether there may be more."""
+        """Show what is new of the workers; return whether there may be more."""
         for _ in range(_CHUNKS_EACH_TIME):
-            if not self._pending:
-                self._pending = self._next_lines()
-            if not self._pending or not self._has_reader:
+            if not (any(self._pending.values()) or self._take_pieces()):
                 return False
-            if not _is_writable(1):
+            waiting = [stream for stream, data in self._pending.items() if data]
+            ready = [stream for stream in waiting if _is_writable(stream)]
+            if not ready:
                 return True
-            self._write_some()
+            for stream in ready:
+                self._write_some(stream)
         return True
 
     def finish(self, now: Callable[[], float], *, total: float) -> None:
@@ -122,12 +130,11 @@ class Console:
             total: Seconds.
         """
         started = taken_at = now()
-        while self._has_reader:
-            if not self.pump():
-                self._pending = self._next_lines(final=True)
-                if not self._pending:
-                    return
-            if _is_writable(1, wait_ms=50):
+        while any(self._has_reader.values()):
+            if not self.pump() and not self._take_pieces(final=True):
+                return
+            waiting = [stream for stream, data in self._pending.items() if data]
+            if not waiting or any(_is_writable(stream, wait_ms=50) for stream in waiting):
                 taken_at = now()
             if now() - taken_at > _PATIENCE_MS / 1000 or now() - started > total:
                 self._show("msrun: the console is too slow; the logs have the rest")
@@ -137,26 +144,53 @@ class Console:
         # A reader that did not take a message in time is not waited for again: the next message
         # may be about a stop.
         wait_ms = _PATIENCE_MS if self._is_heard else 0
-        self._is_heard = write_bounded(2, f"{text}\n".encode(errors="backslashreplace"), wait_ms)
+        start = "\n" if self._in_line[self._place[2]] else ""
+        data = f"{start}{text}\n".encode(errors="backslashreplace")
+        self._is_heard = write_bounded(2, data, wait_ms)
+        self._in_line[self._place[2]] = False
+        if start and (tail := self._unfinished[self._place[2]]):
+            tail.interrupt()
+            self._unfinished[self._place[2]] = None
 
-    def _next_lines(self, *, final: bool = False) -> bytes:
-        for tail in self._tails:
-            if lines := tail.read(final=final):
-                return ("\n".join(lines) + "\n").encode(errors="backslashreplace")
-        return b""
+    def _take_pieces(self, *, final: bool = False) -> bool:
+        """Make the new pieces of one log wait for their readers; return whether there are any."""
+        for _ in range(len(self._tails)):
+            tail = self._tails[0]
+            self._tails.rotate(-1)
+            if pieces := tail.read(final=final):
+                for stream, text in pieces:
+                    if self._has_reader[stream]:
+                        self._append(tail, stream, text)
+                return True
+        return False
 
-    def _write_some(self) -> None:
+    def _append(self, tail: Tail, stream: int, text: str) -> None:
+        place = self._place[stream]
+        other = self._unfinished[place]
+        if other and other is not tail:
+            other.interrupt()
+            self._pending[stream] += b"\n"
+        self._pending[stream] += text.encode(errors="backslashreplace")
+        self._unfinished[place] = None if text.endswith("\n") else tail
+
+    def _write_some(self, stream: int) -> None:
+        data = self._pending[stream]
         try:
-            written = os.write(1, self._pending[:_CHUNK_BYTES])
+            written = os.write(stream, data[:_CHUNK_BYTES])
         except OSError:
             # The reader has closed the pipe; the job goes on.
-            self._has_reader = False
+            self._has_reader[stream] = False
+            self._pending[stream] = b""
             return
-        self._pending = self._pending[written:]
+        self._in_line[self._place[stream]] = data[written - 1 : written] != b"\n"
+        self._pending[stream] = data[written:]
 
 
 class LiveConsole(Console):
-    """The console of a launcher at a terminal: one line that tells where the job stands.
+    """The console of a launcher at a terminal: the last line tells where the job stands.
+
+    The line is there only as long as the cursor is at the start of a line: a progress bar or a
+    prompt of a worker has the line to itself.
 
     Args:
         journal: As of `Console`.
@@ -164,30 +198,12 @@ class LiveConsole(Console):
         name: Beginning of the line.
     """
 
-    is_live = True
-
     def __init__(self, journal: int, tails: Sequence[Tail], name: str) -> None:
         super().__init__(journal, tails)
         self._name = name
-        self._live: Live | None = None
         self._shown = ""
-
-    def __enter__(self) -> Self:
-        from rich.console import Console as RichConsole  # Only a terminal needs them.
-        from rich.live import Live
-
-        rich = RichConsole(
-            file=cast("IO[str]", _Terminal()), highlight=False, markup=False, emoji=False
-        )
-        self._live = Live(
-            console=rich,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._live.start()
-        return self
+        term, self._has_colours = environ.terminal()
+        self.is_live = term not in ("", "dumb", "unknown")
 
     def __exit__(
         self,
@@ -196,29 +212,38 @@ class LiveConsole(Console):
         traceback: TracebackType | None,
     ) -> None:
         """Take the line away and leave the terminal as it was found."""
-        if self._live:
-            self._live.stop()
-            self._live = None
+        self._erase()
+        self.is_live = False
 
     def show(self, status: NodeStatus) -> None:
         """Replace the line by the present state of the job."""
-        from rich.text import Text
-
         line = status.render()
-        if self._live and line != self._shown and _is_writable(2):
-            self._live.update(Text.assemble((self._name, "bold"), "  ", (line, "cyan")))
-            self._live.refresh()
-            self._shown = line
+        is_free = not any(self._in_line.values()) and not any(self._pending.values())
+        if not (self.is_live and is_free and line != self._shown and _is_writable(2)):
+            return
+        name = self._name[: _width()]
+        line_start = line[: max(0, _width() - len(name) - 2)]
+        colour = "\x1b[36m" if self._has_colours else ""
+        text = f"{_ERASE}\x1b[1m{name}\x1b[0m  {colour}{line_start}\x1b[0m"
+        write_bounded(2, text.encode(errors="backslashreplace"))
+        self._shown = line
+
+    def pause(self) -> None:
+        """Take the line away; `show` brings it back."""
+        self._erase()
 
     def _show(self, text: str) -> None:
-        if self._live is None:
-            super()._show(text)
-            return
-        self._live.console.print(text, soft_wrap=True)
+        self._erase()
+        super()._show(text)
 
-    def _write_some(self) -> None:
-        lines, self._pending = self._pending, b""
-        self._show(lines.decode(errors="replace").rstrip("\n"))
+    def _write_some(self, stream: int) -> None:
+        self._erase()
+        super()._write_some(stream)
+
+    def _erase(self) -> None:
+        if self._shown:
+            write_bounded(2, _ERASE.encode())
+            self._shown = ""
 
 
 def open_console(journal: int, tails: Sequence[Tail], name: str) -> Console:
@@ -226,6 +251,14 @@ def open_console(journal: int, tails: Sequence[Tail], name: str) -> Console:
     if is_terminal():
         return LiveConsole(journal, tails, name)
     return Console(journal, tails)
+
+
+def streams_differ() -> bool:
+    """Return whether our standard output and our standard error lead to different places."""
+    try:
+        return not os.path.samestat(os.fstat(1), os.fstat(2))
+    except OSError:
+        return True
 
 
 def is_terminal() -> bool:
@@ -243,20 +276,13 @@ def write_bounded(descriptor: int, data: bytes, wait_ms: int = _PATIENCE_MS) -> 
     return not data
 
 
-class _Terminal(io.TextIOBase):
-    """Standard error for rich: a terminal that hangs or has gone is no error."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str, /) -> int:
-        write_bounded(2, text.encode(errors="backslashreplace"))
-        return len(text)
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 2
+def _width() -> int:
+    """Return the columns in which a line can be erased again."""
+    try:
+        columns = os.get_terminal_size(2).columns
+    except OSError:
+        columns = 0
+    return (columns or 80) - 1
 
 
 def _is_writable(descriptor: int, *, wait_ms: int = 0) -> bool:

@@ -84,6 +84,25 @@ def jobs() -> list[Card]:
     return [card for directory in run_dir.held() if (card := _read(directory / _NAME))]
 
 
+def has_node(job: JobSpec, *, but: Path | None = None) -> bool:
+    """Tell whether another launcher of `job` may run on this machine, which it needs not know.
+
+    Args:
+        job: A job of several nodes whose ranks the scheduler decides.
+        but: The private directory of this launcher.
+    """
+    if job.is_alone or job.node_name or job.node_rank is not None:
+        return False
+    for directory in run_dir.held():
+        is_of_job = directory.name == job.job_id or directory.name.startswith(f"{job.job_id}.")
+        if is_of_job and directory != but:
+            card = _read(directory / _NAME)
+            # One that has just begun has written none yet.
+            if card is None or (card.job_id, card.port) == (job.job_id, job.master_port):
+                return True
+    return False
+
+
 def _read(path: Path) -> Card | None:
     """Return the card at `path`; None if the job has just begun, or has ended."""
     try:

@@ -6,24 +6,35 @@ import signal
 from pathlib import Path
 
 from msrun.errors import UsageError
+from msrun.job import JobSpec
+from msrun.processes.earlier_run import claim_journal
 from msrun.supervise import logs
 
 # Signals with which a user stops a job.
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 
-def open_journal(log_dir: str, name: str) -> int:
+def open_journal(job: JobSpec, name: str) -> tuple[int, str]:
     """Open the launcher's own log, which no other launcher can open from now on.
+
+    Returns:
+        Its descriptor, and the directory of all logs: below --log-dir where another job that
+        runs has that.
 
     Raises:
         UsageError: It is another job's, or cannot be written.
     """
+    log_dir, pattern = job.log_dir, job.worker_log_name
+    below = str(Path(log_dir, job.job_id))
     try:
-        return logs.claim(str(Path(log_dir, name)))
+        try:
+            return claim_journal(log_dir, pattern, name), log_dir
+        except BlockingIOError:
+            logs.make_log_dir(below)
+            return claim_journal(below, pattern, name), below
     except BlockingIOError:
         msg = f"--log-dir {log_dir} is in use by a job that still runs"
-        hint = "choose another directory; a further node of one job here needs a --node-rank"
-        raise UsageError(msg, hint=hint) from None
+        raise UsageError(msg, hint="choose another directory") from None
     except OSError as error:
         msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
         raise UsageError(msg) from None

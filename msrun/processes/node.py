@@ -10,7 +10,8 @@ from msrun.supervise.orders import Configure
 from msrun.supervise.reaper import Next
 from msrun.worker import stdio
 from msrun.worker.bootstrap import become_worker
-from msrun.worker.store import become_store
+from msrun.worker.early_variables import why_exec
+from msrun.worker.store.process import become_store
 
 
 def main(arguments: list[str]) -> Next:
@@ -21,9 +22,10 @@ def main(arguments: list[str]) -> Next:
 def _forkserver_main(
     configure: Configure,
     sock: socket.socket,
-    listen_fd: int,
+    listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, reaper.SignalHandler],
 ) -> Next:
     # Before torch is imported: handlers made at import keep these streams in every worker.
     stdio.install()
-    return forkserver.run(configure, sock, listen_fd, signals, (become_worker, become_store))
+    become = (become_worker, become_store)
+    return forkserver.run(configure, sock, listen_fds, signals, become, why_exec=why_exec)

@@ -26,6 +26,10 @@ _CGROUP = "cgroup"
 WAL = "scheduler.wal"
 
 
+class JobRunsError(UsageError):
+    """A job of that name runs on this machine."""
+
+
 def location(name: str) -> Path:
     """Return where the directory `name` is or would be."""
     return _parent() / name
@@ -143,7 +147,7 @@ def _make(directory: Path) -> tuple[Path, int]:
         directory.mkdir(mode=0o700)
     except FileExistsError:
         msg = f"--job-id {directory.name} is the name of a job that still runs on this machine"
-        raise UsageError(msg, hint="choose another name, or leave --job-id out") from None
+        raise JobRunsError(msg, hint="choose another name, or leave --job-id out") from None
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return directory, lock

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 
+import msgspec
+
 from msrun import environ
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
@@ -53,12 +55,12 @@ class SchedulerHost:
     _verdict: Verdict
 
     def __init__(self, job: JobSpec, machine: Machine, loop: Loop) -> None:
-        self._job = job
         self._loop = loop
         self._began_at = loop.now()
         loop.on_signals(STOPS, self._on_signal)
         first_process.reap_orphans(loop, lambda: self._scheduler.pids)
-        journal = open_journal(job.log_dir, f"msrun_{machine.host}.log")
+        journal, log_dir = open_journal(job, f"msrun_{machine.host}.log")
+        job = self._job = msgspec.structs.replace(job, log_dir=log_dir)
         self._console = Console(journal, ())
         self._secret = job_secret(job)
         listening = listen_or_refuse(job.listen_host, job.master_port, "--master-port")

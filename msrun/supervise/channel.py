@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Generic, TypeVar, cast
 
 import msgspec
 
 _HEADER = struct.Struct("!I")
 FRAME_BYTES_MAX = 8 * 1024 * 1024
+_DESCRIPTORS_MAX = 4
 
 Incoming = TypeVar("Incoming")
 
@@ -47,21 +49,30 @@ class Channel(Generic[Incoming]):
     def __init__(self, sock: socket.socket, incoming: object) -> None:
         self._socket = sock
         self._buffer = bytearray()
+        self._descriptors: list[int] = []
         self._incoming = incoming
 
     def fileno(self) -> int:
         """Return the descriptor to poll for `receive`."""
         return self._socket.fileno()
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send `message`; one that the peer cannot get any more is dropped.
 
         A peer that is gone shows as `ChannelClosed` from `receive`, the one place
         where its end is dealt with.
+
+        Args:
+            message: The message.
+            descriptors: Open files that go with it, at most `_DESCRIPTORS_MAX`, which the peer
+                takes with `take_descriptors`.
         """
         body = dump(message)
+        data = _HEADER.pack(len(body)) + body
         try:
-            self._socket.sendall(_HEADER.pack(len(body)) + body)
+            if descriptors:
+                data = data[socket.send_fds(self._socket, [data], descriptors) :]
+            self._socket.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -72,13 +83,21 @@ class Channel(Generic[Incoming]):
             ChannelClosed: The peer is gone and everything it sent was returned.
         """
         try:
-            data = self._socket.recv(1 << 16)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, 1 << 16, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionResetError:
-            data = b""
+            raise ChannelClosed from None
+        self._descriptors += descriptors
         if not data:
             raise ChannelClosed
         self._buffer += data
         return self._take()
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Return the open files that came with a message, in the order of the messages."""
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken
 
     def _take(self) -> list[Incoming]:
         messages: list[Incoming] = []

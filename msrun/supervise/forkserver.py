@@ -63,7 +63,7 @@ class SpawnContext:
         parent: Pid of the forkserver.
         signals: Handlers of signals before the reaper ignored them.
         wakeup: The forkserver's own end of its signal pipe, to be closed.
-        listen_fd: The store's listening socket.
+        listen_fds: The store's listening sockets.
     """
 
     configure: Configure
@@ -71,11 +71,12 @@ class SpawnContext:
     parent: int
     signals: dict[signal.Signals, SignalHandler]
     wakeup: int
-    listen_fd: int
+    listen_fds: tuple[int, ...]
 
 
-BecomeWorker = Callable[[SpawnContext, SpawnWorker], Next]
+BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
+WhyExec = Callable[[Configure], str]
 
 
 class Forked(BaseException):
@@ -116,11 +117,12 @@ class Forkserver:
             poller.register(self.channel.fileno(), select.POLLIN)
             poller.register(self.wakeup, select.POLLIN)
             if self._lazy_store:
-                poller.register(self.context.listen_fd, select.POLLIN)
+                for descriptor in self.context.listen_fds:
+                    poller.register(descriptor, select.POLLIN)
             ready = [fd for fd, _ in poller.poll()]
             if self.wakeup in ready:
                 self._reap()
-            if self._lazy_store and self.context.listen_fd in ready:
+            if self._lazy_store and not set(self.context.listen_fds).isdisjoint(ready):
                 self._fork_store(self._lazy_store)
             if self.channel.fileno() in ready:
                 for order in self.channel.receive():
@@ -138,12 +140,18 @@ class Forkserver:
                 self._signal(order)
 
     def _fork_worker(self, order: SpawnWorker) -> None:
+        streams = self.channel.take_descriptors(order.descriptors)
+        self._fork_with_streams(order, streams)
+        for descriptor in streams:  # not in a `finally`, which the child would run too
+            os.close(descriptor)
+
+    def _fork_with_streams(self, order: SpawnWorker, streams: Sequence[int]) -> None:
         child = _Child(order.generation, order.rank)
         if order.until is not None and time.monotonic() >= order.until:
             # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.context, order))
+        pid = self._fork(child, partial(self.become_worker, self.context, order, streams))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -208,11 +216,18 @@ class Forkserver:
         )
 
 
-def preload(configure: Configure) -> Ready:
-    """Import the modules that workers need and say whether forking them is safe."""
+def preload(configure: Configure, why_exec: WhyExec = lambda _: "") -> Ready:
+    """Import the modules that workers need and say whether forking them is safe.
+
+    Args:
+        configure: The job.
+        why_exec: Tells why its program needs interpreters of its own; empty when it does not.
+    """
     started = time.monotonic()
     if configure.kind == "command" or not configure.fork:
         return Ready(fork=False, seconds=0.0)
+    if why := why_exec(configure):
+        return Ready(fork=False, reason=why, seconds=time.monotonic() - started)
     before = environ.hold_back_threads()
     # No collection before `gc.freeze`, as its documentation advises: workers would fill the holes
     # that it frees, and each would copy the pages around them.
@@ -292,9 +307,11 @@ def why_unsafe() -> str:
 def run(
     configure: Configure,
     sock: socket.socket,
-    listen_fd: int,
+    listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
     become: tuple[BecomeWorker, BecomeStore],
+    *,
+    why_exec: WhyExec,
 ) -> Next:
     """Be the forkserver, in the child that the reaper forked, until the agent is gone.
 
@@ -305,7 +322,7 @@ def run(
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
     faulthandler.enable()  # an imported extension may crash
-    ready = preload(configure)
+    ready = preload(configure, why_exec)
     channel.send(ready)
     wakeup = wake_on_child()
     context = SpawnContext(
@@ -314,7 +331,7 @@ def run(
         parent=os.getpid(),
         signals=signals,
         wakeup=wakeup,
-        listen_fd=listen_fd,
+        listen_fds=listen_fds,
     )
     try:
         Forkserver(channel, context, *become, wakeup).serve()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.backend import WorkerPlan
 from msrun.environ import WorkerIdentity, worker_env
 from msrun.job import JobSpec
-from msrun.launch import WorkerPlan
 from msrun.supervise import affinity, network
 from msrun.supervise.affinity import AffinityPlan
+from msrun.supervise.logs import SAMPLES, STDERR, STDOUT
 from msrun.topology import DeviceKind, Machine
 
 LOOPBACK = "127.0.0.1"
@@ -29,7 +30,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         nnodes: Nodes in the generation.
         first_rank: Global rank of its local_rank 0.
         world_size: Workers in the generation.
-        store: Host and port of the TCPStore.
+        store: Host and port at which the workers of this node reach the store.
+        rank0_address: Address of the node of rank 0.
         scheduler: Host and port of the scheduler.
         run_dir: Private directory of the job on this node.
         first_local_rank: Local rank of this node's first worker.
@@ -44,6 +46,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     store: tuple[str, str]
     scheduler: tuple[str, str]
     run_dir: str
+    rank0_address: str = LOOPBACK
     first_local_rank: int = 0
     local_world_size: int = 0
 
@@ -65,7 +68,8 @@ def expected(job: JobSpec, run_dir: str) -> Placement:
         nnodes=nnodes,
         first_rank=node_rank * job.workers_per_node,
         world_size=job.world_size or nnodes * job.workers_per_node,
-        store=(job.address if is_first else UNKNOWN_HOST, UNKNOWN),
+        store=(LOOPBACK, UNKNOWN),
+        rank0_address=job.address if is_first else UNKNOWN_HOST,
         scheduler=(job.listen_host, str(job.master_port or UNKNOWN)),
         run_dir=run_dir,
     )
@@ -148,6 +152,8 @@ def plan_workers(
     plans = []
     for i in range(job.workers_per_node):
         who = _identity(job, placement, i, threads[i], interface)
+        log = log_file(job, machine, who.rank, who.local_rank)
+        own = job.separate_streams(who.local_rank)
         plans.append(
             WorkerPlan(
                 rank=who.rank,
@@ -156,7 +162,9 @@ def plan_workers(
                 device=who.device if who.device < len(machine.devices) else None,
                 cpus=bound.cpus[i],
                 numa_nodes=bound.numa_nodes[i],
-                log_file=log_file(job, machine, who.rank, who.local_rank),
+                log_file=log,
+                out_file=stream_file(log, "out") if STDOUT in own else "",
+                err_file=stream_file(log, "err") if STDERR in own else "",
                 env={**job.env, **worker_env(who, base)},
             )
         )
@@ -182,6 +190,7 @@ def _identity(
         role=job.role,
         max_restarts=job.restarts.max_restarts,
         store=placement.store,
+        rank0_address=placement.rank0_address,
         scheduler=placement.scheduler,
         run_dir=placement.run_dir,
         error_file=error_file(placement.run_dir, placement.generation, rank),
@@ -192,6 +201,16 @@ def _identity(
         interface=interface,
         rank_table=job.rank_table,
     )
+
+
+def stream_file(log: str, stream: str) -> str:
+    """Return the file of one stream beside the log of a worker."""
+    return str(Path(log).with_suffix(f".{stream}"))
+
+
+def samples_file(run_dir: str, generation: int, rank: int) -> str:
+    """Return where a worker notes how its streams take turns."""
+    return str(Path(run_dir, f"g{generation}", f"{SAMPLES}_{rank}"))
 
 
 def log_file(job: JobSpec, machine: Machine, rank: int | str, local_rank: int) -> str:

@@ -73,6 +73,10 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
         rank: Its global rank.
         env: Its whole environment.
         log_file: File that takes its stdout and stderr.
+        out_file: File that takes its stdout instead; empty for none.
+        err_file: File that takes its stderr instead; empty for none.
+        descriptors: Open files that come with the order: its log, opened once for stdout and once
+            for stderr, or none.
         append: Keep the log of earlier generations.
         cpus: CPUs to run on; empty for all.
         numa_nodes: NUMA nodes of its memory; empty for all.
@@ -84,6 +88,9 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     rank: int
     env: dict[str, str]
     log_file: str
+    out_file: str = ""
+    err_file: str = ""
+    descriptors: int = 0
     append: bool = False
     cpus: list[int] = []
     numa_nodes: list[int] = []
@@ -91,20 +98,38 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     until: float | None = None
 
 
+class StoreLeg(msgspec.Struct, frozen=True, kw_only=True):
+    """How the store of several nodes reaches from one to the others.
+
+    Args:
+        serves: This node has the store; else it has a relay.
+        host: Address of the store's end.
+        port: Port of it.
+        secret: Hexadecimal digits of a secret of this generation's store; None without keys.
+        nnodes: Nodes in the generation.
+    """
+
+    serves: bool
+    host: str
+    port: int
+    secret: str | None
+    nnodes: int
+
+
 class SpawnStore(Order, frozen=True, tag=True, kw_only=True):
-    """Serve a TCPStore for `generation` on the inherited listening socket.
+    """Serve a store for `generation` on the inherited listening sockets.
 
     Args:
         generation: Its generation; the store of an earlier one must be gone.
-        host: Address of the socket.
-        port: Port of the socket.
+        leg: The way to the other nodes; None on one node.
+        insecure: Serve also where the kernel does not tell whose a connection is.
         lazy: Wait for the first connection, since a program that is not Python may
             have no use for a store.
     """
 
     generation: int
-    host: str
-    port: int
+    leg: StoreLeg | None = None
+    insecure: bool = False
     lazy: bool = False
 
 

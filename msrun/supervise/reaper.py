@@ -262,7 +262,7 @@ def _first_order(channel: Channel[ReaperOrder]) -> Configure:
 
 
 ForkserverMain = Callable[
-    [Configure, socket.socket, int, dict[signal.Signals, SignalHandler]], Next
+    [Configure, socket.socket, tuple[int, ...], dict[signal.Signals, SignalHandler]], Next
 ]
 
 
@@ -271,10 +271,10 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
 
     Args:
         arguments: Descriptors of the channel, of the forkserver's channel, of the
-            store's listening socket and of a lock file, which is held until the end.
+            lock file, which is held until the end, and of the store's listening sockets.
         forkserver_main: What the forked child runs.
     """
-    channel_fd, forkserver_fd, listen_fd, lock_fd = map(int, arguments)
+    channel_fd, forkserver_fd, lock_fd, *listen_fds = map(int, arguments)
     inherited = ignore_signals()
     process.become_subreaper()
     channel: Channel[ReaperOrder] = Channel(socket.socket(fileno=channel_fd), ReaperOrder)
@@ -291,9 +291,10 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         if configure.cgroup:
             containment.enter(configure.cgroup)
         channel.close()
-        return partial(forkserver_main, configure, forkserver_socket, listen_fd, inherited)
+        sockets = tuple(listen_fds)
+        return partial(forkserver_main, configure, forkserver_socket, sockets, inherited)
     forkserver_socket.close()
-    # The store's socket stays open: as long as it takes connections, peers know that processes of
+    # The store's sockets stay open: as long as they take connections, peers know that processes of
     # this node may live.
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())
     process.raise_priority()

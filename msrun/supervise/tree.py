@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class ProcessTree:
 
     Args:
         configure: First order to the reaper.
-        listen: Listening socket for the stores of all generations.
+        listen: Listening sockets for the stores of all generations.
         env: Environment of the reaper and, before their own variables, of all below it.
         lock: Descriptor of a locked file, which the reaper alone keeps open until it
             exits; the caller may close its own once this returns.
@@ -34,7 +34,7 @@ class ProcessTree:
     def __init__(
         self,
         configure: Configure,
-        listen: socket.socket,
+        listen: Sequence[socket.socket],
         env: Mapping[str, str],
         *,
         lock: int,
@@ -42,7 +42,8 @@ class ProcessTree:
     ) -> None:
         reaper_here, reaper_there = socket.socketpair()
         forkserver_here, forkserver_there = socket.socketpair()
-        descriptors = [reaper_there.fileno(), forkserver_there.fileno(), listen.fileno(), lock]
+        descriptors = [reaper_there.fileno(), forkserver_there.fileno(), lock]
+        descriptors += [sock.fileno() for sock in listen]
         self._cgroup = configure.cgroup
         self._process = subprocess.Popen(
             python_command("msrun.processes.node:main", *map(str, descriptors)),

@@ -118,7 +118,7 @@ def endpoint(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _among(nnodes: int, milliseconds: int) -> int:
+def handshake_milliseconds(nnodes: int, milliseconds: int) -> int:
     """Return the milliseconds of a handshake among `nnodes` at once; alone it takes fewer."""
     return milliseconds + min(nnodes, _CROWD_MAX) * _HANDSHAKE_MS_EACH
 
@@ -200,7 +200,7 @@ class SchedulerSocket:
         self.socket = context.socket(zmq.ROUTER)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         _bound(self.socket)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _among(nnodes, _HANDSHAKE_MS))
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, handshake_milliseconds(nnodes, _HANDSHAKE_MS))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if secret is not None:
@@ -348,7 +348,7 @@ class AgentSocket:
         self._has_failed = False
         self.socket = context.socket(zmq.DEALER)
         _bound(self.socket)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _among(nnodes, _ANSWER_MS))
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, handshake_milliseconds(nnodes, _ANSWER_MS))
         self.socket.setsockopt(zmq.SNDHWM, _QUEUE_MAX)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self.monitor = self.socket.get_monitor_socket(sum(_LINES))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +25,7 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import main_module, math_threads, stacks, stdio
+from msrun.worker import early_variables, main_module, math_threads, stacks, stdio
 
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -33,15 +34,20 @@ _NOT_EXECUTABLE = 126
 _ERROR_TEXT_MAX = 16 * 1024
 
 
-def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
-    """Turn this fresh fork into the rank of `order`; return the call that runs its program."""
+def become_worker(context: SpawnContext, order: SpawnWorker, streams: Sequence[int]) -> Next:
+    """Turn this fresh fork into the rank of `order`; return the call that runs its program.
+
+    Args:
+        context: The facts about the forkserver.
+        order: The rank.
+        streams: The open files that came with the order.
+    """
     configure = context.configure
     try:
         _leave_forkserver(context)
         if configure.cgroup:
             containment.enter_generation(configure.cgroup, order.generation)
-        banner = logs.banner(order.generation) if order.append else ""
-        stdio.redirect(order.log_file, append=order.append, banner=banner)
+        _redirect(order, streams)
         if not order.keep_stdin:
             _close_stdin()
         _bind(order)
@@ -51,6 +57,8 @@ def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
             _reseed()
             _name_main_thread()
             _hear_signals(context)
+            early_variables.watch()
+            stdio.tell_apart(environ.rank_file(logs.SAMPLES))
             return partial(run_program, configure.kind, configure.argv)
         _hear_signals(context)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
@@ -62,6 +70,7 @@ def become_worker(context: SpawnContext, order: SpawnWorker) -> Next:
 def main(arguments: list[str]) -> NoReturn:
     """Run a program in an interpreter of its own: `KIND TARGET ARGS`."""
     stdio.install()
+    stdio.tell_apart(environ.rank_file(logs.SAMPLES))
     run_program(arguments[0], arguments[1:])
 
 
@@ -77,11 +86,24 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
 def _leave_forkserver(context: SpawnContext) -> None:
     """Drop everything that ties this process to the forkserver but its death."""
     wakeup = signal.set_wakeup_fd(-1)
-    for descriptor in (context.wakeup, wakeup, context.listen_fd):
+    for descriptor in (context.wakeup, wakeup, *context.listen_fds):
         os.close(descriptor)
     os.setsid()
     process.die_with_parent(context.parent)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _redirect(order: SpawnWorker, streams: Sequence[int]) -> None:
+    """Send stdout and stderr to their files, both to the log unless they have one each."""
+    banner = logs.banner(order.generation) if order.append else ""
+    if streams:
+        stdio.redirect_to(streams, banner=banner)
+        return
+    stdio.redirect(order.log_file, append=order.append, banner=banner)
+    if order.out_file:
+        stdio.redirect(order.out_file, (1,), append=order.append, banner=banner)
+    if order.err_file:
+        stdio.redirect(order.err_file, (2,), append=order.append, banner=banner)
 
 
 def _hear_signals(context: SpawnContext) -> None:

@@ -97,14 +97,14 @@ def _run_path(path: str) -> None:
         return
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path(os.path.realpath(file)).parent))
-    code, loader = _load(file)
+    code, loader = load_script(file)
     main = sys.modules["__main__"].__dict__
     main.update(__loader__=loader, __annotations__={}, __builtins__=builtins)
     main.update(__file__=file, __cached__=None)
     exec(code, main)  # noqa: S102 - this is what running a script is
 
 
-def _load(file: str) -> tuple[Any, object]:
+def load_script(file: str) -> tuple[Any, object]:
     """Return the code of a script and its loader."""
     if file.endswith(".pyc"):
         sourceless = importlib.machinery.SourcelessFileLoader("__main__", file)

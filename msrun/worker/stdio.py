@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from msrun.supervise import logs
+
 _SURVIVABLE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+
+# From here on, out of the way of programs that count on small numbers.
+_OWN_DESCRIPTORS = 101
 
 
 class LogFile(io.FileIO):
@@ -19,9 +26,38 @@ class LogFile(io.FileIO):
     """
 
     dropped = 0
+    turn: _Turn | None = None
+    starts_line = True
 
     def write(self, data: Any, /) -> int:
         """Write all of `data`, or count it as dropped; return its length in bytes."""
+        turn = self.turn
+        if turn is not None:
+            try:
+                if self.starts_line:
+                    if os.lseek(turn.other, 0, os.SEEK_CUR) != turn.seen:
+                        turn.note()
+                elif turn.by[0] != turn.own:
+                    turn.note()
+            except OSError:  # the program has closed what is not its own, or the disk is full
+                self.turn = None
+            turn.by[0] = turn.own
+            self.starts_line = data[-1:] == b"\n"
+        if self.dropped or type(data) is not bytes:
+            return self._write_or_drop(data)
+        # What happens always is quick: many programs print in small pieces.
+        try:
+            written = super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _SURVIVABLE:
+                raise
+            written = 0
+        length = len(data)
+        if written < length:
+            self._write_or_drop(memoryview(data)[written:])
+        return length
+
+    def _write_or_drop(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if self.dropped:
             marker = f"[msrun] {self.dropped} bytes lost: the log's disk was full\n".encode()
@@ -67,16 +103,82 @@ def _stream(descriptor: int, name: str, old: io.TextIOBase | None, errors: str) 
     return stream
 
 
-def redirect(path: str, *, append: bool, banner: str = "") -> None:
-    """Send descriptors 1 and 2 to the file `path`, made with mode 0600.
+def redirect(
+    path: str, descriptors: Sequence[int] = (1, 2), *, append: bool, banner: str = ""
+) -> None:
+    """Send `descriptors` to the file `path`, made with mode 0600.
 
     Raises:
         OSError: The file cannot be opened; nothing was redirected.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags if append else flags | os.O_TRUNC, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+    opened = os.open(path, flags if append else flags | os.O_TRUNC, 0o600)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
+    os.close(opened)
+    if banner:
+        LogFile(descriptors[0], "w", closefd=False).write(banner.encode())
+
+
+def redirect_to(streams: Sequence[int], *, banner: str = "") -> None:
+    """Send descriptor 1 to the first of `streams`, 2 to the second, and close these."""
+    for descriptor, opened in zip((1, 2), streams, strict=True):
+        os.dup2(opened, descriptor)
+        os.close(opened)
     if banner:
         LogFile(1, "w", closefd=False).write(banner.encode())
+
+
+def tell_apart(samples: str | None) -> None:
+    """Note in the file `samples`, if the launcher made it, how stdout and stderr take turns.
+
+    Both go to one log, opened once for each; `logs.StreamSplit` reads the notes.
+    """
+    try:
+        opened = os.open(samples or "", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except OSError:
+        return
+    # Whatever the program does to descriptors 1 and 2, these lead to the log.
+    notes, out, err = (
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _OWN_DESCRIPTORS)
+        for descriptor in (opened, 1, 2)
+    )
+    os.close(opened)
+    by = [0]
+    for stream, own, other in ((sys.stdout, out, err), (sys.stderr, err, out)):
+        raw = getattr(stream, "buffer", None)
+        if isinstance(raw, LogFile):
+            raw.turn = _Turn(notes, own, other, by, is_first=own == out)
+
+
+class _Turn:
+    """Notes where the runs of one stream in a log begin.
+
+    A position of the log is the end of what was written last to its stream, by whoever.  Both are
+    noted before a write of Python's to one stream where the other has been written to meanwhile.
+    Within a line nobody looks, but for Python's own change of the stream: that costs a system call.
+
+    Args:
+        notes: File of the notes, opened for appending.
+        own: The log of this stream.
+        other: The log of the other stream.
+        by: Of which stream the last write was, as its log, for both to share.
+        is_first: This is stdout.
+    """
+
+    def __init__(self, notes: int, own: int, other: int, by: list[int], *, is_first: bool) -> None:
+        self._notes = notes
+        self.own, self.other, self.by = own, other, by
+        self._is_first = is_first
+        self.seen = 0
+        """Position of the other stream when it was looked at last; of an open file at first 0."""
+
+    def note(self) -> None:
+        """Note what has been written so far.
+
+        Raises:
+            OSError: That is not possible any more.
+        """
+        self.seen = os.lseek(self.other, 0, os.SEEK_CUR)
+        ends = (os.lseek(self.own, 0, os.SEEK_CUR), self.seen)
+        os.write(self._notes, logs.SAMPLE.pack(*(ends if self._is_first else ends[::-1])))

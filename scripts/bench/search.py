@@ -31,7 +31,7 @@ from msrun.parallel.auto.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.job_layout import Job
+from msrun.parallel.search.mesh.job_layout import SearchedJob
 from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
@@ -125,7 +125,7 @@ def meshes() -> Iterator[Row]:
     short, two = shortened(small, blocks)
     other, _ = shortened(large, blocks)
     for world in (1024, 4096):
-        job = Job(
+        job = SearchedJob(
             programs=ProgramByBatch(short, other, (2, 6)),
             blocks=two,
             count=blocks.count,

@@ -8,12 +8,12 @@ from ipaddress import ip_address
 import pytest
 from msgspec.structs import replace
 
-from msrun import launch
+from msrun import backend
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cli.main import main
 from msrun.errors import UsageError
 from msrun.fleet import FleetLauncher, FleetPlan
 from msrun.job import JobSpec, ProgramKind
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes.control_client import ControlClient
 from msrun.processes.control_file import Card
 from msrun.topology import CpuTopology, Device, DeviceKind, Machine
@@ -175,7 +175,7 @@ class FakeWorld:
         return self.launcher
 
     def open_fleet(self, name, texts):
-        return FakeFleet(launch.open_fleet(name, texts), self.plans)
+        return FakeFleet(backend.open_fleet(name, texts), self.plans)
 
     def token(self):
         return "0a1b2c"
@@ -207,6 +207,9 @@ class FakeWorld:
 
     def jobs(self):
         return self.cards
+
+    def has_node(self, job):
+        return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)
 
     def connect(self, card, patience):
         assert patience > 0

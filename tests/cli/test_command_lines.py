@@ -29,7 +29,7 @@ def fields(job, names):
         ),
         (
             "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --rdzv-id=100 train.py",
-            {"master_addr": "localhost", "master_port": 0, "job_id": "100"},
+            {"master_addr": "localhost", "master_port": 0, "job_id": "100-0a1b2c"},
         ),
         (
             "--rdzv-endpoint [::1]:29400 --rdzv-conf join_timeout=300 train.py",
@@ -51,12 +51,12 @@ def fields(job, names):
         # argparse takes what begins one of its options alone.
         ("--stand --nproc_per=2 train.py", {"workers_per_node": 2, "master_port": 0}),
         ("--nnode=1 --nproc-per 2 train.py", {"workers_per_node": 2}),
-        ("--max-rest=3 --rdzv-i nightly train.py", {"job_id": "nightly"}),
+        ("--max-rest=3 --rdzv-i nightly train.py", {"job_id": "nightly-0a1b2c"}),
         ("--no_py ./prog", {"start_method": StartMethod.EXEC}),
-        ("--rdzv-id 100 train.py", {"job_id": "100", "run_id": "100"}),
+        ("--rdzv-id 100 train.py", {"job_id": "100-0a1b2c", "run_id": "100"}),
         (
             "--rdzv-id 'sweep 3/a: lr=1e-3' train.py",
-            {"job_id": "sweep-3-a-lr-1e-3-e99f02", "run_id": "sweep 3/a: lr=1e-3"},
+            {"job_id": "sweep-3-a-lr-1e-3-e99f02-0a1b2c", "run_id": "sweep 3/a: lr=1e-3"},
         ),
     ],
 )
@@ -282,11 +282,6 @@ def test_default_job_ids(msrun, here, words, job_id):
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("-r 3", "-r 3 changes nothing: the output of every worker goes to its log"),
-        (
-            "--redirects=0",
-            "--redirects 0 changes nothing: the output of every worker goes to its log",
-        ),
         (
             "--monitor-interval 0.5",
             (

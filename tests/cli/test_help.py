@@ -31,13 +31,13 @@ FLAGS = words(
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
 --shutdown-timeout --hang-timeout --detect-idle
 --log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
---local-ranks-filter
+--redirects -r --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
 --hostfile --rank-table-file --include --exclude --remote-python --ranks-by --ssh --mpirun
 --mpirun-args
 --partition --time --account --gpus-per-node --cpus-per-node --signal-seconds --requeue --output
 --sbatch-args
---redirects -r --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
+--monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
 --sim-level --sim-rank-id --duplicate-stdout-filters
 --duplicate-stderr-filters

@@ -45,8 +45,8 @@ def test_what_ends_a_job(msrun, system, error, code, text):
 def test_notes_come_before_the_job(msrun, system):
     system.launcher.notes = ("no cgroup",)
 
-    assert msrun("-r 3 train.py").err == (
-        "note: -r 3 changes nothing: the output of every worker goes to its log\nnote: no cgroup\n"
+    assert msrun("--lease 4s train.py").err == (
+        "note: --lease 4s has no effect on one node\nnote: no cgroup\n"
     )
 
 

@@ -51,6 +51,8 @@ job:
   log-dir             /tmp/new/logs       flag --log-dir
   worker-log-name     w{local_rank}       flag --worker-log-name
   tail                none                flag --tail
+  tee                 -                   default
+  redirects           0:3,1:1             flag -r
   bind-core           auto                flag --bind-core
   bind-numa           device0=0-1         flag --bind-numa
   parallel            -                   default
@@ -181,6 +183,7 @@ def test_a_plan_with_everything(msrun, system, gpus):
     outcome = msrun(
         "plan --all --env-of 1 --job-id nightly --nnodes 1 --rdzv-endpoint localhost:29500 "
         "--cluster_time_out -1 --env A='two words' --env B= --log-dir /tmp/new/logs --tail none "
+        "-r 0:3,1:1 "
         "--bind-core --bind-numa '{\"device0\": [0, 1]}' --preload numpy,json --no-join "
         "--restart-window 60m --worker-log-name w{local_rank} --monitor-interval 1 "
         "--no-python ./prog"
@@ -223,9 +226,9 @@ def test_the_json_schema(msrun, gpus):
         "machine": {"host": "node0", "cpus": [0, 1, 2, 3], "devices": ["cuda:0"]},
         "parallel": None,
         "containment": "subreaper",
-        "notes": ["-r 3 changes nothing: the output of every worker goes to its log"],
+        "notes": [],
     }
-    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:28]]
+    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:30]]
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}
@@ -423,10 +426,11 @@ def test_the_mesh_as_json(msrun, parallel):
 
 
 def test_notes_on_a_mesh(msrun, parallel):
-    outcome = msrun(f"plan {parallel} --worker-num 4 -r 3")
+    outcome = msrun(f"plan {parallel} --worker-num 4 --monitor-interval 1")
 
     assert outcome.out == (
-        f"{MESH}\nnotes:\n  -r 3 changes nothing: the output of every worker goes to its log\n"
+        f"{MESH}\nnotes:\n"
+        "  --monitor-interval 1 has no effect: a worker's exit is an event, nothing polls for it\n"
     )
 
 

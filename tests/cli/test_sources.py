@@ -78,7 +78,8 @@ def test_every_option_is_tried():
 # Help describes these defaults, which the machine or the other options decide.
 DESCRIBED = {
     *("node-rank", "worker-num", "master-addr", "master-port", "job-id", "secret-file"),
-    *("workers-per-node", "hang-timeout", "log-dir", "tail", "bind-core", "bind-numa"),
+    *("workers-per-node", "hang-timeout", "log-dir", "tail", "tee", "redirects"),
+    *("bind-core", "bind-numa"),
 }
 
 
@@ -96,7 +97,7 @@ def test_help_shows_the_default_that_the_job_has(msrun, option):
 
 # What no option fills by itself.
 FILLED_BY_CODE = {
-    *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves"),
+    *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves", "beside"),
     *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
     *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
 }
@@ -159,7 +160,7 @@ def test_precedence(msrun, here, given):
 def test_torchrun_variables(msrun):
     job = msrun("train.py", PET_NPROC_PER_NODE="4", PET_MAX_RESTARTS="2", PET_RDZV_ID="x").job
 
-    assert (job.workers_per_node, job.restarts.max_restarts, job.job_id) == (4, 2, "x")
+    assert (job.workers_per_node, job.restarts.max_restarts, job.job_id) == (4, 2, "x-0a1b2c")
 
 
 def test_torchrun_switches(msrun):

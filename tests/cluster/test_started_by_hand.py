@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 TELL = """
 import msrun, os, socket
 msrun.join()
-names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR"
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MSRUN_RANK0_ADDR"
 print(*(os.environ[name] for name in names.split()), socket.gethostname(), flush=True)
 """
 

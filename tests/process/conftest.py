@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from screen import Terminal
 from support import Job, alive, until
 from terminals import Cluster
 
@@ -60,3 +61,25 @@ def cluster(tmp_path, runtime):
     assert alive(runtime) == []
     left = [path.name for path in (runtime / "msrun").glob("*")]
     assert left in ([], [".guard"])
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal()
+    yield terminal
+    print(f"======== terminal\n{terminal.raw!r}")
+    terminal.close()
+
+
+@pytest.fixture
+def at_terminal(msrun, terminal):
+    """Start `msrun` as the foreground job of a terminal."""
+
+    def start(*arguments, env=None):
+        env = {"TERM": "xterm-256color", **(env or {})}
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.theirs)
+        job = msrun(*arguments, wrapper=("setsid", "--ctty"), env=env, **ends)
+        terminal.started()
+        return job
+
+    return start

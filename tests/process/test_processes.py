@@ -33,6 +33,8 @@ FAULTHANDLER = {
 }
 # Where a dump goes that the agent asks for.
 STACK_DESCRIPTOR = 100
+# With which it notes how its streams take turns: the notes, and the log for each stream.
+TURN_DESCRIPTORS = "101, 102, 103"
 
 
 def plain(command, folder):
@@ -50,7 +52,7 @@ def test_a_python_worker_is_like_a_process_of_python_itself(msrun, tmp_path, met
     ours, pythons = facts(job.log()), facts(plain([sys.executable, program], tmp_path))
 
     assert pythons.pop("fds") == "[0, 1, 2]"
-    assert ours.pop("fds") == f"[0, 1, 2, {STACK_DESCRIPTOR}]"
+    assert ours.pop("fds") == f"[0, 1, 2, {STACK_DESCRIPTOR}, {TURN_DESCRIPTORS}]"
     assert numbers(ours.pop("Cgt")) == numbers(pythons.pop("Cgt")) | FAULTHANDLER
     assert ours == pythons
 

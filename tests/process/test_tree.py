@@ -58,7 +58,7 @@ class Node:
             fork=fork,
         )
         with socket.create_server(("127.0.0.1", 0)) as listen:
-            self.tree = ProcessTree(configure, listen, os.environ, lock=lock)
+            self.tree = ProcessTree(configure, [listen], os.environ, lock=lock)
         os.close(lock)
 
     def wait_for(self, kind, channel="forkserver"):

@@ -32,6 +32,7 @@ from msrun.parallel.torch_compat import (
     is_step_of_scheduler,
     join_axes,
     note_step,
+    parameters_replaced,
     parts_before,
     reduce_sharded,
     replace_tensors,
@@ -469,3 +470,19 @@ def test_compiled_functions_run_eagerly():
     assert seen == []
     double(torch.ones(1))
     assert len(seen) == 1
+
+
+def test_parameters_are_replaced_by_plain_tensors_and_come_back():
+    net = torch.nn.Linear(2, 2, bias=False)
+    own, part = net.weight, torch.ones(3, 2, requires_grad=True)
+
+    def failing():
+        with parameters_replaced(net, {"weight": part}):
+            net(torch.ones(2)).sum().backward()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert net.weight is own
+    assert own.grad is None
+    assert part.grad is not None

@@ -78,7 +78,7 @@ def test_a_node_with_a_rank_among_equals_knows_its_ranks():
         ("3", "6", "1", "3"),
     ]
     assert (
-        variables(found, "MASTER_ADDR", "MS_SCHED_HOST", "MS_SCHED_PORT")
+        variables(found, "MSRUN_RANK0_ADDR", "MS_SCHED_HOST", "MS_SCHED_PORT")
         == [("<address>", "10.0.0.1", "29500")] * 2
     )
 
@@ -98,8 +98,12 @@ def test_workers_talk_over_the_interface_of_this_nodes_address():
     assert "GLOO_SOCKET_IFNAME" not in several(node_rank=1).workers[0].env
 
 
-def test_the_first_node_has_the_store():
-    assert variables(several(node_rank=0, address="10.0.0.1"), "MASTER_ADDR") == [("10.0.0.1",)] * 2
+def test_every_node_reaches_the_store_over_its_own_loopback_interface():
+    names = ("MASTER_ADDR", "MSRUN_RANK0_ADDR")
+    first, second = several(node_rank=0, address="10.0.0.1"), several(node_rank=1)
+
+    assert variables(first, *names) == [("127.0.0.1", "10.0.0.1")] * 2
+    assert variables(second, *names) == [("127.0.0.1", "<address>")] * 2
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ WHO = WorkerIdentity(
     store=("10.0.0.1", "40001"),
     scheduler=("10.0.0.1", "8118"),
     run_dir="/run/job",
+    rank0_address="10.0.0.1",
     error_file="/run/job/error-5.json",
     threads=6,
 )
@@ -62,6 +63,7 @@ def test_a_worker_has_the_variables_of_torchrun_and_mindspore_and_ours():
         "MSRUN_JOB_ID": "job",
         "MSRUN_GENERATION": "2",
         "MSRUN_NODE_RANK": "1",
+        "MSRUN_RANK0_ADDR": "10.0.0.1",
         "MSRUN_RUN_DIR": "/run/job",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "6",

@@ -9,7 +9,7 @@ CONTRACTS = [
     {
         "type": "layers",
         "containers": ["msrun"],
-        "layers": ["cli", "supervise | cluster", "environ : launch"],
+        "layers": ["cli", "supervise | cluster", "environ : backend"],
     },
     {"type": "forbidden", "source_modules": ["msrun.cli"], "forbidden_modules": ["torch"]},
     {
@@ -17,7 +17,7 @@ CONTRACTS = [
         "source_modules": ["msrun.cluster", "msrun.supervise.affinity"],
         "forbidden_modules": ["os", "time", "torch"],
     },
-    {"type": "forbidden", "source_modules": ["msrun.launch"], "forbidden_modules": ["zmq"]},
+    {"type": "forbidden", "source_modules": ["msrun.backend"], "forbidden_modules": ["zmq"]},
 ]
 
 
@@ -33,7 +33,7 @@ def test_the_table_of_the_page_is_current():
         ("cli", "yes | |"),
         ("supervise", "`affinity` | `affinity` |"),
         ("cluster", "yes | yes |"),
-        ("launch", "| |"),
+        ("backend", "| |"),
     ],
 )
 def test_a_row_promises_what_a_contract_forbids(name, cells):
@@ -46,4 +46,4 @@ def test_neighbours_of_one_layer_are_named():
     text = layer_table.table(CONTRACTS)
 
     assert "- `supervise` and `cluster` share a layer: they may not import each other." in text
-    assert "- `environ` and `launch` share a layer: they may import each other." in text
+    assert "- `environ` and `backend` share a layer: they may import each other." in text

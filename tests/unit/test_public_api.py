@@ -45,6 +45,24 @@ with msrun.init({"mesh": {"dp": -1}, "checkpoint": {"dir": "ckpt"}}) as rt:
     reveal_type(total)
     reveal_type(rt.layout.axes)
 msrun.beat()
+
+
+def train(epochs: int, lr: float = 0.1) -> float:
+    return epochs * lr
+
+
+values = msrun.launch(train, (3,), {"lr": 1.0}, workers=2, max_restarts=1, env={"A": "1"})
+reveal_type(values)
+with msrun.Job("train.py", ["--lr", 0.1], log_dir=Path("logs"), tail=[0, 1]) as job:
+    reveal_type(job)
+    reveal_type(job.status().phase)
+    job.stop(now=True)
+    reveal_type(job.logs(0, lines=3))
+try:
+    reveal_type(msrun.Job(train, (3,)).start().wait(timeout=3.0))
+except msrun.JobFailed as failed:
+    reveal_type(failed.rank)
+    reveal_type(job.verdict)
 try:
     msrun.init("missing.yaml", device="cpu", timeout=30.0)
 except msrun.UsageError as error:
@@ -58,6 +76,13 @@ REVEALED = [
     "torch._tensor.Tensor",
     "torch._tensor.Tensor",
     "dict[str, int]",
+    "list[float]",
+    "msrun.api.job.Job[None]",
+    "str",
+    "str",
+    "list[float]",
+    "int | None",
+    "msrun.cluster.verdict.Verdict | None",
     "msrun.errors.ExitCode",
 ]
 WRONG = """
@@ -66,6 +91,8 @@ rt = msrun.init(config=3)
 rt.loader([1, 2], batch_size="8")
 rt.loader([1, 2], 8, mixed=True)
 rt.save(rt, step=0)
+msrun.launch(print, workers=1.5)
+msrun.Job(3)
 """
 
 
@@ -87,7 +114,7 @@ def test_a_script_of_a_user_is_typed(tmp_path):
     assert [line.split('"')[1] for line in lines if "Revealed" in line] == REVEALED
     assert [line for line in lines if "error:" in line] == []
     errors = [line for line in check(tmp_path, WRONG) if "error:" in line]
-    assert [line.split(":")[1] for line in errors] == ["3", "4", "5", "6"]
+    assert [line.split(":")[1] for line in errors] == ["3", "4", "5", "6", "7", "8"]
 
 
 @pytest.mark.parametrize("name", msrun.__all__)

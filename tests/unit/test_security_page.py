@@ -29,9 +29,11 @@ def test_every_file_that_the_page_names_exists():
 
 
 def test_every_attack_has_its_row_and_its_test():
-    rows = {f"S-{number:02}" for number in range(1, 14)}
+    rows = {f"S-{number:02}" for number in range(1, 20)}
     tests = (ROOT / "tests/process/faults/test_attacks.py").read_text()
     tests += (ROOT / "tests/unit/transport/test_sockets.py").read_text()
+    tests += (ROOT / "tests/cluster/test_strangers.py").read_text()
+    tests += (ROOT / "tests/unit/worker/test_store_wire.py").read_text()
 
     assert set(re.findall(r"S-\d\d", PAGE)) == rows
     assert rows - set(re.findall(r"S-\d\d", tests)) == set()

@@ -156,6 +156,12 @@ def test_import_that_runs_data_is_reported(offences, statement):
     ]
 
 
+def test_one_file_may_pickle(offences):
+    assert (REPOSITORY / tidy.PICKLER).exists()
+    sentences = offences({tidy.PICKLER: "import pickle\n"})
+    assert [sentence for sentence in sentences if "runs code from data" in sentence] == []
+
+
 def test_eval_is_reported(offences):
     assert offences(in_package("x = eval('1')\n")) == [
         "msrun/a.py:1: eval runs code from data; parse the value instead"

@@ -16,14 +16,19 @@ _MEMORY_OURS = 128 * _MIB
 _FILES_OURS = 64
 
 # Of one worker: itself and one thread; private pages of a forked, idle interpreter with
-# torch; the launcher's pipe, log and process handles.
+# torch; the launcher's pipe, log and process handles, or its connections to the store, which
+# torch clones.
 _PROCESSES_EACH = 2
 _MEMORY_EACH = 8 * _MIB
 _FILES_EACH = 4
 
 
-def capacity(machine: Machine) -> tuple[int, str]:
-    """Return the most workers that `machine` can hold, and what limits them."""
+def capacity(machine: Machine, nnodes: int = 1) -> tuple[int, str]:
+    """Return the most workers that `machine` can hold, and what limits them.
+
+    Of `nnodes`, any may get the store, to which each other node has a connection.
+    """
+    connections = nnodes if nnodes > 1 else 0
     limits = (
         (
             (machine.processes_available - _PROCESSES_OURS) // _PROCESSES_EACH,
@@ -34,7 +39,7 @@ def capacity(machine: Machine) -> tuple[int, str]:
             "memory (free memory or the cgroup's memory.max)",
         ),
         (
-            (machine.files_available - _FILES_OURS) // _FILES_EACH,
+            (machine.files_available - _FILES_OURS - connections) // _FILES_EACH,
             "open files (ulimit -n)",
         ),
     )

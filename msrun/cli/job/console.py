@@ -7,6 +7,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.parsers import RankChoice, span
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.errors import UsageError
+from msrun.job import EVERY_RANK
 
 RanksGiven = Given[frozenset[int] | None]
 
@@ -27,10 +28,20 @@ def choose_tail(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]
     return Given(both, local.source, local.text), Given(None)
 
 
+def choose_streams(settings: Settings) -> Given[dict[int, int]] | None:
+    """Return the streams that --tee chose; None where it was not given or --tail goes before."""
+    tail, tee = settings.get(options.TAIL), settings.get(options.TEE)
+    if tee is None or not any(tee.value.values()):
+        return None
+    # Where both are as strong, `choose_tail` has refused what contradicts.
+    return None if tail and tail.source.level > tee.source.level else tee
+
+
 def _choose(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
     here = size.workers.value
     tail = _checked(settings.get(options.TAIL), size.world_size)
-    tee = _checked(settings.get(options.TEE), here)
+    tee = _checked(_ranks_of(settings.get(options.TEE)), here)
+    _checked(_ranks_of(settings.get(options.REDIRECTS)), here)
     if tee and tee.value == RankChoice():
         tee = None  # `-t 0` is torchrun's default and says nothing.
     only = _checked(settings.get(options.LOCAL_RANKS_FILTER), here)
@@ -44,6 +55,17 @@ def _choose(settings: Settings, size: Size) -> tuple[RanksGiven, RanksGiven]:
     if limit.value is None or local.value is None:
         return Given(None), local
     return Given(None), Given(local.value & limit.value, limit.source, limit.text)
+
+
+def _ranks_of(given: Given[dict[int, int]] | None) -> Given[RankChoice] | None:
+    """Return the local ranks for which streams were chosen."""
+    if given is None:
+        return None
+    chosen = RankChoice(
+        every=bool(given.value.get(EVERY_RANK)),
+        ranks=frozenset(rank for rank, std in given.value.items() if std and rank != EVERY_RANK),
+    )
+    return Given(chosen, given.source, given.text)
 
 
 def _checked(given: Given[RankChoice] | None, count: int | None) -> Given[RankChoice] | None:

@@ -12,12 +12,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from msrun.cli.job.console import choose_tail
+from msrun.cli.job.console import choose_streams, choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
-from msrun.cli.job.rendezvous import Rendezvous, find_rendezvous
+from msrun.cli.job.rendezvous import Rendezvous, check_port, find_rendezvous
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
@@ -47,6 +47,7 @@ _HIDDEN_ALONE: frozenset[Option[object]] = frozenset(
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
 _ID_STEM_MAX = 40
+_ID_MAX = 56
 
 # Option -> the value that takes the place of the one given, None for the default of `JobSpec`.
 Decided = Mapping[Option[object], Given[object] | None]
@@ -102,6 +103,7 @@ def draft_job(
         detach=not settings.value(options.JOIN),
         **_fields("", settings, decided),
     )
+    check_port(rendezvous, job, system)
     notes = [*_without_effect(settings, job), *_insecure(settings), *notes, *_unfitted(parallel)]
     values = dict(_values(settings, decided, job))
     return JobDraft(job=job, parallel=parallel, values=values, notes=tuple(notes))
@@ -144,6 +146,7 @@ def _decide(
         options.EMIT_RANK_TABLE: settings.get(options.EMIT_RANK_TABLE),
         options.WORKER_LOG_NAME: _log_name(settings, size),
         options.TAIL: tail,
+        options.TEE: choose_streams(settings),
         options.LOCAL_RANKS_FILTER: tail_local,
         options.BIND_CORE: bind_core,
         options.BIND_NUMA: bind_numa,
@@ -280,9 +283,12 @@ def _job_id(
 ) -> Given[str]:
     """Return the job's name; on several nodes it follows from the command, so that all agree."""
     named = strongest(settings.get(options.JOB_ID), _job_id_of(settings.get(options.RDZV_ID)))
+    token = system.token()
+    if named and size.is_alone and not settings.get(options.JOB_ID):
+        # Runs may share torchrun's name, one after the other and side by side.
+        return Given(f"{named.value[:_ID_MAX]}-{token}", named.source, named.text)
     if named:
         return named
-    token = system.token()
     if rendezvous.host and not size.is_alone:
         program = chosen.program
         total = size.total.value if size.total else None

@@ -67,7 +67,7 @@ def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) 
             total=total,
             world_size=total.value if total else _product(nnodes, given),
         )
-    _check_capacity(size.workers, machine)
+    _check_capacity(size.workers, size.nnodes.value[1], machine)
     _check_node_rank(settings, size)
     _check_copies(size, environment)
     return size
@@ -132,8 +132,8 @@ def _check_total(
         )
 
 
-def _check_capacity(workers: Given[int], machine: Machine) -> None:
-    most, limit = capacity(machine)
+def _check_capacity(workers: Given[int], nnodes: int, machine: Machine) -> None:
+    most, limit = capacity(machine, nnodes)
     if workers.value > most:
         cite = workers.cite() if workers.text else f"--workers-per-node {workers.value}"
         raise UsageError(

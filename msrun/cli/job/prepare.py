@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrun import launch
+from msrun import backend
+from msrun.backend import FLEETS, Launcher, LaunchPlan
 from msrun.cli.job.draft import JobDraft, draft_job, merge_env
 from msrun.cli.job.program import find_program
 from msrun.cli.options import catalog as options
@@ -23,7 +24,6 @@ from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import FileTexts, Settings
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.launch import FLEETS, Launcher, LaunchPlan
 from msrun.units import shown
 
 _GUESS_CUTOFF = 0.85
@@ -142,7 +142,7 @@ def _check_fleet(settings: Settings) -> None:
         if given and option is not RANK_TABLE_FILE:
             raise UsageError(
                 f"{given.cite()} needs a backend that starts other nodes",
-                hint=f"choose --launcher {', '.join(launch.FLEETS)}",
+                hint=f"choose --launcher {', '.join(backend.FLEETS)}",
             )
 
 

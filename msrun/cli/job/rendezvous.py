@@ -11,7 +11,7 @@ from msrun.cli.options import catalog as options
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.job import LOOPBACK
+from msrun.job import LOOPBACK, JobSpec
 from msrun.topology import Machine
 
 # What /etc/hosts of the usual systems calls loopback, besides `localhost`.
@@ -59,7 +59,7 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
 
     Raises:
         UsageError: Options contradict each other, the host is not there or not the one that
-            is meant, or the port is taken.
+            is meant, or the port of a node alone is taken.
     """
     host, port = _endpoint(settings)
     if size.is_alone:
@@ -81,14 +81,23 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
         )
     site = _locate(host, machine, system)
     serves = _serves(settings, host, site, system)
-    if serves:
-        hint = "a further node on this machine needs --node-rank 1 or above"
-        _check_port(site.address, port, system, hint=hint if site.is_shared else None)
     _check_insecure(settings, site)
     address = _own_address(settings, host, site, system)
     return Rendezvous(
         host=host, port=port, serves=serves, listen_host=site.address, address=address
     )
+
+
+def check_port(rendezvous: Rendezvous, job: JobSpec, system: System) -> None:
+    """Refuse the scheduler's port if it is taken, unless another node of `job` here has it.
+
+    Raises:
+        UsageError: The port is taken.
+    """
+    if job.is_alone or not job.serves or system.has_node(job):
+        return
+    hint = "a further node of a job on this machine needs the same command or --job-id"
+    _check_port(rendezvous.listen_host, rendezvous.port, system, hint=hint)
 
 
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:

@@ -396,14 +396,27 @@ TAIL = Option(
     aliases=("--tail-worker-log",),
     file=FileForm.LIST,
 )
-TEE = Option(
+TEE: Option[dict[int, int]] = Option(
     name="tee",
     group=OptionGroup.LOGS,
     metavar="STD",
-    help="--tail in torchrun's form: 3 shows all ranks; 0:3,1:3 local ranks 0 and 1.",
+    help="Streams shown on the console, by local rank: 1 stdout, 2 stderr, 3 both; or 0:3,1:1.",
     parse=parsers.std_by_rank,
+    field="tee",
+    default_text="3, of the ranks of --tail",
     aliases=("-t",),
     torchrun="tee",
+)
+REDIRECTS: Option[dict[int, int]] = Option(
+    name="redirects",
+    group=OptionGroup.LOGS,
+    metavar="STD",
+    help="Streams with a file of their own beside the log, .out or .err, in the form of --tee.",
+    parse=parsers.std_by_rank,
+    field="redirects",
+    default_text="none: one log has both",
+    aliases=("-r",),
+    torchrun="redirects",
 )
 LOCAL_RANKS_FILTER = Option(
     name="local-ranks-filter",

@@ -79,7 +79,7 @@ def parse_job_file(content: str, path: str, table: Table) -> JobFile:
         if option in texts:
             raise UsageError(f"{path}: {key} is the same option as {keys[option]}")
         if value is not None:
-            texts[option] = tuple(_texts(option, value, f"{path}: {key}"))
+            texts[option] = tuple(option_texts(option, value, f"{path}: {key}"))
             keys[option] = key
     return JobFile(
         options=FileTexts(path=path, texts=texts, keys=keys),
@@ -127,7 +127,7 @@ def _args(value: Tree, path: str) -> tuple[str, ...] | None:
     return tuple(_scalar(item, f"{path}: args[{i}]") for i, item in enumerate(value))
 
 
-def _texts(option: Option[object], value: Tree, where: str) -> Iterator[str]:
+def option_texts(option: Option[object], value: Tree, where: str) -> Iterator[str]:
     """Yield `value` as it would stand on the command line."""
     match option.file, value:
         case FileForm.LIST, list():

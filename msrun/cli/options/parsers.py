@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from msrun.errors import UsageError
-from msrun.job import JOB_ID_PATTERN, StartMethod
+from msrun.job import EVERY_RANK, JOB_ID_PATTERN, StartMethod
 from msrun.units import PORT_MAX, parse_duration, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
@@ -315,17 +315,17 @@ def shell_words(value: str) -> list[str]:
         raise UsageError(f"{quoted(value)} has an unmatched quotation mark") from None
 
 
-def std_by_rank(value: str) -> RankChoice:
-    """Return the local ranks that torchrun's `-t` or `-r` value selects, such as `3` or `0:3`."""
+def std_by_rank(value: str) -> dict[int, int]:
+    """Return the streams by local rank of torchrun's `-t` or `-r`, such as `3` or `0:3,1:1`."""
     if _STD.fullmatch(value):
-        return RankChoice(every=value != "0")
+        return {EVERY_RANK: int(value)}
     if not _STD_BY_RANK.fullmatch(value):
         raise UsageError(
             f"{quoted(value)} selects no streams (choose 0 none, 1 stdout, 2 stderr, 3 both, "
             "or by local rank, such as 0:3,1:1)"
         )
-    chosen = dict(part.split(":") for part in value.split(","))
-    return RankChoice(ranks=frozenset(int(rank) for rank, std in chosen.items() if std != "0"))
+    parts = (part.split(":") for part in value.split(","))
+    return {int(rank): int(std) for rank, std in parts}
 
 
 def ranks(value: str) -> RankChoice:

@@ -5,15 +5,6 @@ from __future__ import annotations
 from msrun.cli.options import parsers
 from msrun.cli.options.option import FileForm, Option, OptionGroup, options_in
 
-REDIRECTS = Option(
-    name="redirects",
-    group=OptionGroup.PEERS,
-    metavar="STD",
-    help="No effect: the output of every worker goes to its log.",
-    parse=parsers.std_by_rank,
-    aliases=("-r",),
-    torchrun="redirects",
-)
 MONITOR_INTERVAL = Option(
     name="monitor-interval",
     group=OptionGroup.PEERS,
@@ -101,7 +92,6 @@ DUPLICATE_STDERR_FILTERS = Option(
 )
 
 NOTED: dict[Option[object], str] = {
-    REDIRECTS: "changes nothing: the output of every worker goes to its log",
     MONITOR_INTERVAL: "has no effect: a worker's exit is an event, nothing polls for it",
 }
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import shlex
 
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cli.job.parallel import Parallel
 from msrun.cli.job.prepare import Prepared
 from msrun.cli.options import catalog as options
 from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection
-from msrun.job import Binding, BindMode, JobSpec
-from msrun.launch import LaunchPlan, WorkerPlan
+from msrun.job import EVERY_RANK, Binding, BindMode, JobSpec
 from msrun.supervise import secret
 from msrun.topology import render_number_list
 from msrun.units import render_duration
@@ -186,7 +186,15 @@ def _plain(name: str, value: object) -> object:
             plain = list(value)
         case None if name == "tail":
             plain = options.TAIL.default_text
+        case dict() if name in ("tee", "redirects"):
+            plain = _streams(value)
     return plain
+
+
+def _streams(chosen: dict[int, int]) -> str:
+    """Return streams by local rank as torchrun's options have them."""
+    each = (str(std) if rank == EVERY_RANK else f"{rank}:{std}" for rank, std in chosen.items())
+    return ",".join(each) or "-"
 
 
 def _cell(plain: object) -> str:

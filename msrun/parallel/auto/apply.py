@@ -23,7 +23,7 @@ from msrun.parallel.auto.offline_search import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.structure import leaf_tensors
 from msrun.parallel.auto.trace import Traced, trace
-from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
 from msrun.parallel.layout import rules_of
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.ranks import PipelineRanks
@@ -46,7 +46,7 @@ from msrun.parallel.search.solve.memory import OutOfMemoryError
 from msrun.parallel.search.solve.modes import MODES, search
 from msrun.parallel.search.solve.problem import Setting, layout_nodes
 from msrun.parallel.search.solve.uses import Uses
-from msrun.parallel.tensor.hooks import describe_modules
+from msrun.parallel.tensor.describe import describe_modules
 from msrun.parallel.tensor.plan import plan_modules
 
 _PRESETS = {"cuda": "a100", "npu": "ascend910", "cpu": "cpu"}
@@ -464,7 +464,8 @@ def _pins(
     """Return the rules of the configuration as pins: parameters whose sharding is given."""
     if not config.plan:
         return []
-    plans = plan_modules(rules_of(config), context.layout, describe_modules(model))
+    rules = [rule for rule in rules_of(config) if isinstance(rule, PlanRule)]  # names are refused
+    plans = plan_modules(rules, context.layout, describe_modules(model))
     values = {full: value for value, full in program.params.items()}
     axes = {name: at for at, name in enumerate(_axes(context)) if name != DATA_AXIS}
     pins = []

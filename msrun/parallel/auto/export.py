@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 
 from msrun.parallel.auto.functional import is_write, make_functional
 from msrun.parallel.auto.labels import Labels
-from msrun.parallel.auto.modes import inlined, recorded_modes
+from msrun.parallel.auto.modes import enters_autocast, inlined, recorded_modes
 from msrun.parallel.auto.module_dedup import (
     ENTER,
     LEAVE,
@@ -122,8 +122,10 @@ def _traced(
 
     hook = model.register_forward_hook(flattened)
     try:
-        with recorded_modes():
-            program = torch.export.export(model, tuple(sample), strict=False)
+        program = torch.export.export(model, tuple(sample), strict=False)
+        if enters_autocast(program.graph_module):  # alone needs notes, which cost 8 % of a trace
+            with recorded_modes():
+                program = torch.export.export(model, tuple(sample), strict=False)
     finally:
         hook.remove()
     return program, forms[-1]

@@ -2,8 +2,8 @@
 
 `torch.export` puts such steps into a subgraph, which one step of the graph calls under the mode.
 `inlined` puts them back and notes on each the mode that it runs under.  A `no_grad` inside of an
-`autocast` gets lost in the export, so `recorded_modes` notes on each node, while it is made,
-whether gradients are off.
+`autocast` gets lost in the export.  A forward that enters an `autocast` is exported once more under
+`recorded_modes`, which notes on each node, while it is made, whether gradients are off.
 """
 
 from __future__ import annotations
@@ -79,6 +79,17 @@ class _GradModeNotes(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with traceback.annotate({_IS_GRAD_ENABLED: False}):
             return func(*args, **(kwargs or {}))
+
+
+def enters_autocast(module: fx.GraphModule) -> bool:
+    """Return whether the graph of `module`, or a graph that it calls, enters `torch.autocast`."""
+    return any(
+        str(node.target) == "wrap_with_autocast"
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def inlined(module: fx.GraphModule) -> fx.Graph:

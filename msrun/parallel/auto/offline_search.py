@@ -23,7 +23,7 @@ from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
-from msrun.parallel.search.mesh.job_layout import Job, JobLayout, layouts
+from msrun.parallel.search.mesh.job_layout import JobLayout, SearchedJob, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import Progress, explore
 from msrun.parallel.search.plan.cost_breakdown import (
@@ -140,14 +140,14 @@ def search_model(
 
 def _job(
     request: SearchRequest, programs: ProgramByBatch, two: Blocks, count: int, batch: int
-) -> Job:
+) -> SearchedJob:
     """Return the job whose layouts are searched.
 
     Raises:
         UsageError: The batch does not divide on the mesh that the request names.
     """
     axes, stages = _axes(request), request.mesh.get(PIPELINE_AXIS, 1)
-    job = Job(
+    job = SearchedJob(
         programs=programs,
         blocks=two,
         count=count,
@@ -205,7 +205,7 @@ def _too_little(limit: float, least: float | None, world: int) -> UsageError:
 
 def _saved(
     request: SearchRequest,
-    job: Job,
+    job: SearchedJob,
     progress: Progress,
     traced: _Traced,
 ) -> SavedPlan:
@@ -258,7 +258,7 @@ def _saved(
 
 
 def _runs_on(
-    job: Job,
+    job: SearchedJob,
     layout: JobLayout,
     names: Sequence[str],
     chosen: Mapping[str, tuple[int, ...]],

@@ -73,7 +73,7 @@ class ParameterHooks:
             ModelError: A parameter has such a hook.
         """
         for name, param in self._named:
-            before, after = _of_script(param)
+            before, after = of_script(param)
             if before or (after and param not in self._is_after_reduction):
                 raise ModelError(
                     f"{name} has a gradient hook, which a plain loop runs before the gradient is "
@@ -85,7 +85,7 @@ class ParameterHooks:
     def suspended(self) -> Iterator[None]:
         """Keep autograd from running the hooks; `run` runs them afterwards."""
         if not self._can_run:
-            refuse([name for name, param in self._named if any(_of_script(param))])
+            refuse([name for name, param in self._named if any(of_script(param))])
         taken: list[tuple[Hooks, Hooks]] = []
         self._due = []
         for name, param in self._named:
@@ -112,7 +112,7 @@ class ParameterHooks:
                 continue
             try:
                 with torch.no_grad():
-                    _run(param, *_of_script(param))
+                    _run(param, *of_script(param))
             except RuntimeError as error:
                 if "DTensor" not in str(error):
                     raise
@@ -133,7 +133,7 @@ def _run(param: Any, before: Iterable[Any], after: Iterable[Any]) -> None:
         hook(param)
 
 
-def _of_script(param: Parameter) -> tuple[list[Any], list[Any]]:
+def of_script(param: Parameter) -> tuple[list[Any], list[Any]]:
     """Return the script's hooks before and after accumulation."""
     if not torch_compat.has_gradient_hooks(param):
         return [], []
@@ -188,7 +188,7 @@ def _part_of(whole: Tensor, param: DTensor) -> DTensor:
 
 def hooked(model: nn.Module) -> list[str]:
     """Return the names of parameters of `model` with gradient hooks of the script."""
-    return [name for name, param in model.named_parameters() if any(_of_script(param))]
+    return [name for name, param in model.named_parameters() if any(of_script(param))]
 
 
 def refuse(names: Sequence[str]) -> None:
@@ -215,7 +215,7 @@ def check_references(model: nn.Module, replaced: Collection[int]) -> None:
         ModelError: A hook would compute with values that are never updated.
     """
     for name, param in model.named_parameters():
-        for hook in itertools.chain(*_of_script(param)):
+        for hook in itertools.chain(*of_script(param)):
             if any(id(found) in replaced for found in _parameters_in(hook, _DEPTH_MAX)):
                 raise ModelError(
                     f"the gradient hook of {name} holds a parameter that rt.shard replaced",

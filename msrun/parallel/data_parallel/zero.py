@@ -22,7 +22,8 @@ Invariants:
 - A module with a rule of `plan` is no unit: its output may be a view, on which torch would lose its
   hooks.  A module around it may be one.
 - Ignored parameters stay as they were: those below `threshold`, scalars, those of a rare type in
-  their unit, and those that `reduce.exclude` matches.  `reducer` reduces all but the last like
+  their unit, those whose first dim packs several projections that a plan shards, and those that
+  `reduce.exclude` matches.  `reducer` reduces all but the last like
   plain data parallelism.
 - A module without a forward, such as a list, is no unit: nothing would gather its parameters.
 - All ranks must run units in the same order; `collective_order` checks that.
@@ -56,6 +57,7 @@ from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.tensor.plan import ModulePlan
 
 SUM_LEVEL = 1
 RESHARD_LEVEL = 3
@@ -148,6 +150,31 @@ def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]
         for param in model.parameters()
         if local_part(param).nbytes < int(config.optimizer.threshold) or not param.dim()
     }
+
+
+def packed_parameters(
+    config: ParallelConfig, model: nn.Module, plans: Mapping[str, ModulePlan]
+) -> set[Parameter]:
+    """Return the parameters whose first dim packs several projections, each of which is sharded.
+
+    `fully_shard` shards the first dim once more, and knows no order of shards for these.
+
+    Raises:
+        ModelError: They would have to be cast to `optimizer.dtype`, and only gathered ones are.
+    """
+    found: set[Parameter] = set()
+    for name, plan in plans.items():
+        module = model.get_submodule(name)
+        for param in plan.packed:
+            if plan.params[param][0] is not None:
+                found.add(module.get_parameter(param))
+                if config.optimizer.dtype:
+                    raise ModelError(
+                        f"{ROOT}.optimizer.dtype: {name}.{param} packs several projections, and "
+                        "stays replicated and in its own type",
+                        hint="leave out optimizer.dtype, or the module out of the plan",
+                    )
+    return found
 
 
 def rare_types(

@@ -154,23 +154,6 @@ def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return bool(names.intersection(batch)) or len(required) != 1
 
 
-def by_position(names: Sequence[str], batch: StepBatch) -> Sequence[Any]:
-    """Return the inputs of `batch` in the order of `names`.
-
-    Raises:
-        ModelError: There are others.
-    """
-    if not batch.named:
-        return batch.inputs
-    if set(batch.named) != set(names):
-        raise ModelError(
-            f"the batch has {', '.join(batch.named)}, and the model was split for "
-            f"{', '.join(names)}",
-            hint="an input with a default is one if it is in the sample of rt.shard",
-        )
-    return [batch.named[name] for name in names]
-
-
 def own_loss(output: Any) -> Any:
     """Return the loss that a model returned: itself, or its field `loss`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import fx, nn
 from torch.nn import Parameter
@@ -12,7 +11,6 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.pipeline.balance import balance
 from msrun.parallel.pipeline.chunks import STAGES, Chunks
-from msrun.parallel.pipeline.skeleton import Skeleton
 from msrun.parallel.pipeline.trace import Trace
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -29,18 +27,16 @@ def leaves(model: nn.Module, parts: int) -> Callable[[str], bool]:
     return is_leaf
 
 
-def place_evenly(
-    model: nn.Module, trace: Trace, chunks: Chunks, sample: Sequence[Any] | None
-) -> tuple[dict[fx.Node, int], str]:
+def place_evenly(model: nn.Module, trace: Trace, chunks: Chunks) -> tuple[dict[fx.Node, int], str]:
     """Return the chunk of each call of a module, and what was balanced.
 
-    Work is the floating-point operations of `sample`; without one, or where the model runs only
-    with values, the number of parameters stands for it, without those of embedding tables.
+    Work is the floating-point operations of a recorded forward; without them the number of
+    parameters stands for it, without those of embedding tables.
 
     Raises:
         ModelError: There are fewer modules than chunks.
     """
-    flops, measure = _flops(model, trace, sample)
+    flops, measure = _flops(model, trace)
     units: list[list[fx.Node]] = []
     for node in trace.graph.nodes:
         if node.op == "call_module":
@@ -59,14 +55,9 @@ def place_evenly(
     return places, measure
 
 
-def _flops(
-    model: nn.Module, trace: Trace, sample: Sequence[Any] | None
-) -> tuple[dict[fx.Node, int], str]:
-    if sample is not None:
-        try:
-            return Skeleton(model, trace).flops(sample), "flops"
-        except Exception:  # noqa: BLE001, S110 - the model's own code may raise anything
-            pass
+def _flops(model: nn.Module, trace: Trace) -> tuple[dict[fx.Node, int], str]:
+    if trace.flops:
+        return trace.flops, "flops"
     calls = [node for node in trace.graph.nodes if node.op == "call_module"]
     return {node: _weights(model.get_submodule(str(node.target))) for node in calls}, "parameters"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -16,18 +16,22 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
 from msrun.parallel.local import local_gradient
+from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
-from msrun.parallel.pipeline.measure import MeasuredShapes, measure
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
+from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks
+from msrun.parallel.pipeline.record.modes import closing
+from msrun.parallel.pipeline.record.structure import leaves
+from msrun.parallel.pipeline.recordings import Recording, Recordings
 from msrun.parallel.pipeline.schedule import LossFunction, Schedule, Work
-from msrun.parallel.pipeline.shapes import NeedsValues, Shapes, kinds
 from msrun.parallel.pipeline.tied import TiedWeights, find_ties
-from msrun.parallel.pipeline.tree import check_names, graft, program_of, release
+from msrun.parallel.pipeline.trace import NamedInputs, program_of
+from msrun.parallel.pipeline.tree import check_names, graft, release
 
 # Schedules are cached for so many shapes of micro-batches: each has buffers for what it receives.
 _SCHEDULES_MAX = 4
@@ -39,25 +43,25 @@ def split_model(
     settings: Pipeline,
     group: dist.ProcessGroup,
     device: torch.device,
-    sample: Sequence[Any] | None = None,
+    sample: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> PipelineModel:
     """Return this rank's stage of `model`, which is used up: other stages' tensors lose values.
 
     All ranks of the axis call it with equal models.
 
     Args:
-        model: Its forward can be traced down to the modules that have stages.
+        model: Between its modules that have stages, its forward reads no value of a tensor.
         settings: Where to cut, and the schedule.
         group: The pipeline axis.
         device: Of this rank.
-        sample: Inputs of one batch.  `auto` makes its work even; without one its parameters.  It
-            also says which inputs with defaults a batch fills.
+        sample: Inputs of one batch, in order or by name.  `auto` makes its work even.  Without one
+            parameters are made even, and `torch.fx` must find the modules that forward calls.
 
     Raises:
         ModelError: It cannot be cut so; then nothing was changed.
     """
     check_names(PipelineModel, model)
-    plan = plan_split(model, settings, group.size(), sample)
+    plan = plan_split(model, settings, group.size(), sample, device)
     ranks = PipelineRanks(chunks=plan.chunks, group=group, device=device)
     return SplitModel(model, plan, settings.microbatches, ranks)
 
@@ -106,16 +110,19 @@ class PipelineModel(nn.Module):
         """Number of micro-batches of a local batch."""
         return self._microbatches
 
-    def input_names(self) -> Sequence[str]:
-        """Return the names of the inputs of `forward`, in order.
+    def arguments(self, batch: StepBatch) -> Sequence[Any]:
+        """Return the inputs of a batch, as `train_step` takes them.
 
         Raises:
-            ModelError: This model takes them by position alone.
+            ModelError: They have names, and this model takes them by position alone.
         """
-        raise ModelError(
-            f"{self._name} takes its inputs by position",
-            hint="pass them in the order of forward: rt.step(model, optimizer, loss_fn, x, target)",
-        )
+        if batch.named:
+            raise ModelError(
+                f"{self._name} takes its inputs by position",
+                hint="pass them in the order of forward: "
+                "rt.step(model, optimizer, loss_fn, x, target)",
+            )
+        return batch.inputs
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run a chunk of this stage on the model's inputs and what it received."""
@@ -135,12 +142,13 @@ class PipelineModel(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, *inputs: Any, pipeline_chunk: int | None = None) -> Any:
+    def forward(self, *inputs: Any, pipeline_chunk: int | None = None, **named: Any) -> Any:
         """Return the output of the whole model for a whole batch, on all ranks of the axis.
 
         Args:
             inputs: As of the model.
             pipeline_chunk: Runs that chunk alone; a run of the model consists of such calls.
+            named: As of the model, by name.
 
         Raises:
             ModelError: Gradients are enabled: those come from `train_step` alone.
@@ -152,6 +160,7 @@ class PipelineModel(nn.Module):
                 f"{ROOT}.pipeline: {self._name} has no gradients outside a step of the pipeline",
                 hint="call rt.step to train; evaluate with model.eval() or under torch.no_grad()",
             )
+        inputs = tuple(self.arguments(StepBatch(inputs, named, None)))
         with torch.no_grad():
             split, borders = self._prepare(inputs, may_differ=True)
             return infer(self, self._ranks, borders, split, inputs)
@@ -195,7 +204,14 @@ class PipelineModel(nn.Module):
             is_pipeline=True,
             dtype=reduce(torch.promote_types, sent, torch.float32),
         )
-        work = Work(split=split, inputs=inputs, target=target, loss_fn=loss_fn, tally=tally)
+        work = Work(
+            split=split,
+            inputs=inputs,
+            target=target,
+            loss_fn=loss_fn,
+            tally=tally,
+            check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
+        )
         self._schedule(borders).run(work)
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
@@ -253,46 +269,48 @@ class SplitModel(PipelineModel):
     def __init__(
         self, model: nn.Module, plan: SplitPlan, microbatches: int, ranks: PipelineRanks
     ) -> None:
-        shapes = Shapes(plan, model)
         super().__init__(model, plan, microbatches, ranks)
-        own = plan.chunks.of_stage(ranks.stage)
-        self._programs = {chunk: program_of(self, plan.programs[chunk].graph) for chunk in own}
-        self._plan = plan
-        self._shapes = shapes
-        self._measured: MeasuredShapes | None = None
+        self._recordings = Recordings(plan, plan.skeleton)
+        for name in plan.opened:
+            if not name or name in dict(self.named_modules()):
+                plan.skeleton.adopt(name, model.get_submodule(name), self.get_submodule(name))
+        self._own = plan.chunks.of_stage(ranks.stage)
+        self._opened = [
+            name for name in plan.opened if name in dict(self.named_modules()) or not name
+        ]
+        self._programs: dict[int, Callable[..., Any]] = {}
+        self._arity = 0
 
-    def input_names(self) -> Sequence[str]:
-        """Return the names of the inputs that a batch fills."""
-        return self._plan.traced.inputs
+    def arguments(self, batch: StepBatch) -> Sequence[Any]:
+        """Return the inputs of a batch, as `train_step` takes them."""
+        return [*batch.inputs, NamedInputs(batch.named)] if batch.named else batch.inputs
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""
-        return self._programs[chunk](self, *inputs)
+        own, received = inputs[: self._arity], inputs[self._arity :]
+        return self._programs[chunk](self, *leaves(own), *received)
 
     def _saved_bytes(self, inputs: Sequence[Any]) -> Sequence[int] | None:
         """Return the bytes that a copy without values saves."""
-        split, borders = self._prepare(inputs, may_differ=False)
+        split = split_batch(inputs, self._microbatches, may_differ=False)
         piece = split.padded(inputs, 0)
-        return self._shapes.saved_bytes(piece, borders, training=self.training)
+        return self._recordings.saved_bytes(piece, self._record(piece))
 
     def _prepare(
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
-        names = self._plan.traced.inputs
-        if len(inputs) != len(names):
-            raise ModelError(
-                f"{self._name} takes {len(names)} input(s) ({', '.join(names)}), "
-                f"not {len(inputs)}, as it was split",
-                hint="an input with a default is one if it is in the sample of rt.shard",
-            )
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
-        if self._measured is None:
-            try:
-                piece = split.padded(inputs, 0)
-                return split, self._shapes.find(piece, training=self.training)
-            except NeedsValues as reason:
-                borders = measure(self, self._plan, self._ranks, split, inputs)
-                kind = kinds(split.padded(inputs, 0))
-                self._measured = MeasuredShapes(kind, split.width, borders, str(reason))
-        return self._measured.fit(split, inputs, may_differ=may_differ), self._measured.borders
+        return split, self._record(split.padded(inputs, 0)).borders
+
+    def _record(self, piece: Sequence[Any]) -> Recording:
+        """Return the forward of a micro-batch, whose programs chunks run from now on."""
+        modes = {name: self.get_submodule(name).training for name in self._opened}
+        recording = self._recordings.find(piece, modes)
+        if not recording.compiled:
+            vars(self).update(recording.constants)
+            for chunk in self._own:
+                program = program_of(self, recording.programs[chunk].graph)
+                recording.compiled[chunk] = closing(program)
+        self._programs, self._arity = recording.compiled, recording.arity
+        return recording

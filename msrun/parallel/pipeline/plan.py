@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import Pipeline
+from msrun.parallel.losses.batch import read_batch
 from msrun.parallel.match import matching
 from msrun.parallel.pipeline import even_cut
 from msrun.parallel.pipeline.chunks import STAGES, Chunks, read_chunks
-from msrun.parallel.pipeline.split import ChunkProgram, assign, cut, place
-from msrun.parallel.pipeline.trace import Trace, input_names, trace
+from msrun.parallel.pipeline.skeleton import Skeleton
+from msrun.parallel.pipeline.split import ChunkProgram, CutRule, assign
+from msrun.parallel.pipeline.trace import NamedInputs, Trace, input_names, trace
+from msrun.parallel.torch_compat import hooks_of
 
 _SHOWN_MAX = 8
 
@@ -64,6 +68,9 @@ class SplitPlan:
         stage_params: Name -> parameter, of each stage; a shared one is in several, or has several
             names.
         measure: What was balanced; None where the stages were named.
+        rule: Cuts other forwards where this one was.
+        skeleton: A copy of the model, which records them.
+        opened: Modules whose own forward is divided, the model itself included.
     """
 
     chunks: Chunks
@@ -71,6 +78,9 @@ class SplitPlan:
     programs: list[ChunkProgram]
     stage_params: list[dict[str, Parameter]]
     measure: str | None
+    rule: CutRule
+    skeleton: Skeleton
+    opened: list[str]
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -93,7 +103,11 @@ class SplitPlan:
 
 
 def plan_split(
-    model: nn.Module, settings: Pipeline, stages: int, sample: Sequence[Any] | None = None
+    model: nn.Module,
+    settings: Pipeline,
+    stages: int,
+    sample: Sequence[Any] | Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
 ) -> SplitPlan:
     """Return how `model` is cut into `stages` stages.
 
@@ -101,37 +115,97 @@ def plan_split(
         model: Nothing in it changes.
         settings: Where to cut.
         stages: Ranks along the pipeline axis.
-        sample: Inputs of one batch, for `auto`; see `even_cut.place_evenly`.
+        sample: Inputs of one batch, in order or by name; see `split_model`.
+        device: Of the model; None is that of its tensors.
 
     Raises:
         ModelError: It cannot be cut so.
     """
     chunks, patterns = read_chunks(settings, stages)
-    inputs = input_names(model, sample)
     measure = None
     named: dict[str, int] = {}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    is_unit = even_cut.leaves(model, chunks.count)
     if patterns:
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
         params = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         matching(patterns, [*names, *params], "pipeline.stages")
         named = assign(patterns, names)
-        is_leaf = _leaves(named, names)
-        _check_covered(params, named, is_leaf)
-        traced = trace(model, is_leaf, inputs)
-        calls = [node for node in traced.graph.nodes if node.op == "call_module"]
-        modules = {node: named[node.target] for node in calls if node.target in named}
+        is_unit = _leaves(named, names)
+        _check_covered(params, named, is_unit)
+    opened = [name for name in names if not name or not is_unit(name)]
+    _check_hooks(model, opened)
+    skeleton = Skeleton(model, is_unit, device or _device(model))
+    traced = _trace(model, skeleton, is_unit, sample, counts=not patterns)
+    calls = [node for node in traced.graph.nodes if node.op == "call_module"]
+    if patterns:
+        modules = {node: named[str(node.target)] for node in calls if str(node.target) in named}
     else:
-        traced = trace(model, even_cut.leaves(model, chunks.count), inputs)
-        modules, measure = even_cut.place_evenly(model, traced, chunks, sample)
-    movable = [node for node in modules if not _has_parameters(model, str(node.target))]
-    places = place(traced.graph, modules, chunks, movable)
-    programs = cut(traced.graph, places, chunks)
+        modules, measure = even_cut.place_evenly(model, traced, chunks)
+    rule = CutRule(
+        chunks=chunks,
+        calls=_calls(modules),
+        movable=[name for name in _calls(modules) if not _has_parameters(model, name)],
+    )
+    programs = rule.programs(traced)
     stage_params = _stage_params(model, programs, chunks)
     for name, param, chunk in _unused(model, stage_params, named, patterns):
         stage_params[chunks.stage(chunk)][name] = param
     return SplitPlan(
-        chunks=chunks, traced=traced, programs=programs, stage_params=stage_params, measure=measure
+        chunks=chunks,
+        traced=traced,
+        programs=programs,
+        stage_params=stage_params,
+        measure=measure,
+        rule=rule,
+        skeleton=skeleton,
+        opened=opened,
     )
+
+
+def _trace(
+    model: nn.Module,
+    skeleton: Skeleton,
+    is_unit: Callable[[str], bool],
+    sample: Sequence[Any] | Mapping[str, Any] | None,
+    *,
+    counts: bool,
+) -> Trace:
+    """Return the steps of the forward: of the sample, or without one as far as can be seen."""
+    if sample is None:
+        return trace(model, is_unit, input_names(model, None))
+    values = [sample] if isinstance(sample, Mapping) else list(sample)
+    batch = read_batch(model, [*values, None], has_loss=True)
+    if batch.named:
+        traced = skeleton.record([*batch.inputs, NamedInputs(batch.named)], counts=counts)
+        return replace(traced, inputs=tuple(batch.named))
+    names = input_names(model, batch.inputs)
+    return replace(skeleton.record(batch.inputs, counts=counts), inputs=tuple(names))
+
+
+def _calls(modules: Mapping[fx.Node, int]) -> dict[str, list[int]]:
+    """Return the chunk of each call of each module."""
+    calls: dict[str, list[int]] = {}
+    for node, chunk in modules.items():
+        calls.setdefault(str(node.target), []).append(chunk)
+    return calls
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensors = (*model.parameters(), *model.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _check_hooks(model: nn.Module, opened: Sequence[str]) -> None:
+    """Refuse hooks on modules that are divided: no stage calls such a module."""
+    for name in opened:
+        kinds = sorted(hooks_of(model.get_submodule(name)))
+        if kinds:
+            shown_name = name or type(model).__name__
+            raise ModelError(
+                f"{STAGES}: {shown_name} has {' and '.join(kinds)} hooks, "
+                "and is divided among stages",
+                hint="put the hooks on modules that have a stage",
+            )
 
 
 def _has_parameters(model: nn.Module, name: str) -> bool:

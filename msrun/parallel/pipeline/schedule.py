@@ -68,6 +68,7 @@ class Work:
         target: Last argument of the loss.
         loss_fn: Of one micro-batch; None if the model returns its loss.
         tally: Adds losses up, on the last stage.
+        check: Called with the ends of the graph of the model and the loss of `loss_fn`.
     """
 
     split: MicrobatchSplit
@@ -75,6 +76,7 @@ class Work:
     target: Any
     loss_fn: LossFunction | None
     tally: LossTally
+    check: Callable[[Sequence[Any], Tensor], None]
 
     def loss(self, run: Callable[[], Any], part: int) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
@@ -95,7 +97,9 @@ class Work:
             output = self.split.trim(run(), part)
             target = self.split.real(self.target, part)
             compute = partial(loss_fn, output, target)
+            ends = [tensor.grad_fn for tensor in tensors_in(output)]
             loss = self.tally.measure(compute, max(samples, 1), tensors_in([output, target]))
+            self.check(ends, loss.value)
         self.tally.add(loss, samples)
         return self.tally.objective(loss, samples)
 

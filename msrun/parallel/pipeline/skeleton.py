@@ -1,73 +1,171 @@
 """A copy of a model that has shapes and no values.
 
-Nothing of the real model runs: no hook is called, no statistics move, nobody communicates.
+Nothing of the real model runs: no statistics move, nobody communicates.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn import Parameter
-from torch.utils.flop_counter import FlopCounterMode
 
+from msrun.errors import ModelError
 from msrun.parallel.losses.batch import map_leaves
-from msrun.parallel.pipeline.trace import Trace
+from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.record.guard import CopyGuard, PythonRandom
+from msrun.parallel.pipeline.record.modes import closing
+from msrun.parallel.pipeline.record.recorder import ForwardRecorder, where
+from msrun.parallel.pipeline.record.structure import leaves, map_structure
+from msrun.parallel.pipeline.record.watch import WatchedValues
+from msrun.parallel.pipeline.trace import Memory, Trace, bound, program_of
+from msrun.parallel.torch_compat import fake_mode, fake_tensors, is_fake, with_values
 
 META = torch.device("meta")
+
+# What a skeleton does not refer to: it would keep the memory of other stages.
+_UNKEPT = (nn.Module, Tensor, dict, list, tuple, set)
 
 
 class Skeleton:
     """A copy of `model` without values.
 
-    Raises:
-        Exception: Something in the model cannot be copied.
+    Args:
+        model: Nothing in it changes.
+        is_unit: Whether the module of this name is one step.
+        device: Of the model.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
-        memo: dict[int, Any] = {id(p): _empty_parameter(p) for p in model.parameters()}
-        memo |= {id(b): torch.empty_like(b, device=META) for b in model.buffers()}
-        self._copy = copy.deepcopy(model, memo)
-        for name, constant in trace.constants.items():
-            setattr(self._copy, name, constant)
-        self._graph = trace.graph
+    def __init__(
+        self, model: nn.Module, is_unit: Callable[[str], bool], device: torch.device
+    ) -> None:
+        self._fake = fake_mode()
+        self.device = device
+        self._recorder: ForwardRecorder | None = None
+        with fake_tensors(self._fake):
+            memo: dict[int, Any] = {id(p): self._parameter(p) for p in model.parameters()}
+            memo |= {id(b): self._without_values(b) for b in model.buffers()}
+        # A copy of a tensor that has a gradient function is refused, and is not needed.
+        for module in model.modules():
+            for value in vars(module).values():
+                _keep_uncopied(value, memo)
+        self._copy: nn.Module = copy.deepcopy(model, memo)
+        # Modules and tensors would keep the memory of other stages.
+        kept = [x for x in memo[id(memo)] if not isinstance(x, _UNKEPT)] if id(memo) in memo else []
+        self._originals = {id(memo[id(original)]): original for original in kept}
+        self._tensors = dict(_named_tensors(self._copy))
+        self._opened: dict[str, nn.Module] = {}
+        self.watched = WatchedValues()
+        originals = dict(model.named_modules())
+        for name, module in list(self._copy.named_modules()):
+            if name and is_unit(name):
+                self._make_unit(name, module)
+            else:
+                self._opened[name] = module
+                self.watched.watch_module(name, originals[name], module, memo)
 
-    def values(
-        self, inputs: Sequence[Any], wanted: Collection[fx.Node], *, training: bool
-    ) -> dict[fx.Node, Any]:
-        """Return the outputs of the `wanted` steps for `inputs`; tensors have no values.
+    def record(self, inputs: Sequence[Any], *, counts: bool = False) -> Trace:
+        """Return the steps of the forward for `inputs`, in the modes of now.
+
+        Args:
+            inputs: Their values do not matter, but those of numbers, strings and flags do.
+            counts: Whether operations are counted.
 
         Raises:
-            Exception: The model needs values to run.
+            ModelError: The forward cannot be recorded.
         """
-        self._copy.train(training)
-        walk = _Walk(self._copy, self._graph, wanted)
-        walk.run(*map_leaves(_without_values, list(inputs)))
-        return walk.values
+        recorder = ForwardRecorder(
+            self._tensors, self._originals, self.device, self._materialize, counts=counts
+        )
+        with fake_tensors(self._fake):
+            values = map_leaves(self._without_values, list(inputs))
+            for tensor in leaves(values):
+                recorder.add_input(tensor)
+            args, named = bound(self._copy, values)
+            self._recorder = recorder
+            guard, states = CopyGuard(self._opened), PythonRandom()
+            try:
+                with self.watched.finding(recorder.note), recorder:
+                    output = self._copy.forward(*args, **named)
+                self._check(guard.changed(), self.watched.changed(), states.changed())
+                recorder.finish(output)
+            except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+                raise recorder.refusal or self._refusal(error) from None
+            finally:
+                self._recorder = None
+        return Trace(
+            recorder.graph,
+            (),
+            recorder.constants,
+            recorder.values,
+            recorder.flops,
+            Memory(recorder.memory, recorder.writes),
+            recorder.outside,
+        )
 
-    def flops(self, inputs: Sequence[Any]) -> dict[fx.Node, int]:
-        """Return the floating-point operations of each step for `inputs`.
+    def adopt(self, name: str, module: nn.Module, part: nn.Module) -> None:
+        """Give `part`, which stands for the opened `module`, its plain attributes, and watch them.
 
-        Raises:
-            Exception: As of `values`.
+        Scripts read and set them on the model that they train.
         """
-        walk = _CountingWalk(self._copy, self._graph, ())
-        walk.run(*map_leaves(_without_values, list(inputs)))
-        return walk.flops
+        for key, value in vars(module).items():
+            if not (key.startswith("_") or isinstance(value, _UNKEPT[:2]) or hasattr(part, key)):
+                vars(part)[key] = value
+        self.watched.watch_module(name, part, self._opened[name], {})
 
-    def saved_bytes(self, graph: fx.Graph, inputs: Sequence[Any], *, training: bool) -> int:
+    def _check(self, attribute: str, value: str, drawn: str) -> None:
+        """Refuse a forward that changes what no stage would change."""
+        name = type(self._copy).__name__
+        if attribute or value:
+            raise ModelError(
+                f"{STAGES}: the forward of {name} sets {attribute or value}, and is divided",
+                hint="count and keep in a module that has a stage",
+            )
+        if drawn:
+            raise ModelError(
+                f"{STAGES}: the forward of {name} draws numbers of {drawn}, and is divided",
+                hint="draw in a module that has a stage, or pass the numbers as inputs",
+            )
+
+    def _refusal(self, error: Exception) -> ModelError:
+        if isinstance(error, ModelError):
+            return error
+        problem = str(error).partition("\n")[0] or type(error).__name__
+        line = where(traceback.extract_tb(error.__traceback__))
+        return ModelError(
+            f"{STAGES}: the forward of {type(self._copy).__name__} cannot be recorded: "
+            f"{problem}{line}",
+            hint="it runs once on a copy of the model, on tensors without values",
+        )
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        """Put the model into training or evaluation, and each module that `modes` names.
+
+        Modules whose mode was another from the start keep it until the model changes its own.
+        """
+        if self._copy.training != modes[""]:
+            self._copy.train(modes[""])
+        for name, module in self._copy.named_modules(remove_duplicate=False):
+            if name in modes:
+                module.training = modes[name]
+
+    def saved_bytes(
+        self, graph: fx.Graph, inputs: Sequence[Tensor], constants: Mapping[str, Tensor]
+    ) -> int:
         """Return the bytes that a run of the chunk `graph` saves for its backward.
 
         Parameters and buffers do not count.
 
         Raises:
-            Exception: As of `values`.
+            Exception: The model needs values to run.
         """
-        self._copy.train(training)
         # Storages are kept alive: an id must not be used again.
         saved: dict[int, torch.UntypedStorage] = {}
 
@@ -76,53 +174,103 @@ class Skeleton:
             saved[id(storage)] = storage
             return tensor
 
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            _Walk(self._copy, graph, ()).run(*map_leaves(_without_values, list(inputs)))
+        vars(self._copy).update(constants)
+        with (
+            fake_tensors(self._fake),
+            torch.enable_grad(),
+            saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
+            values = [self._without_values(tensor) for tensor in inputs]
+            closing(program_of(self._copy, graph))(self._copy, *values)
         for tensor in (*self._copy.parameters(), *self._copy.buffers()):
             saved.pop(id(tensor.untyped_storage()), None)
         return sum(storage.nbytes() for storage in saved.values())
 
+    def _make_unit(self, name: str, module: nn.Module) -> None:
+        """Have calls of `module` recorded as one step; instances are told apart by their class."""
+        kind = type(module)
 
-class _Walk(fx.Interpreter):
-    """Runs steps one by one and keeps the outputs of the `wanted` ones."""
+        def set_attribute(unit: nn.Module, key: str, value: Any) -> None:
+            if self._recorder is not None:
+                self._recorder.check_outside(f"{name}.{key}")
+            kind.__setattr__(unit, key, value)
 
-    def __init__(self, module: nn.Module, graph: fx.Graph, wanted: Collection[fx.Node]) -> None:
-        super().__init__(module, graph=graph)
-        self._wanted = wanted
-        self.values: dict[fx.Node, Any] = {}
+        def call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = partial(kind.__call__, unit)
+            recorder = self._recorder
+            return (
+                run(*args, **kwargs)
+                if recorder is None
+                else recorder.call(name, run, *args, **kwargs)
+            )
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all steps; tensors that they create have no values either."""
-        with torch.enable_grad(), META:
-            return super().run(*args, **kwargs)
+        members = {"__call__": call, "__setattr__": set_attribute, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), members)
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one step."""
-        value = map_leaves(_without_values, super().run_node(n))
-        if n in self._wanted:
-            self.values[n] = value
-        return value
+    def _materialize(
+        self, name: str, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what the unit `name` yields for zeros, without values.
+
+        A unit may need values, for a route through experts; the shapes of its outputs rarely
+        depend on them, and what is sent is checked.
+        """
+        unit = self._copy.get_submodule(name)
+        recorder, self._recorder = self._recorder, None
+        try:
+            with with_values(), torch.random.fork_rng():
+                weights = {
+                    key: torch.zeros(
+                        tensor.shape, dtype=tensor.dtype, device=tensor.device
+                    ).requires_grad_(tensor.requires_grad)
+                    for key, tensor in (*unit.named_parameters(), *unit.named_buffers())
+                }
+                inputs = map_structure(_zeros, (list(args), dict(kwargs)), Tensor)
+                value = functional_call(unit, weights, tuple(inputs[0]), inputs[1])
+        except Exception:  # noqa: BLE001 - the model's own code may raise anything
+            raise error from None
+        finally:
+            self._recorder = recorder
+        return map_structure(self._result, value, Tensor)
+
+    def _result(self, tensor: Tensor) -> Tensor:
+        result = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        return result.requires_grad_().clone() if tensor.requires_grad else result
+
+    def _parameter(self, param: Parameter) -> Parameter:
+        empty = torch.empty_like(param, device=self.device, requires_grad=False)
+        return Parameter(empty, requires_grad=param.requires_grad)
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        if is_fake(tensor):
+            return tensor
+        device = self.device if tensor.is_meta else tensor.device
+        return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
 
 
-class _CountingWalk(_Walk):
-    """Also counts the operations of each step."""
-
-    def __init__(self, module: nn.Module, graph: fx.Graph, wanted: Collection[fx.Node]) -> None:
-        super().__init__(module, graph, wanted)
-        self.flops: dict[fx.Node, int] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one step."""
-        with FlopCounterMode(display=False) as counter:
-            value = super().run_node(n)
-        self.flops[n] = counter.get_total_flops()
-        return value
+def _keep_uncopied(value: Any, memo: dict[int, Any]) -> None:
+    """Add to `memo` what cannot be copied, and tensors that are neither parameters nor buffers."""
+    if isinstance(value, Tensor):
+        memo.setdefault(id(value), value.detach().clone())
+    elif not isinstance(value, (nn.Module, dict)):
+        try:
+            copy.deepcopy(value, dict(memo))
+        except Exception:  # noqa: BLE001 - an object may raise anything
+            memo[id(value)] = value
 
 
-def _empty_parameter(param: Parameter) -> Parameter:
-    return Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+def _named_tensors(model: nn.Module) -> Iterator[tuple[int, str]]:
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield id(value), f"{prefix}.{name}".lstrip(".")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield id(tensor), name
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    """Return `tensor` with its gradient function and without its values."""
-    return tensor if tensor.device == META else tensor.to(META)
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(
+        tensor.requires_grad
+    )

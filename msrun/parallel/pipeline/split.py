@@ -10,7 +10,10 @@ from torch import fx
 
 from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import STAGES, Chunks
-from msrun.parallel.pipeline.trace import is_value, shown
+from msrun.parallel.pipeline.record.modes import Enter, Modes, leave_modes
+from msrun.parallel.pipeline.trace import Memory, Trace, is_value, shown
+
+NO_MEMORY = Memory()
 
 Places = Mapping[fx.Node, int]
 
@@ -55,6 +58,7 @@ def place(
     modules: Mapping[fx.Node, int],
     chunks: Chunks,
     movable: Collection[fx.Node] = (),
+    memory: Memory = NO_MEMORY,
 ) -> dict[fx.Node, int]:
     """Return the chunk of each step: the given one, else that of the latest step that it uses.
 
@@ -65,16 +69,18 @@ def place(
         modules: Calls of modules whose chunk is given.
         chunks: The chunks there are.
         movable: Those of them that may also come later.
+        memory: A step that writes comes after those that used the memory before.
 
     Raises:
         ModelError: A module runs before something it uses.
     """
     places: dict[fx.Node, int] = {}
+    before = _users_of_memory(graph, memory)
     free: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        used = [n for n in node.all_input_nodes if n in places]
+        used = [n for n in (*node.all_input_nodes, *before.get(node, ())) if n in places]
         latest = max(used, key=places.__getitem__, default=None)
         if node in modules:
             places[node] = modules[node]
@@ -97,16 +103,79 @@ def place(
     return places
 
 
+def _users_of_memory(graph: fx.Graph, memory: Memory) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each step that writes, the steps before it that use what it writes to."""
+    if not memory.writes:
+        return {}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in memory.writes.get(node, ()):
+            found.setdefault(node, []).extend(seen.get(id(storage), ()))
+        for part in (node, *node.all_input_nodes):
+            for storage in memory.of.get(part, ()):
+                seen.setdefault(id(storage), []).append(node)
+    return found
+
+
+def check_writes(
+    graph: fx.Graph, places: Mapping[fx.Node, int], chunks: Chunks, memory: Memory
+) -> None:
+    """Refuse tensors that one chunk writes to in place and another uses by another name.
+
+    Each chunk has a copy of what it receives, and of parameters and buffers, so the other chunk
+    would not see what was written.
+
+    Raises:
+        ModelError: There is one.
+    """
+    writers: dict[int, fx.Node] = {}
+    attributes: dict[int, list[fx.Node]] = {}  # steps that use one, by its memory
+    for node in graph.nodes if memory.writes else ():
+        for used in node.all_input_nodes:
+            for storage in memory.of.get(used, ()):
+                if used.op == "get_attr":
+                    attributes.setdefault(id(storage), []).append(node)
+                writer = writers.get(id(storage))
+                if writer is not None and places.get(used, -1) < places[writer]:
+                    _refuse_write(writer, node, places, chunks)
+        for storage in memory.writes.get(node, ()):
+            writers[id(storage)] = node
+    for key, writer in writers.items():
+        for node in attributes.get(key, ()):
+            _refuse_write(writer, node, places, chunks)
+
+
+def _refuse_write(
+    writer: fx.Node, node: fx.Node, places: Mapping[fx.Node, int], chunks: Chunks
+) -> None:
+    chunk = places.get(node, chunks.count - 1)
+    if chunk != places[writer]:
+        raise ModelError(
+            f"{STAGES}: {shown(writer)} of {chunks.shown(places[writer])} writes in place to what "
+            f"{shown(node)} of {chunks.shown(chunk)} uses",
+            hint="write `x = x + y` in place of `x += y`",
+        )
+
+
 def _order_hint(chunks: Chunks) -> str:
     if chunks.schedule in ("gpipe", "1f1b"):
         return "stages follow each other in the order of execution"
     return "chunks follow each other in the order of execution: give each its `[stage, segment]`"
 
 
-def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
+def cut(
+    graph: fx.Graph, places: Places, chunks: Chunks, outside: Modes | None = None
+) -> list[ChunkProgram]:
     """Return the program of each chunk.
 
     A value that a later chunk uses is sent through all chunks in between.
+
+    Args:
+        graph: All steps.
+        places: Chunk of each step.
+        chunks: The chunks there are.
+        outside: Modes in which steps were recorded that switched none.
 
     Raises:
         ModelError: A chunk does nothing, or uses nothing of the one before.
@@ -122,7 +191,9 @@ def cut(graph: fx.Graph, places: Places, chunks: Chunks) -> list[ChunkProgram]:
         if chunk and not borders[chunk - 1]:
             raise ModelError(f"{STAGES}: {chunks.shown(chunk)} uses nothing that runs before it")
     borders = [[], *borders, []]
-    return [_program(graph, steps[c], borders[c], borders[c + 1]) for c in range(chunks.count)]
+    return [
+        _program(graph, steps[c], borders[c], borders[c + 1], outside) for c in range(chunks.count)
+    ]
 
 
 class _Steps:
@@ -152,7 +223,11 @@ class _Steps:
 
 
 def _program(
-    graph: fx.Graph, steps: _Steps, received: Sequence[fx.Node], sent: Sequence[fx.Node]
+    graph: fx.Graph,
+    steps: _Steps,
+    received: Sequence[fx.Node],
+    sent: Sequence[fx.Node],
+    outside: Modes | None,
 ) -> ChunkProgram:
     result = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
@@ -160,12 +235,17 @@ def _program(
         made[node] = result.placeholder(node.name)
     for node in received:
         made[node] = result.placeholder(node.name)
+    modes = outside
     for node in graph.nodes:
+        if node in steps.own:
+            modes = _switch(result, modes, node.meta.get("modes", outside), outside)
         if node in steps.own or node in steps.attributes:
             made[node] = result.node_copy(node, made.__getitem__)
         elif node.op == "output" and steps.is_last:
+            _switch(result, modes, outside, outside)
             result.output(fx.map_arg(node.args[0], made.__getitem__))
     if not steps.is_last:
+        _switch(result, modes, outside, outside)
         result.output(tuple(made[node] for node in sent))
     calls = [node.target for node in result.nodes if node.op == "call_module"]
     return ChunkProgram(
@@ -175,3 +255,50 @@ def _program(
         modules=tuple(dict.fromkeys(calls)),
         attributes=tuple(node.target for node in result.nodes if node.op == "get_attr"),
     )
+
+
+def _switch(
+    graph: fx.Graph, before: Modes | None, after: Modes | None, outside: Modes | None
+) -> Modes | None:
+    """Add the steps that change the modes, if they are others; return the new ones."""
+    if before == after or outside is None or after is None:
+        return before
+    if before != outside:
+        graph.call_function(leave_modes)
+    if after != outside:
+        graph.call_function(Enter(after, outside))
+    return after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRule:
+    """Where the calls of modules are, in any forward of one model.
+
+    Args:
+        chunks: The chunks there are.
+        calls: Chunk of each call: of a module by name, the first, second and so on.
+        movable: Modules whose calls may also come later.
+    """
+
+    chunks: Chunks
+    calls: Mapping[str, Sequence[int]]
+    movable: Collection[str]
+
+    def programs(self, trace: Trace) -> list[ChunkProgram]:
+        """Return the program of each chunk.
+
+        Raises:
+            ModelError: The forward cannot be cut so.
+        """
+        modules: dict[fx.Node, int] = {}
+        counts: dict[str, int] = {}
+        for node in trace.graph.nodes:
+            name = str(node.target)
+            if node.op == "call_module" and name in self.calls:
+                index = counts.get(name, 0)
+                counts[name] = index + 1
+                modules[node] = self.calls[name][min(index, len(self.calls[name]) - 1)]
+        movable = [node for node in modules if str(node.target) in self.movable]
+        places = place(trace.graph, modules, self.chunks, movable, trace.memory)
+        check_writes(trace.graph, places, self.chunks, trace.memory)
+        return cut(trace.graph, places, self.chunks, trace.outside)

@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.pipeline.chunks import STAGES
+from msrun.parallel.pipeline.record.modes import Modes
+from msrun.parallel.pipeline.record.structure import Held, Rebuild
 
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent
@@ -35,6 +37,23 @@ _METHODS = {
 }
 
 
+class NamedInputs(dict[str, Any]):
+    """Inputs of a model by name: the last of its inputs, behind those by position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of tensors in a recorded forward.
+
+    Args:
+        of: Step -> the memory of what it yields.
+        writes: Step -> the memory that it writes to.
+    """
+
+    of: dict[fx.Node, list[torch.UntypedStorage]] = field(default_factory=dict)
+    writes: dict[fx.Node, list[torch.UntypedStorage]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The steps of a `forward`.
@@ -42,16 +61,26 @@ class Trace:
     Args:
         graph: Its steps.
         inputs: Parameters of `forward` that a batch fills.
-        constants: Tensors that `forward` makes from plain numbers, by the name of their step.
+        constants: Tensors that are not the model's, by the name under which steps get them.
+        values: The value of each recorded step, without values.
+        flops: Floating-point operations of recorded steps.
+        memory: Of recorded steps.
+        outside: Modes at the begin of a recording.
     """
 
     graph: fx.Graph
     inputs: tuple[str, ...]
     constants: dict[str, Tensor]
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    flops: dict[fx.Node, int] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
+    outside: Modes | None = None
 
 
 def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str]) -> Trace:
     """Return the steps of `model.forward`, with modules that `is_leaf` names as single steps.
+
+    They say where modules are called, and nothing runs them: see `record`.
 
     Args:
         model: Nothing in it changes.
@@ -59,21 +88,48 @@ def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str
         inputs: As of `Trace`; other parameters keep their defaults.
 
     Raises:
-        ModelError: `forward` depends on values, or has other steps in evaluation.
+        ModelError: `forward` depends on values or shapes.
     """
     with _mode(model, training=True):
-        trained = _trace(model, is_leaf, inputs)
-    with _mode(model, training=False):
-        evaluated = _trace(model, is_leaf, inputs)
-    # Where one is shorter, its last step differs.
-    for node, other in zip(trained.graph.nodes, evaluated.graph.nodes, strict=False):
-        if _written(node) != _written(other):
+        return _trace(model, is_leaf, inputs)
+
+
+def bound(model: nn.Module, inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the arguments of `forward`: by position, and by name.
+
+    A model of transformers that may return a cache of keys and values does not make one, unless
+    the inputs ask for it: it is no part of a loss, and its layers are in several stages.
+
+    Raises:
+        ModelError: `forward` does not take them.
+    """
+    named: dict[str, Any] = {}
+    if inputs and isinstance(inputs[-1], NamedInputs):
+        inputs, named = inputs[:-1], dict(inputs[-1])
+    signature = inspect.signature(model.forward)
+    if "use_cache" in [*signature.parameters][len(inputs) :]:
+        named = {"use_cache": False, **named}
+    try:
+        signature.bind(*inputs, **named)
+    except TypeError as error:
+        names = [*signature.parameters]
+        count = len(inputs) + len(named)
+        if len(inputs) > len(names):
             raise ModelError(
-                f"{STAGES}: the forward of {type(model).__name__} is not the same in training "
-                f"and in evaluation ({shown(node)})",
-                hint="let modules such as nn.Dropout tell the two apart",
-            )
-    return trained
+                f"{type(model).__name__} takes {len(names)} input(s) ({', '.join(names)}), "
+                f"not {count}, as it was split"
+            ) from None
+        raise ModelError(
+            f"the forward of {type(model).__name__} does not take this batch: {error}"
+        ) from None
+    return inputs, named
+
+
+def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
+    """Return `graph` as a function of `tree` and the inputs of the graph."""
+    # The class that torch writes for the graph holds the function; its module would keep
+    # parameters of its own, which go stale when those of `tree` are replaced.
+    return type(fx.GraphModule(tree, graph)).forward
 
 
 def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
@@ -107,6 +163,8 @@ def is_value(node: fx.Node) -> bool:
         return node.target in _METHODS
     if node.op != "call_function":
         return False
+    if isinstance(node.target, Held | Rebuild):
+        return True
     if node.target is getattr:
         return node.args[1] in _ATTRIBUTES
     module = getattr(node.target, "__module__", None)
@@ -165,7 +223,7 @@ def _trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[st
         raise ModelError(
             f"{STAGES}: the forward of {type(model).__name__} cannot be traced: "
             f"{problem}{_where(error)}",
-            hint="move what depends on values into a module of its own, and give that one a stage",
+            hint="pass the inputs of one batch: rt.shard(model, sample=batch)",
         ) from None
     finally:
         for name in set(vars(model)) - before:  # the tracer keeps them there
@@ -181,10 +239,6 @@ def _where(error: BaseException) -> str:
         if _TORCH not in path.parents and path.parent != _OURS:
             return f" ({path.name}, line {frame.lineno})"
     return ""
-
-
-def _written(node: fx.Node) -> tuple[str, object, str]:
-    return node.op, node.target, f"{node.args} {node.kwargs}"
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
@@ -51,13 +51,6 @@ def check_names(kind: type[nn.Module], model: nn.Module) -> None:
         raise ModelError(
             f"{ROOT}.pipeline: {type(model).__name__}.{name} has a name that the pipeline needs"
         )
-
-
-def program_of(tree: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
-    """Return `graph` as a function of `tree` and the inputs of the graph."""
-    # The class that torch writes for the graph holds the function; its module would keep
-    # parameters of its own, which go stale when those of `tree` are replaced.
-    return type(fx.GraphModule(tree, graph)).forward
 
 
 def release(model: nn.Module, plan: PipelineCut, stage: int) -> None:

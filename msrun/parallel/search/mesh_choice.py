@@ -18,7 +18,7 @@ from msrun.parallel.config import PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
-from msrun.parallel.search.mesh.job_layout import Job, data_shapes, divisors
+from msrun.parallel.search.mesh.job_layout import SearchedJob, data_shapes, divisors
 from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.plan.cost_breakdown import axis_names, expanded
 from msrun.parallel.search.solve.eliminate import TooWideError
@@ -146,7 +146,7 @@ def _with_stages(request: MeshRequest, clock: Callable[[], float]) -> Iterator[C
     if blocks is None:
         return
     short, two = shortened(small, blocks)
-    job = Job(
+    job = SearchedJob(
         programs=ProgramByBatch(short, shortened(large, blocks)[0], sizes),
         blocks=two,
         count=blocks.count,

@@ -54,6 +54,8 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.tensor import shard_functions
+from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
 
 Function = Callable[..., Any]
@@ -66,7 +68,7 @@ _VERIFIED = """
     __mul__ __neg__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
     clone contiguous detach expand flatten permute reshape squeeze t transpose
     unflatten unsqueeze view view_as
-    bmm embedding layer_norm linear matmul mean softmax sum __matmul__
+    addmm bmm embedding layer_norm linear matmul mean softmax sum __matmul__
 """
 # Functions that inspect a tensor or redistribute it, and compute nothing.
 _INSPECTING = """
@@ -119,6 +121,8 @@ class Guard(TorchFunctionMode):
             functional.embedding: self._embed,
             Tensor.copy_: self._copy,
         }
+        for func in (*shard_functions.FUNCTIONS, *shard_functions.VIEWS):
+            self._special[func] = partial(self._run_each_shard, func)
 
     def __getstate__(self) -> dict[str, Any]:
         passing = ("shared", "_regions")
@@ -304,21 +308,29 @@ class Guard(TorchFunctionMode):
             return type(value)(map(self._gather, value))
         return value
 
-    def _attend(self, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kw: Any) -> Any:
-        """Run attention on (batch, heads, sequence, width) by sample and head, on shards.
-
-        torch would gather all heads on a CPU.
-        """
+    def _attend(self, *args: Any, **options: Any) -> Any:
+        """Run attention by sample and head, on shards."""
+        output = attend(self._dropout, *args, **options)
+        if output is not None:
+            return output
         function = functional.scaled_dot_product_attention
-        mask = kw.get("attn_mask", args[0] if args else None)
-        drops = kw.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-        placements = query.placements
-        is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in placements)
-        is_same = placements == key.placements == value.placements
-        if mask is not None or drops or not is_apart or not is_same:
-            return self._run_replicated(function, function.__name__, (query, key, value, *args), kw)
-        output = function(query.to_local(), key.to_local(), value.to_local(), *args, **kw)
-        return on_mesh(output, self._mesh, placements)
+        return self._run_replicated(function, function.__name__, args, options)
+
+    def _run_each_shard(self, func: Function, *args: Any, **options: Any) -> Any:
+        """Run a function of `shard_functions` on shards; elsewhere as torch does, or whole."""
+        name = func.__name__
+        tensors = [*_dtensors(args), *_dtensors(tuple(options.values()))]
+        is_view = func in shard_functions.VIEWS
+        on_shard = (shard_functions.VIEWS if is_view else shard_functions.FUNCTIONS)[func]
+        if all(map(shard_functions.is_even, tensors)):
+            result = None
+            if not is_view or shard_functions.is_packed(tensors[0]):
+                result = on_shard(*args, **options)
+            if result is not None:
+                return result
+        if is_view and not shard_functions.is_packed(tensors[0]):
+            return self._run_on_shards(func, name, args, options)
+        return self._run_replicated(func, name, args, options)
 
     def _dropout(self, x: DTensor, p: float, training: Any, inplace: Any) -> Any:
         """Drop out as one process would: draw the mask of the full tensor and use its shard."""
@@ -352,8 +364,22 @@ class Guard(TorchFunctionMode):
         )
         function = functional.cross_entropy
         if is_plain and is_by_class and self.has_loss:
-            return function(logits, target, **options)
+            axes = [axis for axis, p in enumerate(logits.placements) if p.is_shard()]
+            if logits.device_mesh.ndim == 1:
+                return function(logits, target, **options)
+            if len(axes) == 1:
+                return self._on_axis(axes[0], logits, target, **options)
         return self._run_replicated(function, function.__name__, (logits, target), options)
+
+    def _on_axis(self, axis: int, logits: DTensor, target: DTensor, **options: Any) -> DTensor:
+        """Compute the loss on the one mesh axis that shards it: torch knows no mesh of several."""
+        mesh = self._mesh[(self._mesh.mesh_dim_names or ())[axis]]
+        loss = functional.cross_entropy(
+            on_mesh(logits.to_local(), mesh, [logits.placements[axis]]),
+            on_mesh(target.to_local(), mesh, [Replicate()]),
+            **options,
+        )
+        return on_mesh(loss.to_local(), self._mesh, self._replicated)  # type: ignore[attr-defined]
 
 
 def _draw(x: Tensor, share: float) -> Tensor:

@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -58,33 +57,12 @@ from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
 from msrun.parallel.local import local_gradient, replace_parameter
 from msrun.parallel.tensor.guard import Guard
-from msrun.parallel.tensor.placements import on_mesh, placements
-from msrun.parallel.tensor.plan import ModulePlan, ModuleShape
+from msrun.parallel.tensor.local_module import make_local
+from msrun.parallel.tensor.placements import on_mesh, packed, placements
+from msrun.parallel.tensor.plan import ModulePlan
 
 # Shapes of one tensor whose placements are cached; sequences may have any length.
 _SHAPES_MAX = 100
-
-
-def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
-    """Return kind and parameters of each module of `model`, by name."""
-    names: dict[int, list[str]] = defaultdict(list)
-    shapes = {}
-    for name, module in model.named_modules():  # a module with several names counts by its first
-        for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
-            names[id(tensor)].append(param)
-    for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        prefix = f"{name}." if name else ""
-        shapes[name] = ModuleShape(
-            kind=type(module).__name__,
-            params={param: tuple(tensor.shape) for param, tensor in own.items()},
-            shared={
-                param: tuple(other for other in names[id(tensor)] if other != prefix + param)
-                for param, tensor in own.items()
-                if len(names[id(tensor)]) > 1
-            },
-        )
-    return shapes
 
 
 def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -> Guard:
@@ -104,14 +82,22 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         module = model.get_submodule(name)
         for param, tensor in list(module.named_parameters(recurse=False)):
             if id(tensor) not in sharded:
-                sharded[id(tensor)] = _shard(tensor, plan.params.get(param, ["..."]), mesh)
+                dims, parts = plan.params.get(param, ["..."]), plan.packed.get(param, 1)
+                sharded[id(tensor)] = _shard(tensor, dims, mesh, parts)
                 sharded[id(sharded[id(tensor)])] = sharded[id(tensor)]
             setattr(module, param, sharded[id(tensor)])
+        if plan.is_local:
+            make_local(module, name, mesh, _only_axis(plan))
         hooks = _Hooks(name, plan, mesh, guard)
         module.register_forward_pre_hook(hooks.before, with_kwargs=True)
         module.register_forward_hook(hooks.after)
     model.forward = partial(_guarded, guard, model.forward)
     return guard
+
+
+def _only_axis(plan: ModulePlan) -> str:
+    """Return the one axis that the style of `plan` shards over."""
+    return next(dim for dims in plan.params.values() for dim in dims if isinstance(dim, str))
 
 
 def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -123,9 +109,9 @@ def _joined(plans: Iterable[ModulePlan], names: tuple[str, ...]) -> list[tuple[s
     return sorted(tuple(sorted(axes, key=names.index)) for axes in joined if len(axes) > 1)
 
 
-def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh) -> Parameter:
-    """Return `param` as a DTensor with this rank's part."""
-    placed = placements(dims, mesh, param.dim())
+def _shard(param: Parameter, dims: Dims, mesh: DeviceMesh, parts: int) -> Parameter:
+    """Return `param` as a DTensor with this rank's shard, which has a piece of each of `parts`."""
+    placed = packed(placements(dims, mesh, param.dim()), parts)
     # Every rank has the same values, so nothing is sent.
     part = distribute_tensor(param.data, mesh, placed, src_data_rank=None)
     sharded = Parameter(part, requires_grad=param.requires_grad)
@@ -167,7 +153,9 @@ class _Hooks:
         self._guard = guard
         self._missing = f"{plan.key}: {name} was called without a tensor"
         self._input = _WantedPlacement(plan.inputs, mesh, f"{plan.key}.in of {name}")
-        self._output = _WantedPlacement(plan.out, mesh, f"{plan.key}.out of {name}")
+        self._output = _WantedPlacement(
+            plan.out, mesh, f"{plan.key}.out of {name}", parts=plan.out_parts
+        )
         self._has_output = plan.out is not None
         self._taken: tuple[weakref.ref[Tensor], weakref.ref[DTensor], int] | None = None
 
@@ -262,10 +250,11 @@ class _WantedPlacement:
         dims: Axes of each dim; None accepts every placement.
         mesh: Mesh that the tensor is on.
         where: Name of the tensor, for messages.
+        parts: Equal tensors that follow each other in the sharded dim.
     """
 
-    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str) -> None:
-        self._dims, self._mesh, self._where = dims, mesh, where
+    def __init__(self, dims: Dims | None, mesh: DeviceMesh, where: str, *, parts: int = 1) -> None:
+        self._dims, self._mesh, self._where, self._parts = dims, mesh, where, parts
         self._replicated = (Replicate(),) * mesh.ndim
         self._placements: dict[torch.Size, tuple[Placement, ...]] = {}
 
@@ -309,7 +298,7 @@ class _WantedPlacement:
                 raise ModelError(
                     f"{self._where}: dim {dim} of {size} can not be split in {parts} parts"
                 )
-        return wanted
+        return packed(wanted, self._parts)
 
 
 def _guarded(guard: Guard, forward: Any, *args: Any, **kwargs: Any) -> Any:

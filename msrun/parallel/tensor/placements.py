@@ -45,6 +45,16 @@ def placements(dims: Sequence[Dim], mesh: DeviceMesh, ndim: int) -> tuple[Placem
     return tuple(placed)
 
 
+def packed(placed: Sequence[Placement], parts: int) -> tuple[Placement, ...]:
+    """Return `placed` for a tensor whose sharded dim holds `parts` equal tensors, one by one.
+
+    A rank then has its shard of each of them, such as its heads of query, key and value.
+    """
+    if parts == 1:
+        return tuple(placed)
+    return tuple(strided_shard(p.dim, parts) if isinstance(p, Shard) else p for p in placed)
+
+
 def on_mesh(part: Tensor, mesh: DeviceMesh, placed: Sequence[Placement]) -> DTensor:
     """Return the DTensor whose part on this rank is `part`; gradients of gradients are right, too.
 

@@ -23,13 +23,33 @@ class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         kind: Name of its class.
+        base: Class whose styles it takes: `Linear`, `Embedding`, `Conv1D` or `Experts`; empty if
+            it takes `sequence` alone.
         params: Name of each parameter of the module itself -> its shape.
         shared: Parameter -> its further names in the model, if it has several.
+        adapters: Of a LoRA layer, the names of its modules: the layer that it adapts, those of
+            `lora_A`, those of `lora_B`; else None.
+        computed: Parameters of its class that it computes from others (`nn.utils.parametrize`).
     """
 
     kind: str
+    base: str = ""
     params: dict[str, tuple[int, ...]]
     shared: dict[str, tuple[str, ...]] = {}
+    adapters: tuple[str, tuple[str, ...], tuple[str, ...]] | None = None
+    computed: tuple[str, ...] = ()
+
+
+class NamedRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules that a plan that ships has for one model.
+
+    Args:
+        name: Name of the plan.
+        rules: Module -> its rule.
+    """
+
+    name: str
+    rules: dict[str, PlanRule]
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,16 +60,22 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
         params: Parameter -> axis names of each dim.
         inputs: Axis names of each dim of the first input; None leaves it as it comes.
         out: Axis names of each dim of the output; None leaves it as it comes.
+        packed: Parameter -> number of equal tensors that follow each other in its sharded dim.
+        out_parts: The same for the last dim of the output.
+        is_local: Whether the module computes on plain shards, and ranks add their outputs.
     """
 
     key: str
     params: dict[str, Dims]
     inputs: Dims | None
     out: Dims | None
+    packed: dict[str, int] = {}
+    out_parts: int = 1
+    is_local: bool = False
 
 
 def plan_modules(
-    rules: Sequence[PlanRule],
+    rules: Sequence[PlanRule | NamedRules],
     layout: MeshLayout,
     modules: Mapping[str, ModuleShape],
     source: str | None = None,
@@ -66,20 +92,49 @@ def plan_modules(
         ConfigError: A rule matches nothing, does not fit its module, or does not divide it evenly.
     """
     keys = [
-        f"{source}: {rule.match}" if source else f"{ROOT}.plan[{index}]"
+        f"{source}: {rule.match}"
+        if source and isinstance(rule, PlanRule)
+        else f"{ROOT}.plan[{index}]"
         for index, rule in enumerate(rules)
     ]
     for index, rule in enumerate(rules):
-        matching([rule.match], list(modules), f"plan[{index}].match")
+        if isinstance(rule, PlanRule):
+            matching([rule.match], list(modules), f"plan[{index}].match")
     plans: dict[str, ModulePlan] = {}
     for name, module in modules.items():
         for key, rule in zip(keys, rules, strict=True):
-            if fnmatchcase(name, rule.match):
-                plans[name] = _plan(key, rule, layout, name, module)
-                _check_even(plans[name], layout, name, module)
-                break
+            found = _rule_of(rule, name)
+            if found is None:
+                continue
+            for part, part_rule in _parts(found, name, module):
+                if part not in plans:
+                    plans[part] = _plan(key, part_rule, layout, part, modules[part])
+                    _check_even(plans[part], layout, part, modules[part])
+            break
     _check_shared(plans, modules)
     return plans
+
+
+def _rule_of(rule: PlanRule | NamedRules, name: str) -> PlanRule | None:
+    """Return the rule for the module `name`, if `rule` has one."""
+    if isinstance(rule, NamedRules):
+        return rule.rules.get(name)
+    return rule if fnmatchcase(name, rule.match) else None
+
+
+def _parts(rule: PlanRule, name: str, module: ModuleShape) -> list[tuple[str, PlanRule]]:
+    """Return the modules that `rule` is for: the module `name`, or those that a LoRA layer adds up.
+
+    With columns sharded, the small `lora_A` stays whole and `lora_B` is sharded as the layer that
+    it is added to; with rows sharded it is the other way round.
+    """
+    if not rule.style or rule.style == "sequence" or module.adapters is None:
+        return [(name, rule)]
+    base, first, second = module.adapters
+    shared = first if rule.style == "rowwise" else second
+    style = "colwise" if rule.style == "vocab" else rule.style
+    alike = msgspec.structs.replace(rule, style=style)
+    return [(f"{name}.{base}", rule), *((f"{name}.{part}", alike) for part in shared)]
 
 
 def _plan(
@@ -87,7 +142,7 @@ def _plan(
 ) -> ModulePlan:
     if rule.style:
         axis = style_axis(rule, layout)
-        return _styled(key, rule.style, axis, f"{name or 'the model'} ({module.kind})", module)
+        return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.strategy or rule.layout:
         return _from_mindspore_notation(key, rule, layout, module)
     for param in rule.params:
@@ -101,7 +156,8 @@ def _from_mindspore_notation(
     key: str, rule: PlanRule, layout: MeshLayout, module: ModuleShape
 ) -> ModulePlan:
     axes = {name: layout.axes[name] for name in plan_axes(layout)}
-    notated = notation_dims(rule, key, module.kind, axes)
+    kind = module.base if module.base in ("Linear", "Embedding") else module.kind
+    notated = notation_dims(rule, key, kind, axes)
     params = notated.params
     # A strategy names no parameters: it gives those that this kind of module can have, such as a
     # bias that is absent here.
@@ -110,31 +166,57 @@ def _from_mindspore_notation(
     return ModulePlan(key=key, params=params, inputs=notated.inputs, out=notated.out)
 
 
-def _styled(key: str, style: str, axis: str, module_name: str, module: ModuleShape) -> ModulePlan:
-    """Return the plan that `style` stands for, for a module of this kind.
+def _styled(
+    key: str, rule: PlanRule, axis: str, module_name: str, module: ModuleShape
+) -> ModulePlan:
+    """Return the plan that the style of `rule` stands for, for a module of this kind.
 
-    A linear weight is (out, in), that of an embedding (rows, width).
+    A linear weight is (out, in), or (in, out) in a `Conv1D` of transformers; that of an embedding
+    is (rows, width).
     """
+    style = rule.style
     unsharded: Dims = [UNSHARDED_DIMS]
     last_sharded: Dims = [UNSHARDED_DIMS, axis]
-    styles: dict[tuple[str, str], tuple[dict[str, Dims], Dims, Dims]] = {
-        ("colwise", "Linear"): ({"weight": [axis, None], "bias": [axis]}, unsharded, last_sharded),
-        ("vocab", "Linear"): ({"weight": [axis, None], "bias": [axis]}, unsharded, last_sharded),
+    columns: dict[str, Dims] = {"weight": [axis, None], "bias": [axis]}
+    experts: dict[str, Dims] = {"gate_up_proj": [None, axis, None], "down_proj": [None, None, axis]}
+    styles: dict[tuple[str, str], tuple[Mapping[str, Dims], Dims, Dims]] = {
+        ("colwise", "Linear"): (columns, unsharded, last_sharded),
+        ("vocab", "Linear"): (columns, unsharded, last_sharded),
         ("rowwise", "Linear"): ({"weight": [None, axis], "bias": [None]}, last_sharded, unsharded),
         ("colwise", "Embedding"): ({"weight": [None, axis]}, unsharded, last_sharded),
         ("rowwise", "Embedding"): ({"weight": [axis, None]}, unsharded, unsharded),
         ("embedding", "Embedding"): ({"weight": [axis, None]}, unsharded, unsharded),
+        ("colwise", "Conv1D"): ({"weight": [None, axis], "bias": [axis]}, unsharded, last_sharded),
+        ("rowwise", "Conv1D"): ({"weight": [axis, None], "bias": [None]}, last_sharded, unsharded),
+        ("experts", "Experts"): (experts, unsharded, unsharded),
     }
     if style == "sequence":
         # Shape (batch, sequence, ...): every rank has a part of each sequence.
         sequence: Dims = [None, axis, UNSHARDED_DIMS]
         return ModulePlan(key=key, params={}, inputs=sequence, out=sequence)
-    if (style, module.kind) not in styles:
+    if module.computed:
+        raise ConfigError(
+            f"{key}.style: {style} of {module_name}, which computes its {module.computed[0]} from "
+            "other parameters",
+            hint="remove the parametrization before rt.shard, or leave the module out of the plan",
+        )
+    if (style, module.base) not in styles:
         kinds = " or ".join(kind for known, kind in styles if known == style)
         raise ConfigError(f"{key}.style: {style} is for {kinds}, not {module_name}")
-    params, inputs, out = styles[style, module.kind]
+    params, inputs, out = styles[str(style), module.base]
     own = {name: dims for name, dims in params.items() if name in module.params}
-    return ModulePlan(key=key, params=own, inputs=inputs, out=out)
+    packed = {"gate_up_proj": 2} if style == "experts" else {}
+    if rule.parts > 1:
+        packed = dict.fromkeys(own, rule.parts)
+    return ModulePlan(
+        key=key,
+        params=own,
+        inputs=inputs,
+        out=out,
+        packed=packed,
+        out_parts=rule.parts,
+        is_local=style == "experts",
+    )
 
 
 def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
@@ -149,7 +231,13 @@ def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleS
         for dim, (size, entry) in enumerate(zip(shape, dims, strict=True)):
             axes = [entry] if isinstance(entry, str) else entry or []
             parts = math.prod(layout.size(axis) for axis in axes)
-            if size % parts:
+            packed = plan.packed.get(param, 1) if axes else 1
+            if size % (parts * packed):
+                if packed > 1:
+                    raise ConfigError(
+                        f"{plan.key}: {name}.{param} {list(shape)}: dim {dim} of {size} can not be "
+                        f"split into {packed} projections of {parts} parts ({' x '.join(axes)})"
+                    )
                 raise ConfigError(
                     f"{plan.key}: {name}.{param} {list(shape)} can not be split by strategy: "
                     f"dim {dim} of {size} in {parts} parts ({' x '.join(axes)})"

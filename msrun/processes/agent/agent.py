@@ -7,15 +7,14 @@ with it, however it dies.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
+from msrun.backend import LaunchPlan
 from msrun.cluster.agent.events import (
     Action,
     Announce,
@@ -42,22 +41,22 @@ from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
 from msrun.errors import ExitCode, MsrunError, VersionError
-from msrun.job import JobSpec
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, worker_end
+from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.node_control import NodeControl
-from msrun.processes.agent.node_resources import NodeResources, node_name
+from msrun.processes.agent.node_resources import NodeResources
+from msrun.processes.agent.output import NodeOutput
+from msrun.processes.agent.place import Place
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
 from msrun.processes.console import Console, NodeStatus, open_console
-from msrun.processes.launcher import STOPS, open_journal
+from msrun.processes.launcher import STOPS
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
 from msrun.supervise.machine import memory_cgroup_files
 from msrun.transport.loop import Loop
 
-REFRESH_SECONDS = 0.1
+REFRESH_SECONDS = 0.05
 # Seconds for the rest of the logs: after a stop its user does not want to read all of them.
 CONSOLE_SECONDS_STOPPED = 1.0
 CONSOLE_SECONDS = 30.0
@@ -72,18 +71,19 @@ def run(plan: LaunchPlan) -> int:
     """
     process.open_standard_streams()
     logs.make_log_dir(plan.job.log_dir)
-    body = partial(_run, plan)
+    own = place.take(plan)
+    body = partial(_run, own)
     if not plan.job.detach:
         return body(lambda: None)
-    log_file = str(Path(plan.job.log_dir, _journal_name(plan)))
-    return background.run(body, name=plan.job.job_id, log_file=log_file)
+    return background.run(body, name=plan.job.job_id, log_file=own.journal_file)
 
 
-def _run(plan: LaunchPlan, when_running: Callable[[], None]) -> int:
+def _run(own: Place, when_running: Callable[[], None]) -> int:
     loop = Loop()
     try:
-        return Agent(plan, loop, when_running).run().code
+        return Agent(own, loop, when_running).run().code
     finally:
+        own.release()
         loop.close()
 
 
@@ -91,15 +91,15 @@ class Agent:
     """One node of a job.
 
     Args:
-        plan: The plan of the job.
+        own: What is this launcher's own, with the plan of the job.
         loop: This process's loop.
         when_running: Called when all workers run for the first time.
     """
 
     _verdict: Verdict
 
-    def __init__(self, plan: LaunchPlan, loop: Loop, when_running: Callable[[], None]) -> None:
-        self._plan = plan
+    def __init__(self, own: Place, loop: Loop, when_running: Callable[[], None]) -> None:
+        plan = self._plan = own.plan
         self._job = plan.job
         self._loop = loop
         self._when_running: Callable[[], None] | None = when_running
@@ -111,13 +111,20 @@ class Agent:
         self._oom = OomCounter(memory_cgroup_files())
         loop.on_signals((*STOPS, *_FORWARDED), self._on_signal)
         first_process.reap_orphans(loop, lambda: self._node.pids)
-        journal = open_journal(plan.job.log_dir, _journal_name(plan))
+        journal = own.journal
         # Of several nodes, none knows its ranks yet.
-        tails = _tails(plan.job, [(w, 0) for w in plan.workers]) if plan.job.is_alone else []
+        self._output = NodeOutput(plan.job, loop)
+        tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
+        self._output.show_with(self._console.pump)
+        loop.on_signals((signal.SIGWINCH,), lambda _: self._on_resized())
+        if terminal.is_foreground():
+            loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         self._refresh_at = self._began_at if tails or self._console.is_live else None
         # In the background nothing may hold on to the terminal.
-        self._node = NodeResources(plan, stderr=journal if self._job.detach else None)
+        for note in own.notes:
+            self._console.say(f"msrun: {note}")
+        self._node = NodeResources(own, stderr=journal if self._job.detach else None)
         self._scheduler = SchedulerWatch(
             self._node, loop, self._console, tell=self._handle, greet=self._greet
         )
@@ -154,7 +161,7 @@ class Agent:
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
         stuck: list[str] = []
-        with self._console:
+        with terminal.modes_kept(), self._console:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
@@ -168,6 +175,7 @@ class Agent:
                 raise
             finally:
                 stuck = self._node.close()
+                self._output.copy()
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
@@ -228,6 +236,17 @@ class Agent:
         if signum in STOPS:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
+
+    def _on_resized(self) -> None:
+        if self._output.terminal:
+            self._output.terminal.follow_size()
+            # The kernel tells only the process group that a terminal controls.
+            self._node.signal_groups([self._output.rank_at_terminal], signal.SIGWINCH)
+
+    def _on_suspended(self) -> None:
+        self._console.pause()
+        ranks = list(self._workers)
+        terminal.stop_with(lambda signum: self._node.signal_groups(ranks, signum))
 
     def _on_scheduler(self) -> None:
         self._keep_time()
@@ -326,6 +345,7 @@ class Agent:
             return
         worker = self._workers[end.rank]
         worker.pid = 0
+        self._output.copy()
         self._running -= worker.started_at is not None
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
         self._handle(WorkerEnded(end.generation, rank_exit))
@@ -372,13 +392,13 @@ class Agent:
         self._workers = {
             worker.plan.rank: worker
             for worker in self._node.start_workers(
-                action.generation, action.start, self._uplink.live_until
+                action.generation, action.start, self._uplink.live_until, self._output
             )
         }
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
-            plans = [(worker.plan, worker.log_start) for worker in self._workers.values()]
-            self._console.follow(_tails(self._job, plans))
+            workers = self._workers.values()
+            self._console.follow(self._output.tails((w.plan, w.log_starts) for w in workers))
             if self._refresh_at is None:
                 self._refresh_at = self._loop.now()
 
@@ -411,23 +431,6 @@ class Agent:
 
     def _some_ended(self) -> bool:
         return len(self._state.live) < self._job.workers_per_node
-
-
-def _journal_name(plan: LaunchPlan) -> str:
-    """Return the name of our own log, which several nodes may write to one directory."""
-    if plan.job.is_alone:
-        return "msrun.log"
-    return f"msrun_{'_'.join(filter(None, (plan.machine.host, node_name(plan.job))))}.log"
-
-
-def _tails(job: JobSpec, workers: Iterable[tuple[WorkerPlan, int]]) -> list[logs.Tail]:
-    """Return tails of the logs of the workers that the user chose, each from its start on."""
-    is_terminal = os.isatty(1)
-    return [
-        logs.Tail(worker.log_file, f"[rank {worker.rank}] ", start)
-        for worker, start in workers
-        if job.is_shown(worker.rank, worker.local_rank, is_terminal=is_terminal)
-    ]
 
 
 def _count(workers: int) -> str:

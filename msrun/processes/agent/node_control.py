@@ -183,7 +183,7 @@ class NodeControl:
         worker = self._workers.get(asked.rank)
         if worker is None:
             return LogPart(inquiry=asked.inquiry, problem=f"rank {asked.rank} has no log here yet")
-        path = worker.plan.log_file
+        path = worker.plan.error_log
         try:
             data, offset = read_part(path, asked.offset, asked.lines)
         except OSError as error:
@@ -235,7 +235,7 @@ class NodeControl:
         problem: str = "",
     ) -> Stack:
         plan, now = worker.plan, self._loop.now()
-        tail = logs.last_lines(plan.log_file, _TAIL_LINES, start=worker.log_start)
+        tail = worker.last_lines(_TAIL_LINES)
         who = RankExit(
             rank=plan.rank,
             node_rank=plan.node_rank,
@@ -246,7 +246,7 @@ class NodeControl:
             ran_for=0.0 if worker.started_at is None else now - worker.started_at,
             stalled=self._watch.silence(plan.rank, now=now),
             tail=[line[:_TAIL_CHARS_MAX] for line in tail],
-            log_file=logs.printable(plan.log_file),
+            log_file=logs.printable(plan.error_log),
         )
         return Stack(inquiry=inquiry, worker=who, frames=frames or [], problem=problem)
 

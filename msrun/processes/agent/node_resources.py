@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from msrun import environ
+from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
 from msrun.cluster.wire.messages import Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
-from msrun.launch import LaunchPlan, WorkerPlan
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.output import NodeOutput
+from msrun.processes.agent.place import Place, node_name
+from msrun.processes.agent.terminal import is_foreground
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
@@ -22,15 +24,17 @@ from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_
 from msrun.supervise import affinity, containment, node_plan
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
-from msrun.supervise.node_plan import Placement
+from msrun.supervise.node_plan import LOOPBACK, Placement
 from msrun.supervise.orders import (
     Configure,
     LiveUntil,
     SignalWorkers,
     SpawnStore,
     SpawnWorker,
+    StoreLeg,
 )
 from msrun.supervise.tree import ProcessTree
+from msrun.transport.keys import hkdf
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import (
     AgentSocket,
@@ -55,7 +59,7 @@ class NodeResources:
     another program shows before any process is started.
 
     Args:
-        plan: The plan of the job.
+        place: What is this launcher's own, with the plan of the job; closed with the rest.
         stderr: As of `ProcessTree`.
 
     Raises:
@@ -67,8 +71,9 @@ class NodeResources:
     socket: AgentSocket
     containment: str
 
-    def __init__(self, plan: LaunchPlan, *, stderr: int | None = None) -> None:
-        self._plan = plan
+    def __init__(self, place: Place, *, stderr: int | None = None) -> None:
+        self._place = place
+        plan = self._plan = place.plan
         self._stderr = stderr
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
@@ -78,15 +83,16 @@ class NodeResources:
         self.formation = formation(job)
         check_own_library()
         self._secret = job_secret(job)
-        listening: socket.socket | None = None
-        port = job.master_port
-        if job.serves:
-            listening = listen_or_refuse(job.listen_host, port, "--master-port")
-            port = listening.getsockname()[1]
+        listening = place.listening
+        port = listening.getsockname()[1] if listening else job.master_port
         self.scheduler_address = (job.listen_host, str(port))
-        self._store_socket = listen_or_refuse(job.address, 0, "the address of this node")
-        self.store = (job.address, str(self._store_socket.getsockname()[1]))
-        self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, node_name(job)))
+        # Workers reach the store over this interface alone; on several nodes the stores' ends meet
+        # on another socket.
+        self._store_sockets = [listen_or_refuse(LOOPBACK, 0, "the loopback interface")]
+        if not job.is_alone:
+            self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
+        self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
+        self._dir, self._lock = place.directory, place.lock
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
             self.scheduler = SchedulerSupervisor(config, listening, self._base)
@@ -143,7 +149,7 @@ class NodeResources:
         verdict_file = str(Path(self._job.log_dir, VERDICT_FILE))
         # Of several nodes, which may share the directory, none knows its ranks yet.
         workers = self._plan.workers if self._job.is_alone else ()
-        for path in (verdict_file, *(worker.log_file for worker in workers)):
+        for path in (verdict_file, *(path for worker in workers for path in worker.logs)):
             try:
                 Path(path).unlink(missing_ok=True)
             except OSError as error:
@@ -167,7 +173,7 @@ class NodeResources:
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
             _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
-            self._store_socket,
+            self._store_sockets,
             env,
             lock=self._lock,
             stderr=self._stderr,
@@ -205,7 +211,7 @@ class NodeResources:
             self.tree.reaper.send(LiveUntil(generation=generation, at=until))
 
     def start_workers(
-        self, generation: int, start: Start, until: float | None
+        self, generation: int, start: Start, until: float | None, output: NodeOutput
     ) -> list[RunningWorker]:
         """Order the store and the workers of a generation; return the workers.
 
@@ -213,6 +219,7 @@ class NodeResources:
             generation: The generation.
             start: Which part of it is here.
             until: After which none may start any more; None for ever.
+            output: Opens their logs where it has to.
         """
         placement = Placement(
             generation=generation,
@@ -220,18 +227,19 @@ class NodeResources:
             nnodes=start.nnodes,
             first_rank=start.first_rank,
             world_size=start.world_size,
-            store=(start.store_host, str(start.store_port)),
+            store=(LOOPBACK, str(self._store_sockets[0].getsockname()[1])),
             scheduler=self.scheduler_address,
             run_dir=str(self._dir),
+            rank0_address=start.store_host,
             first_local_rank=start.first_local_rank,
             local_world_size=start.local_world_size,
         )
         self._make_generation_dir(generation)
         self.let_live(generation, until)
-        if start.serve_store:
-            self._order_store(generation)
+        if start.serve_store or not self._job.is_alone:
+            self._order_store(generation, start)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan, until) for plan in plans]
+        return [self._order_worker(generation, plan, until, output) for plan in plans]
 
     def _make_generation_dir(self, generation: int) -> None:
         """Make the private directory of a generation, and that of the job if it was removed.
@@ -251,25 +259,48 @@ class NodeResources:
             hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
             raise MsrunError(msg, hint=hint) from error
 
-    def _order_store(self, generation: int) -> None:
-        host, port = self.store
-        is_lazy = self._job.program.kind is ProgramKind.COMMAND
-        order = SpawnStore(generation=generation, host=host, port=int(port), lazy=is_lazy)
+    def _order_store(self, generation: int, start: Start) -> None:
+        order = SpawnStore(
+            generation=generation,
+            leg=None if self._job.is_alone else self._store_leg(generation, start),
+            insecure=self._job.insecure,
+            lazy=self._job.program.kind is ProgramKind.COMMAND,
+        )
         self.tree.forkserver.send(order)
 
+    def _store_leg(self, generation: int, start: Start) -> StoreLeg:
+        secret = self._secret
+        if secret is not None:
+            secret = hkdf(secret, f"msrun store {self._job.job_id} {generation}".encode())
+        return StoreLeg(
+            serves=start.serve_store,
+            host=start.store_host,
+            port=start.store_port,
+            secret=secret.hex() if secret else None,
+            nnodes=start.nnodes,
+        )
+
     def _order_worker(
-        self, generation: int, plan: WorkerPlan, until: float | None
+        self, generation: int, plan: WorkerPlan, until: float | None, output: NodeOutput
     ) -> RunningWorker:
+        is_later = generation > 0
+        heading = len(banner(generation)) if is_later else 0
+        starts = {path: _size(path) + heading if is_later else 0 for path in plan.logs}
+        samples = node_plan.samples_file(str(self._dir), generation, plan.rank)
+        streams = output.open(plan, samples, starts[plan.log_file])
         order = SpawnWorker(
             generation=generation,
             rank=plan.rank,
             env={**self._base, **plan.env},
             log_file=plan.log_file,
-            append=generation > 0,
+            out_file=plan.out_file,
+            err_file=plan.err_file,
+            descriptors=len(streams),
+            append=is_later,
             cpus=list(plan.cpus),
             numa_nodes=list(plan.numa_nodes),
-            # A process of another session cannot read from a terminal.
-            keep_stdin=plan.rank == 0 and not os.isatty(0),
+            # A job in the background must not take the keys that the shell is to get.
+            keep_stdin=plan.rank == 0 and (not os.isatty(0) or is_foreground()),
             until=until,
         )
         worker = RunningWorker(
@@ -278,15 +309,19 @@ class NodeResources:
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
             beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
             stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
-            log_start=_size(plan.log_file) + len(banner(generation)) if order.append else 0,
+            log_starts=starts,
         )
-        self.tree.forkserver.send(order)
+        self.tree.forkserver.send(order, streams)
         return worker
 
     def signal_workers(self, ranks: tuple[int, ...], signum: int) -> None:
         """Send `signum` to workers: to Python's main process, of other programs to the group."""
         is_group = self._job.program.kind is ProgramKind.COMMAND
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=is_group))
+
+    def signal_groups(self, ranks: Sequence[int], signum: int) -> None:
+        """Send `signum` to the process groups of workers."""
+        self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=signum, group=True))
 
     def ask_for_stacks(self, ranks: tuple[int, ...]) -> None:
         """Have Python workers write where they are, each into its `stack_file`."""
@@ -309,17 +344,10 @@ class NodeResources:
         self._context.destroy(linger=0)
         if self.scheduler:
             self.scheduler.close()
-        self._store_socket.close()
-        shutil.rmtree(self._dir, ignore_errors=True)
-        os.close(self._lock)
+        for sock in self._store_sockets:
+            sock.close()
+        self._place.release()
         return stuck
-
-
-def node_name(job: JobSpec) -> str:
-    """Return the name of this node among others on its machine; empty if it is alone."""
-    if job.node_name or job.is_alone or job.node_rank is None:
-        return job.node_name
-    return f"node{job.node_rank}"
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:

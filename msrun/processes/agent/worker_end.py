@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from msrun.backend import WorkerPlan
 from msrun.cluster.verdict import TAIL_LINES, RankExit
-from msrun.launch import WorkerPlan
 from msrun.supervise.logs import last_lines, open_to_read, printable
 from msrun.supervise.machine import read_oom_kills
 from msrun.supervise.orders import Exited
@@ -29,7 +29,7 @@ class RunningWorker:
         error_file: Where it leaves its exception.
         beat_file: Where it counts its beats.
         stack_file: Where it writes its stacks when it is asked to.
-        log_start: Size of its log when it was started.
+        log_starts: Size of each of its logs when it was started.
         started_at: When, on the monotonic clock; None when it could not be.
         pid: Its pid as long as it lives, 0 when it has ended; None before.
     """
@@ -39,9 +39,14 @@ class RunningWorker:
     error_file: str
     beat_file: str = ""
     stack_file: str = ""
-    log_start: int = 0
+    log_starts: Mapping[str, int] = field(default_factory=dict)
     started_at: float | None = None
     pid: int | None = None
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return the last lines that it wrote, of its stderr where that has a file of its own."""
+        path = self.plan.error_log
+        return last_lines(path, count, start=self.log_starts.get(path, 0))
 
 
 class OomCounter:
@@ -75,7 +80,7 @@ def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float)
         code = os.WEXITSTATUS(end.status)
     failed = code != 0
     error, raised_at = _read_error(worker.error_file) if failed else ("", None)
-    tail = last_lines(plan.log_file, TAIL_LINES, start=worker.log_start) if failed else []
+    tail = worker.last_lines(TAIL_LINES) if failed else []
     return RankExit(
         rank=plan.rank,
         node_rank=plan.node_rank,
@@ -90,7 +95,7 @@ def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float)
         age=max(0.0, now - (end.at if raised_at is None else min(raised_at, end.at))),
         error=end.reason or error,
         tail=tail,
-        log_file=printable(plan.log_file),
+        log_file=printable(plan.error_log),
     )
 
 

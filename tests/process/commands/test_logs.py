@@ -57,9 +57,9 @@ def test_chosen_ranks_show_on_the_console_line_by_line_and_harmless(msrun):
     assert job.wait() == 0
     assert sorted(job.out.splitlines()) == [
         "[rank 1] half a line",
-        "[rank 1] rank 1: \\x1b[31mred\\x1b[0m\\x07",
+        "[rank 1] rank 1: \x1b[31mred\x1b[0m\\x07",
         "[rank 2] half a line",
-        "[rank 2] rank 2: \\x1b[31mred\\x1b[0m\\x07",
+        "[rank 2] rank 2: \x1b[31mred\x1b[0m\\x07",
     ]
 
 
@@ -67,8 +67,9 @@ def test_a_pipe_shows_every_worker_of_a_small_job(msrun):
     job = msrun("--workers-per-node", 3, *shell('echo "out $RANK"; echo "err $RANK" >&2'))
 
     assert job.wait() == 0
-    lines = [f"[rank {rank}] {stream} {rank}" for rank in range(3) for stream in ("err", "out")]
-    assert sorted(job.out.splitlines()) == lines
+    assert sorted(job.out.splitlines()) == [f"[rank {rank}] out {rank}" for rank in range(3)]
+    shown = [line for line in job.err.splitlines() if line.startswith("[rank")]
+    assert sorted(shown) == [f"[rank {rank}] err {rank}" for rank in range(3)]
 
 
 def test_a_pipe_shows_no_worker_if_so_asked(msrun):

@@ -1,11 +1,8 @@
 """Data parallel: the same losses as one process, and exactly the configured collectives."""
 
-import gc
 import itertools
 import math
-import os
 import time
-import weakref
 from functools import partial
 
 import pytest
@@ -24,7 +21,6 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.errors import UsageError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.torch_compat import tensors_in
 
@@ -494,44 +490,3 @@ def test_an_optimizer_of_replaced_parameters_is_refused():
         "SGD holds parameters from before rt.shard",
         "Linear is not a model of rt.shard",
     )
-
-
-def left_behind(config):
-    """Train a model and drop it; return whether its weights are left, and the new threads."""
-    threads = len(os.listdir("/proc/self/task"))
-    runtime = msrun.init(config)
-    network = runtime.shard(build("mlp"))
-    weight = weakref.ref(next(network.parameters()))
-    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
-    runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
-    runtime.barrier()
-    runtime.close()
-    del runtime, network, update
-    gc.collect()
-    return weight() is not None, len(os.listdir("/proc/self/task")) - threads
-
-
-@pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
-def test_a_model_that_is_dropped_leaves_no_memory_and_no_group(config):
-    run_warm(left_behind, 2, config)  # torch's autograd starts a thread that stays
-
-    assert run_warm(left_behind, 2, config) == [(False, 0)] * 2
-
-
-def train_after_close():
-    runtime = msrun.init()
-    network = runtime.shard(build("mlp"))
-    runtime.barrier()
-    runtime.close()
-    del runtime
-    gc.collect()
-    x, y = batches("mlp")[0]
-    loss = MODELS["mlp"][1](network(x), y)
-    with pytest.raises(UsageError) as caught:
-        loss.backward()
-    return caught.value.message
-
-
-def test_a_backward_pass_after_the_runtime_is_refused():
-    sentence = "the runtime that reduces the gradients of this model was closed"
-    assert run_warm(train_after_close, 2) == [sentence] * 2

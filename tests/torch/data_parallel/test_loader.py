@@ -176,3 +176,47 @@ def test_an_uneven_last_batch_counts_each_sample_once(config):
     # Its 6 samples are 2, 2, 1 and 1 on four ranks, and 3 and 3 on two.
     for world_size in (2, 4) if config == {} else (2,):
         assert_equal_curves(run_warm(learned, world_size, config), alone)
+
+
+def learned_by_hand(config, is_weighted, drop_last):
+    """Train as `learned`, in a plain loop; return the refusal if there is one."""
+    runtime = msrun.init(config)
+    generator = torch.Generator().manual_seed(4)
+    data = TensorDataset(
+        torch.randn(22, 16, generator=generator), torch.randint(0, 10, (22,), generator=generator)
+    )
+    network = runtime.shard(build("mlp"))
+    update = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    options = {"shuffle": True, "drop_last": drop_last}
+    loader = runtime.loader(data, 8 // runtime.layout.size("dp"), **options)
+    losses = []
+    for x, y in (batch for _ in range(2) for batch in loader):
+        loss = functional.cross_entropy(network(x), y)
+        update.zero_grad()
+        try:
+            (loss * runtime.batch_weight if is_weighted else loss).backward()
+        except UsageError as error:
+            return error.message, len(losses)
+        update.step()
+        losses.append(runtime.mean_over_data(loss).item())
+    return losses
+
+
+ZERO = {"optimizer": {"zero": 3}}
+
+
+@pytest.mark.parametrize("config", [{}, ZERO])
+@pytest.mark.parametrize(("is_weighted", "drop_last"), [(True, False), (False, True)])
+def test_a_plain_loop_counts_each_sample_once(config, is_weighted, drop_last):
+    alone = run_warm(learned_by_hand, 1, {}, is_weighted, drop_last)[0]
+
+    assert_equal_curves(run_warm(learned_by_hand, 4, config, is_weighted, drop_last), alone)
+
+
+@pytest.mark.parametrize("config", [{}, ZERO])
+def test_a_plain_loop_without_weights_is_refused_at_its_first_step(config):
+    problem = (
+        "the last batch of rt.loader has unlike numbers of samples on the ranks, and this loop "
+        "takes the mean of ranks"
+    )
+    assert run_warm(learned_by_hand, 4, config, 0, 0) == [(problem, 0)] * 4

@@ -11,7 +11,12 @@ pytestmark = pytest.mark.torch
 
 DOCS = Path(__file__).parents[3] / "docs"
 # The first one defines what the snippets of all of them use.
-PAGES = ("parallel.md", "how-to/restart_and_resume.md", "how-to/other_layout.md")
+PAGES = (
+    "parallel.md",
+    "how-to/restart_and_resume.md",
+    "how-to/other_layout.md",
+    "how-to/from_accelerate.md",
+)
 BLOCK = re.compile(r"^```(\w+)( prelude)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

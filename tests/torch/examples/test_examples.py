@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIGS = {path.stem: path for path in sorted((EXAMPLES / "configs").glob("*.yaml"))}
 DIGITS = [name for name in CONFIGS if name.startswith("digits_")]
 LM = [name for name in CONFIGS if name.startswith("lm_")]
+HF = [name for name in CONFIGS if name.startswith("hf_")]
 REPORT = re.compile(r"epoch 1/1  last loss (\d\.\d+)\naccuracy (\d\.\d+) at ")
 
 
@@ -48,6 +49,10 @@ def train_lm(config, path):
     return run("train_lm.py", config, "train", {"STEPS": 3}, path)
 
 
+def finetune(config, path):
+    return run("finetune_hf.py", config, "train", {"STEPS": 3}, None, path)
+
+
 def report(text):
     """Return the last loss and the accuracy in `text`."""
     found = REPORT.search(text)
@@ -62,8 +67,8 @@ def alone():
 
 
 def test_every_configuration_belongs_to_a_script():
-    assert (len(DIGITS), len(LM)) == (8, 5)
-    assert {*DIGITS, *LM} == set(CONFIGS)
+    assert (len(DIGITS), len(LM), len(HF)) == (8, 5, 3)
+    assert {*DIGITS, *LM, *HF} == set(CONFIGS)
 
 
 # An epoch takes seconds: CI trains under the richest.
@@ -102,3 +107,17 @@ def test_text_is_learned_as_in_one_process(name, ranks, text_alone, tmp_path):
 
     assert json.loads(path.read_text()) == pytest.approx(text_alone, abs=1e-5)
     assert len(text_alone) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank")
+@pytest.mark.parametrize("name", HF)
+def test_a_model_of_transformers_is_trained_as_in_one_process(name, tmp_path):
+    pytest.importorskip("transformers")
+    paths = [tmp_path / "alone.json", tmp_path / "losses.json"]
+    run_warm(finetune, 1, None, str(paths[0]))
+    run_warm(finetune, 4, CONFIGS[name], str(paths[1]))
+    alone, losses = (json.loads(path.read_text()) for path in paths)
+
+    assert losses == pytest.approx(alone, rel=1e-6)
+    assert len(alone) == 3

@@ -147,3 +147,32 @@ def _values_of_any_size():
 
 def test_a_text_of_the_first_rank_reaches_all():
     assert run_warm(_values_of_any_size, 2) == ["first", "first"]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(3, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.zeros(2, 0),
+        torch.tensor([1 + 2j]).conj(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)}",
+)
+def test_a_tensor_goes_as_plain_values(tensor):
+    found = exchange_of(messages.SentTensor.of(tensor)).tensor()
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor.resolve_conj())
+
+
+def exchange_of(value):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
+
+
+@pytest.mark.parametrize(
+    "sent", [([2], "float32", b"123"), ([-1], "bool", b""), ([1], "Size", b"1")]
+)
+def test_a_tensor_that_is_none_is_refused(sent):
+    with pytest.raises(ProtocolError):
+        messages.SentTensor(*sent).tensor()

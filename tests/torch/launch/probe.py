@@ -58,7 +58,11 @@ def command():
             sys.breakpointhook is sys.__breakpointhook__,
             threading.excepthook is threading.__excepthook__,
         ],
-        "finders": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
+        "finders": [
+            getattr(finder, "__name__", type(finder).__name__)
+            for finder in sys.meta_path
+            if not type(finder).__module__.startswith("msrun.")
+        ],
         "cwd": str(Path.cwd()),
         "environ": {k: v for k, v in os.environ.items() if k not in OF_THE_TESTS},
         "temporary": tempfile.gettempdir(),
@@ -215,6 +219,7 @@ def differs():
     while frame := frame.f_back:
         frames += 1
     return {
+        "finder": type(sys.meta_path[0]).__module__.startswith("msrun."),
         "frames": frames,
         "depth": depth(),
         "faulthandler": faulthandler.is_enabled(),

@@ -194,17 +194,17 @@ def test_threads_are_the_cores_shared_out_unless_they_are_given(forked):
 
 
 def test_what_is_known_to_differ(forked, executed, of_python):
-    """Stacks are left in log and file, and the pages that workers share are frozen."""
-    names = ("faulthandler", "stack file", "frozen")
+    """Stacks are left in log and file, the pages that workers share are frozen, torch is there."""
+    names = ("faulthandler", "stack file", "frozen", "finder")
     seen = {
         way: [document["differs"][name] for name in names]
         for way, document in (("fork", forked[0]), ("exec", executed[0]), ("plain", of_python))
     }
 
     assert seen == {
-        "fork": [True, True, True],
-        "exec": [True, True, False],
-        "plain": [False, False, False],
+        "fork": [True, True, True, True],
+        "exec": [True, True, False, False],
+        "plain": [False, False, False, False],
     }
 
 

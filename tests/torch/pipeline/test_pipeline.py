@@ -391,7 +391,7 @@ def test_parameters_of_a_stage_can_be_divided(schedule, is_resharded, expected):
 
 
 def _routed():
-    """Train and infer where shapes are known only with values; return what was refused, too."""
+    """Train and infer where a stage reads values; return how far one process is."""
     where = {"a": 0, "route": 0, "head": 1}
     part = split("routed", pipeline(where))
     data = data_of("routed", (16, 16, 13, 3))
@@ -403,16 +403,8 @@ def _routed():
     part.eval()
     with torch.no_grad():
         off = max(off, float((part(x) - network(x)).abs().max()))
-    with pytest.raises(UsageError) as caught:
-        train_step(part, [x], torch.zeros(50, dtype=torch.long), functional.cross_entropy)
-    return off < 1e-6, largest_difference(part, network) < 1e-6, calls, str(caught.value)
+    return off < 1e-6, largest_difference(part, network) < 1e-6, calls
 
 
-def test_a_model_that_needs_values_is_measured_once():
-    sentence = (
-        "parallel.pipeline.microbatches: a micro-batch has another shape than the first, "
-        "and what stages send then cannot be known without values "
-        "(Tensor.item() cannot be called on meta tensors)"
-    )
-
-    assert run_warm(_routed, 2) == [(True, True, 16.0, sentence)] * 2
+def test_a_stage_may_read_values():
+    assert run_warm(_routed, 2) == [(True, True, 16.0)] * 2

@@ -89,6 +89,7 @@ CALLS = {
     "unsqueeze": lambda x: x.unsqueeze(-1),
     "view": lambda x: x.view(4, 6, 4, 2).view(4, 6, 8),
     "view_as": lambda x: x.view_as(x),
+    "addmm": lambda x: torch.addmm(WEIGHT[0], x.flatten(0, 1), WEIGHT),
     "bmm": lambda x: torch.bmm(x, x.transpose(1, 2)),
     "layer_norm": lambda x: functional.layer_norm(x, (8,)),
     "linear": lambda x: functional.linear(x, WEIGHT),
@@ -97,6 +98,11 @@ CALLS = {
     "softmax": lambda x: functional.softmax(x, dim=-1) + x.softmax(1),
     "sum": lambda x: x.sum(1),
     "__matmul__": lambda x: x @ WEIGHT,
+    # On each rank's shard, unless a sharded dim takes part.
+    "__getitem__": lambda x: x[:, 1] + x[:, None, -1, :][:, 0] + x[..., 0, :] + x[:, 1:2].sum(1),
+    "unbind": lambda x: sum(x.unbind(1)) + sum(torch.unbind(x.transpose(0, 1))),
+    "split in two sizes": lambda x: x.split([2, 4], 1)[1],
+    "cat of rows": lambda x: torch.cat((x, x * 2)),
     # Not on the list: torch has them wrong, or not at all, so they run whole.
     "cumsum": lambda x: torch.cumsum(x, dim=-1),
     "unfold": lambda x: x.unfold(-1, 3, 1),
@@ -298,7 +304,18 @@ def attended():
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
     mask = torch.rand(2, 4, 6, 6) > 0.2
     wrong = []
-    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"dropout_p": 0.5}):
+    bias = torch.randn(1, 4, 6, 6)
+    for options in (
+        {},
+        {"is_causal": True},
+        {"attn_mask": mask},
+        {"attn_mask": mask[:, :1]},
+        {"attn_mask": bias},
+        {"attn_mask": bias[0, 0], "scale": 0.3},
+        {"dropout_p": 0.5},
+        {"dropout_p": 0.5, "attn_mask": mask[:1], "scale": 0.3},
+        {"dropout_p": 0.5, "is_causal": True},
+    ):
         for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(3)):
             torch.manual_seed(9)
             inputs = [t.clone().requires_grad_() for t in (q, k, v)]

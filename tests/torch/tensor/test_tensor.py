@@ -250,7 +250,7 @@ def refused(config):
         ),
         (
             [{"match": "norm", "style": "colwise"}],
-            "parallel.plan[0].style: colwise is for Linear or Embedding, not norm (LayerNorm)",
+            "parallel.plan[0].style: colwise is for Linear or Embedding or Conv1D, not norm",
         ),
         (
             [{"match": "norm", "params": {"wait": ["tp"]}}],

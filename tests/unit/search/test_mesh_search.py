@@ -13,7 +13,7 @@ from msrun.parallel.search.graph.program import ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.mesh import mesh_search
-from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
+from msrun.parallel.search.mesh.job_layout import Bounds, JobLayout, SearchedJob, groups, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import explore
 from msrun.parallel.search.mesh.stages import Pace, cut_between_blocks, divide, largest_stage_memory
@@ -33,7 +33,7 @@ def job(limit=math.inf, world=4, batch=4):
     blocks = find_blocks(small)
     short, two = shortened(small, blocks)
     other, _ = shortened(large, find_blocks(large))
-    return Job(
+    return SearchedJob(
         programs=ProgramByBatch(short, other, (2, 6)),
         blocks=two,
         count=4,

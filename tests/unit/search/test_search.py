@@ -62,6 +62,28 @@ def test_blocks_are_found_where_one_value_crosses():
     assert find_blocks(programs.convolutions()) is None
 
 
+def masked(layers, masks):
+    """Layers that add the masks in turn, which are made right before the first layer."""
+    d = programs.Draft()
+    x, given = d.input(8, 16, 32), [d.input(8, 16, 32) for _ in range(masks)]
+    made = [d.gelu(d.add(x, mask)) for mask in given]
+    h = d.linear(d.linear(x, 32), 32)
+    for layer in range(layers):
+        h = d.add(h, d.linear(d.add(d.norm(h), made[layer % masks]), 32))
+    return d.done(d.loss(h))
+
+
+def test_blocks_may_share_a_mask_made_right_before_them():
+    blocks = find_blocks(masked(3, masks=1))
+    assert (blocks.period, blocks.count) == (4, 3)
+
+
+def test_layers_with_masks_in_turn_are_blocks_of_several_layers():
+    blocks = find_blocks(masked(8, masks=2))
+    assert (blocks.period, blocks.count) == (8, 4)
+    assert find_blocks(masked(3, masks=3)) is None
+
+
 def test_a_weight_of_first_and_last_step_is_one_choice():
     d = programs.Draft()
     table = d.param(64, 32)

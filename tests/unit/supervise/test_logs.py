@@ -2,38 +2,58 @@
 
 import pytest
 
-from msrun.supervise.logs import LINE_CHARS_MAX, Tail, last_lines, make_log_dir, render_line
+from msrun.supervise.logs import LINE_CHARS_MAX, Tail, last_lines, make_log_dir
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "worker_0.log"
+
+
+def shown(log, data, prefix="", **options):
+    """Return what the console shows of a log that ends with `data`."""
+    log.write_bytes(data)
+    tail = Tail(str(log), prefix, **options)
+    pieces = []
+    while piece := tail.read(final=True):
+        pieces += piece
+    return "".join(text for _, text in pieces)
 
 
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
         (b"plain", "plain"),
-        (b"", ""),
         ("Grüße 你好".encode(), "Grüße 你好"),
         (b"tab\there", "tab\there"),
-        (b"\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        (b"\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m"),
+        (b"\x1b[2Jclear\x1b[Aup", r"\x1b[2Jclear\x1b[Aup"),
         (b"bell\a null\0", r"bell\x07 null\x00"),
         ("\u202eright to left".encode(), r"\u202eright to left"),
         (b"\xff\xfe", "\ufffd\ufffd"),
-        (b" 10%\r 50%\r100%", "100%"),
-        (b" 10%\r100%\r", "100%"),
         (b"windows\r", "windows"),
-        (b"\r\r", ""),
     ],
 )
-def test_a_line_cannot_act_on_a_terminal(raw, expected):
-    assert render_line("[rank 3] ", raw) == "[rank 3] " + expected
+def test_a_line_cannot_act_on_a_terminal_but_for_its_colours(log, raw, expected):
+    assert shown(log, raw + b"\n", "[rank 3] ") == f"[rank 3] {expected}\n"
 
 
-def test_a_long_line_is_cut_and_says_how_much_is_missing():
-    assert render_line("", b"a" * (LINE_CHARS_MAX + 5)) == "a" * LINE_CHARS_MAX + (
-        "... [5 more characters]"
-    )
+def test_an_empty_line_is_a_line(log):
+    assert shown(log, b"\n\n", "> ") == "> \n> \n"
 
 
-def test_a_line_of_the_largest_length_is_whole():
-    assert render_line("", b"a" * LINE_CHARS_MAX) == "a" * LINE_CHARS_MAX
+def test_every_state_of_a_progress_bar_is_shown_and_overwritten(log):
+    assert shown(log, b"\r 10%\r 50%\r100%\ndone", "> ") == ">  10%\r>  50%\r> 100%\n> done\n"
+
+
+def test_a_long_line_is_cut_and_says_how_much_is_missing(log):
+    expected = "a" * LINE_CHARS_MAX + "... [5 more characters]\n"
+
+    assert shown(log, b"a" * (LINE_CHARS_MAX + 5) + b"\n") == expected
+
+
+def test_a_line_of_the_largest_length_is_whole(log):
+    assert shown(log, b"a" * LINE_CHARS_MAX + b"\n") == "a" * LINE_CHARS_MAX + "\n"
 
 
 def test_the_log_directory_is_private_and_made_with_its_parents(tmp_path):
@@ -42,11 +62,6 @@ def test_the_log_directory_is_private_and_made_with_its_parents(tmp_path):
     make_log_dir(str(path))
 
     assert path.stat().st_mode & 0o777 == 0o700
-
-
-@pytest.fixture
-def log(tmp_path):
-    return tmp_path / "worker_0.log"
 
 
 def test_last_lines_are_the_last_that_say_something(log):
@@ -89,22 +104,33 @@ def test_a_tail_returns_a_line_once_it_is_whole(log):
         append(log, piece)
         seen.append(tail.read())
 
-    assert seen == [[], ["> ab"], ["> cd"], [], []]
+    assert seen == [[], [(1, "> ab\n")], [(1, "> cd\n")], [], []]
+
+
+def test_a_live_tail_returns_what_there_is_of_a_line(log):
+    tail = Tail(str(log), "> ", is_live=True)
+    seen = []
+    for piece in (b"\r 10%", b"\r 20%", b" slow", b"\r 30%\n", b"say: "):
+        append(log, piece)
+        seen.append("".join(text for _, text in tail.read()))
+
+    assert seen == [">  10%", "\r>  20%", " slow", "\r>  30%\n", "> say: "]
+    assert tail.read(final=True) == [(1, "\n")]
 
 
 def test_a_character_split_over_two_reads_is_one_character(log):
-    tail = Tail(str(log), "")
+    tail = Tail(str(log), "", is_live=True)
     append(log, b"\xc3")
     tail.read()
     append(log, b"\xbc\n")
 
-    assert tail.read() == ["ü"]
+    assert tail.read() == [(1, "ü\n")]
 
 
 def test_a_tail_starts_where_it_is_told(log):
     log.write_bytes(b"old\nnew\n")
 
-    assert Tail(str(log), "", start=4).read() == ["new"]
+    assert Tail(str(log), "", start=4).read() == [(1, "new\n")]
 
 
 def test_an_unfinished_last_line_is_shown_at_the_end_only(log):
@@ -112,21 +138,16 @@ def test_an_unfinished_last_line_is_shown_at_the_end_only(log):
     tail = Tail(str(log), "")
 
     assert [tail.read(), tail.read(final=True), tail.read(final=True)] == [
-        ["whole"],
-        ["unfinished"],
+        [(1, "whole\n")],
+        [(1, "unfinished\n")],
         [],
     ]
 
 
 def test_a_final_read_goes_on_until_nothing_is_left(log):
-    lines = [f"line {i}" for i in range(20_000)]
-    log.write_text("\n".join(lines))
-    tail = Tail(str(log), "")
-    shown = []
-    while piece := tail.read(final=True):
-        shown += piece
+    text = "".join(f"line {i}\n" for i in range(20_000))
 
-    assert shown == lines
+    assert shown(log, text.encode()) == text
 
 
 def test_a_line_that_never_ends_is_shown_in_bounded_pieces(log):
@@ -134,8 +155,8 @@ def test_a_line_that_never_ends_is_shown_in_bounded_pieces(log):
     tail = Tail(str(log), "")
     reads = [tail.read() for _ in range(4)]
 
-    assert [len(lines) for lines in reads] == [0, 1, 0, 1]
-    assert {len(line) < LINE_CHARS_MAX + 50 for lines in reads for line in lines} == {True}
+    assert [len(pieces) for pieces in reads] == [0, 1, 0, 1]
+    assert {len(text) < LINE_CHARS_MAX + 50 for pieces in reads for _, text in pieces} == {True}
 
 
 def test_a_log_that_comes_later_is_followed(log):
@@ -143,4 +164,4 @@ def test_a_log_that_comes_later_is_followed(log):
     before = tail.read(final=True)
     append(log, b"first\n")
 
-    assert (before, tail.read()) == ([], ["first"])
+    assert (before, tail.read()) == ([], [(1, "first\n")])

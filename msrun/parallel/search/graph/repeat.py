@@ -88,18 +88,39 @@ def _step_kinds(program: Program) -> list[int]:
     """Return a number for each step; equal steps have equal ones."""
     numbers: dict[object, int] = {}
     made = {name: at for at, step in enumerate(program.steps) for name in step.outputs}
+    origins = _origins(program)
     kinds = []
     for at, step in enumerate(program.steps):
         # How far back a step reads distinguishes blocks from parts of blocks; beyond `_FAR` steps
-        # all distances count as one, as of a mask that is made before the first block.
+        # all distances count as one.  Of what blocks share, such as a mask that is made before the
+        # first one, it would tell equal blocks apart: that is told by how it is made.
         reads = tuple(
-            (slot, program.values[name], name in program.params, min(at - made.get(name, at), _FAR))
+            (
+                slot,
+                program.values[name],
+                name in program.params,
+                origins.get(name) or min(at - made.get(name, at), _FAR),
+            )
             for slot, name in step.inputs.items()
         )
         makes = tuple(program.values[name] for name in step.outputs)
         key = (step.target, reads, makes, repr(step.attrs), step.is_detached)
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
+
+
+def _origins(program: Program) -> dict[str, str]:
+    """Return for each value that depends on no parameter how it is made; equal ones are equal."""
+    constants = program.constants()
+    numbers: dict[object, int] = {}
+    origins = {name: name for name in program.inputs}
+    for step in program.steps:
+        if constants.issuperset(step.outputs):
+            reads = tuple((slot, origins.get(name)) for slot, name in step.inputs.items())
+            key = (step.target, repr(step.attrs), reads)
+            number = numbers.setdefault(key, len(numbers))
+            origins |= {name: f"{number}.{at}" for at, name in enumerate(step.outputs)}
+    return origins
 
 
 def _runs(kinds: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ _THIRD_AXIS_MAX = 16
 _ACCUMULATE_MAX = 64
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class SearchedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A training job whose layout is searched.
 
     Args:
@@ -103,7 +103,7 @@ def data_shapes(ranks: int) -> list[tuple[int, ...]]:
     return shapes(ranks) + ([(1, ranks)] if ranks > 1 else [])
 
 
-def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
+def groups(job: SearchedJob) -> list[tuple[int, tuple[int, ...]]]:
     """Return every number of stages with every mesh of a stage."""
     if job.named:
         return [job.named]
@@ -115,7 +115,7 @@ def groups(job: Job) -> list[tuple[int, tuple[int, ...]]]:
     ]
 
 
-def layouts(job: Job, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
+def layouts(job: SearchedJob, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
     """Return the layouts of one group, the largest micro-batches first."""
     most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
     ranks = math.prod(sizes[axis] for axis in job.data())

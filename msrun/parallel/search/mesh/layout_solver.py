@@ -24,7 +24,7 @@ import numpy as np
 
 from msrun.parallel.search.cost.cost import RedistributionCosts
 from msrun.parallel.search.graph.axis_placement import FloatArray, is_sharded
-from msrun.parallel.search.mesh.job_layout import Job, JobLayout
+from msrun.parallel.search.mesh.job_layout import JobLayout, SearchedJob
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.chain import Chain, ChainPlan, ChainTables, flat, shortest, through
 from msrun.parallel.search.solve.eliminate import CELLS_MAX
@@ -80,7 +80,9 @@ class LayoutSolver:
         redistribution: Costs on that mesh.
     """
 
-    def __init__(self, job: Job, layout: JobLayout, redistribution: RedistributionCosts) -> None:
+    def __init__(
+        self, job: SearchedJob, layout: JobLayout, redistribution: RedistributionCosts
+    ) -> None:
         self._job, self._layout = job, layout
         self._per_stage = job.count // layout.stages
         program = job.programs.at(job.batch // layout.microbatches)

@@ -46,7 +46,7 @@ import msgspec
 import numpy as np
 
 from msrun.parallel.search.cost.cost import RedistributionCosts
-from msrun.parallel.search.mesh.job_layout import Bounds, Job, JobLayout, groups, layouts
+from msrun.parallel.search.mesh.job_layout import Bounds, JobLayout, SearchedJob, groups, layouts
 from msrun.parallel.search.mesh.layout_solver import LayoutSolver, Outcome
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.memory import PROHIBITIVE_PRICE
@@ -87,7 +87,7 @@ class Progress:
         self.runners_up = ranked[:_RUNNERS_UP]
 
 
-def explore(job: Job) -> Iterator[Progress]:
+def explore(job: SearchedJob) -> Iterator[Progress]:
     """Yield the state of the search after every layout.
 
     The last one has the best plan of all layouts, within the gap that a memory limit leaves.  The
@@ -103,7 +103,7 @@ def explore(job: Job) -> Iterator[Progress]:
 
 
 class _Search:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SearchedJob) -> None:
         self._job = job
         self._redistribution = RedistributionCosts(())
         self._work = self._least_work()

@@ -46,6 +46,8 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
         cpus: CPUs it is bound to; empty when it is not bound.
         numa_nodes: NUMA nodes its memory is bound to; empty when it is not bound.
         log_file: Path of its log.
+        out_file: Path of the file of its stdout alone; empty where the log has it.
+        err_file: Path of the file of its stderr alone; empty where the log has it.
         env: Variables it gets on top of the launcher's environment.
     """
 
@@ -57,6 +59,25 @@ class WorkerPlan(msgspec.Struct, frozen=True, kw_only=True):
     numa_nodes: tuple[int, ...]
     log_file: str
     env: dict[str, str]
+    out_file: str = ""
+    err_file: str = ""
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        """Everything that its output goes to."""
+        return tuple(filter(None, (self.log_file, self.out_file, self.err_file)))
+
+    def in_directory(self, folder: str) -> WorkerPlan:
+        """Return this plan with its files in `folder`."""
+        fields = ("log_file", "out_file", "err_file")
+        paths = {name: path for name in fields if (path := getattr(self, name))}
+        moved = {name: str(Path(folder, Path(path).name)) for name, path in paths.items()}
+        return msgspec.structs.replace(self, **moved)
+
+    @property
+    def error_log(self) -> str:
+        """Where its last words stand."""
+        return self.err_file or self.log_file
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import msrun
-from msrun import launch
+from msrun import backend
 from msrun.errors import UsageError
 from msrun.fleet import FleetLauncher
 
@@ -15,35 +15,35 @@ HOME = Path(msrun.__file__).parent.parent
 
 
 def test_names_are_sorted_and_hold_the_built_in_ones():
-    names = launch.names()
+    names = backend.names()
 
     assert names == sorted(names)
-    assert set(launch.BUILT_IN) <= set(names)
+    assert set(backend.BUILT_IN) <= set(names)
 
 
-@pytest.mark.parametrize("name", launch.BUILT_IN)
+@pytest.mark.parametrize("name", backend.BUILT_IN)
 def test_every_built_in_backend_is_a_launcher(name):
-    assert isinstance(launch.load(name), launch.Launcher)
+    assert isinstance(backend.load(name), backend.Launcher)
 
 
 @pytest.mark.parametrize("name", ["ssh", "slurm"])  # mpirun's is opened by asking a real one
 def test_every_backend_of_fleets_is_one(name):
-    assert isinstance(launch.open_fleet(name, {}), FleetLauncher)
+    assert isinstance(backend.open_fleet(name, {}), FleetLauncher)
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
     with pytest.raises(UsageError) as refusal:
-        launch.load("slrum")
+        backend.load("slrum")
 
-    choices = ", ".join(launch.names())
+    choices = ", ".join(backend.names())
     assert refusal.value.message == f"--launcher 'slrum' is not installed (choose {choices})"
 
 
 LOAD = """
-from msrun import launch
+from msrun import backend
 from msrun.errors import UsageError
 try:
-    launch.load("dynamic")
+    backend.load("dynamic")
 except UsageError as refusal:
     print(refusal.render())
 """
@@ -73,12 +73,12 @@ def test_a_folder_that_is_no_package_hides_nothing(tmp_path):
 
 
 FOREIGN = """
-from msrun import launch
+from msrun import backend
 from msrun.errors import UsageError
-print(launch.names())
+print(backend.names())
 for name in ("good", "bad"):
     try:
-        print(launch.load(name).plan(None, None))
+        print(backend.load(name).plan(None, None))
     except UsageError as refusal:
         print(refusal.render())
 """

@@ -1,0 +1,107 @@
+"""Train a causal language model of transformers, in parallel as a configuration file says.
+
+    python examples/finetune_hf.py                                  # one process
+    msrun --nproc-per-node 4 --parallel examples/configs/hf_zero3.yaml examples/finetune_hf.py
+    msrun --nproc-per-node 4 --parallel examples/configs/hf_dp_tp.yaml examples/finetune_hf.py \
+        --model path/of/a/pretrained/model
+
+Without `--model` it is a small Llama with random weights.  The text is Python's own documentation,
+read byte by byte, so nothing is downloaded.  Topics have different lengths: batches are padded, and
+padding counts nothing in the loss, however the batch is divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pydoc_data.topics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import msrun
+
+LENGTH = 64
+GLOBAL_BATCH = 16
+STEPS = 40
+IGNORED = -100  # what transformers leaves out of the loss
+
+
+class Topics(Dataset[Tensor]):
+    """The first bytes of each topic, and of each paragraph in it."""
+
+    def __init__(self, samples: int) -> None:
+        texts = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
+        self._texts = [text.strip().encode()[:LENGTH] for text in texts if len(text) > 1][:samples]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.tensor(list(self._texts[number]))
+
+
+def padded(samples: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return a batch as transformers takes it: ids, mask and labels, each (batch, `LENGTH`)."""
+    ids = torch.zeros(len(samples), LENGTH, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample)] = sample
+        mask[row, : len(sample)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, IGNORED)}
+
+
+def make(path: str | None) -> Any:
+    """Return the model of a directory or of the hub, or a small one with random weights."""
+    if path:
+        return AutoModelForCausalLM.from_pretrained(path)
+    torch.manual_seed(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            use_cache=False,
+        )
+    )
+
+
+def train(model_path: str | None, losses_path: str | None) -> None:
+    """Train, and write the losses to the file `losses_path`."""
+    runtime = msrun.init()
+    topics = Topics(GLOBAL_BATCH * STEPS)
+    sample = padded([topics[0]] * GLOBAL_BATCH)
+    model = runtime.shard(make(model_path), sample=sample)
+    optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=STEPS)
+    batch_size = GLOBAL_BATCH // runtime.layout.size("dp")
+    losses = []
+    for batch in runtime.loader(topics, batch_size, shuffle=True, seed=1, collate_fn=padded):
+        losses.append(runtime.step(model, optimizer, batch, max_norm=1.0).item())
+        scheduler.step()
+        if len(losses) % 10 == 0:
+            runtime.print(f"step {len(losses)}/{STEPS}  loss {losses[-1]:.4f}")
+    if losses_path and runtime.is_main:
+        Path(losses_path).write_text(json.dumps(losses))
+
+
+def main() -> None:
+    """Train as the arguments say."""
+    parser = argparse.ArgumentParser(description="Train a causal language model of transformers.")
+    parser.add_argument("--model", help="directory or name for from_pretrained")
+    parser.add_argument("--losses", help="file for the losses, as JSON")
+    arguments = parser.parse_args()
+    train(arguments.model, arguments.losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Jobs that a Python program starts: `msrun.launch` and `msrun.Job`."""

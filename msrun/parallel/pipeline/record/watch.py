@@ -1,0 +1,250 @@
+"""Plain values that a recorded forward may have read: a change of one needs a new recording.
+
+Watched are attributes of modules whose forward was recorded, attributes of plain objects that they
+hold (such as the configuration of a model of transformers), and what the recorded functions may
+read of globals and of variables of enclosing functions.  A check compares a few hundred values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+_OTHERS = (Path(torch.__file__).parent, Path(__file__).parents[3])
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_FUNCTIONS = (FunctionType, type)
+_ITEMS_MAX = 256
+_DEPTH_MAX = 3
+_MISSING = object()
+
+
+class _Watched:
+    """One value, and where a copy of the model has it.
+
+    Args:
+        get: Returns it as it is now.
+        name: How messages name it.
+        target: Attributes of the copy; None where the copy has no own value.
+        key: The attribute.
+    """
+
+    __slots__ = ("get", "key", "name", "target", "value")
+
+    def __init__(
+        self, get: Callable[[], Any], name: str, target: dict[str, Any] | None, key: str
+    ) -> None:
+        self.get = get
+        self.name = name
+        self.target = target
+        self.key = key
+        self.value = _snapshot(get())
+
+
+class WatchedValues:
+    """The watched values of one model."""
+
+    def __init__(self) -> None:
+        self._watched: dict[tuple[int, str], _Watched] = {}
+        self._seen: set[CodeType] = set()
+
+    def watch_module(
+        self, name: str, module: nn.Module, copied: nn.Module, copies: Mapping[int, Any]
+    ) -> None:
+        """Watch the attributes of `module`, whose copy a recording reads.
+
+        Args:
+            name: Of the module.
+            module: The module; it is not kept alive.
+            copied: Its copy.
+            copies: Copy of each object, by id.
+        """
+        reference = weakref.ref(module)
+        for key, value in list(vars(module).items()):
+            if key == "training" or key not in vars(copied):
+                continue
+            if _is_plain(value):
+
+                def get(key: str = key) -> Any:
+                    owner = reference()
+                    return _MISSING if owner is None else vars(owner).get(key, _MISSING)
+
+                watched = _Watched(get, f"{name}.{key}".lstrip("."), vars(copied), key)
+                self._watched[id(module), key] = watched
+            else:
+                self._watch_object(f"{name}.{key}".lstrip("."), value, copies, _DEPTH_MAX)
+
+    def changed(self) -> str:
+        """Return the name of a value that is another than before; empty if there is none.
+
+        The copy of the model gets the new ones.
+        """
+        found = ""
+        for watched in self._watched.values():
+            value = watched.get()
+            if value is not watched.value and not _is_equal(value, watched.value):
+                if value is _MISSING:
+                    continue
+                watched.value = _snapshot(value)
+                if watched.target is not None:
+                    watched.target[watched.key] = watched.value
+                found = watched.name
+        return found
+
+    @contextmanager
+    def finding(self, refuse: Callable[[str, str], None]) -> Iterator[None]:
+        """Watch what the functions that run inside may read of globals and enclosing functions.
+
+        Args:
+            refuse: Called with problem and hint where one runs that no recording can repeat.
+        """
+        before = sys.getprofile()
+        nested: set[CodeType] = set()
+
+        def profile(frame: FrameType, event: str, _: Any) -> None:
+            code = frame.f_code
+            if event == "call" and code in _UNREPEATABLE and not _is_of_others(_caller(frame)):
+                refuse(*_UNREPEATABLE[code])
+            if event != "call" or code in self._seen:
+                return
+            self._seen.add(code)
+            if _is_of_others(frame):
+                return
+            self._watch_globals(code, frame.f_globals)
+            if code.co_freevars:
+                nested.add(code)
+
+        sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            self._watch_closures(nested)
+
+    def _watch_object(self, name: str, value: Any, copies: Mapping[int, Any], depth: int) -> None:
+        fields = getattr(value, "__dict__", None)
+        if not isinstance(fields, dict) or isinstance(value, nn.Module | Tensor | ModuleType):
+            return
+        copied = copies.get(id(value))
+        target = None if copied is None or copied is value else vars(copied)
+        for key, field in list(fields.items()):
+            if _is_plain(field):
+                self._add(fields, key, f"{name}.{key}", target)
+            elif depth:
+                self._watch_object(f"{name}.{key}", field, copies, depth - 1)
+
+    def _watch_globals(self, code: CodeType, names: dict[str, Any]) -> None:
+        attributes = set(code.co_names)
+        for name in code.co_names:
+            value = names.get(name, _MISSING)
+            if value is _MISSING:
+                continue
+            if _is_plain(value) or isinstance(value, Tensor):
+                self._add(names, name, name, None)
+            elif not _is_library(value):
+                fields = getattr(value, "__dict__", {})
+                for key in attributes.intersection(fields):
+                    if _is_plain(fields[key]):
+                        self._add(fields, key, f"{name}.{key}", None)
+
+    def _watch_closures(self, codes: set[CodeType]) -> None:
+        functions = gc.get_referrers(*codes) if codes else []
+        for function in functions:
+            if not isinstance(function, FunctionType):
+                continue
+            for name, cell in zip(
+                function.__code__.co_freevars, function.__closure__ or (), strict=False
+            ):
+
+                def get(cell: Any = cell) -> Any:
+                    try:
+                        return cell.cell_contents
+                    except ValueError:  # it is empty
+                        return _MISSING
+
+                if _is_plain(get()):
+                    self._watched.setdefault((id(cell), name), _Watched(get, name, None, name))
+
+    def _add(
+        self, fields: Mapping[str, Any], key: str, name: str, target: dict[str, Any] | None
+    ) -> None:
+        def get() -> Any:
+            return fields.get(key, _MISSING)
+
+        self._watched.setdefault((id(fields), key), _Watched(get, name, target, key))
+
+
+_IN_A_MODULE = "do it in a module that has a stage"
+# Functions whose effect is no step of a graph.
+_UNREPEATABLE: dict[CodeType, tuple[str, str]] = {
+    code: (f"forward calls {name}", _IN_A_MODULE)
+    for name, function in {
+        "torch.autograd.Function.apply": inspect.unwrap(
+            vars(torch.autograd.Function)["apply"].__func__
+        ),
+        "torch.manual_seed": torch.manual_seed,
+        "torch.seed": torch.seed,
+        "torch.random.fork_rng": torch.random.fork_rng,
+        "torch.nn.attention.sdpa_kernel": sdpa_kernel,
+    }.items()
+    for code in (function.__code__, inspect.unwrap(function).__code__)
+    if Path(code.co_filename) != Path(contextlib.__file__)
+}
+
+
+def _caller(frame: FrameType) -> FrameType | None:
+    """Return what called a function, also where that is a context manager which is entered."""
+    found = frame.f_back
+    while found and found.f_code.co_filename == contextlib.__file__:
+        found = found.f_back
+    return found
+
+
+def _is_of_others(frame: FrameType | None) -> bool:
+    """Return whether a function is torch's or ours."""
+    path = Path(frame.f_code.co_filename) if frame else Path()
+    return any(other in path.parents for other in _OTHERS)
+
+
+def _is_library(value: Any) -> bool:
+    """Return whether `value` is of torch or Python itself."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(type(value).__module__)
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+    name = getattr(module, "__name__", "").partition(".")[0]
+    is_stdlib = name in sys.stdlib_module_names and name != "__main__"
+    has_fields = hasattr(value, "__dict__") and not isinstance(value, ModuleType | type)
+    return name == "torch" or (is_stdlib and not has_fields)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (*_SCALARS, *_FUNCTIONS)):
+        return True
+    if isinstance(value, list | tuple | set | frozenset):
+        return len(value) <= _ITEMS_MAX and all(isinstance(item, _SCALARS) for item in value)
+    if type(value) is dict:
+        return len(value) <= _ITEMS_MAX and all(
+            isinstance(item, _SCALARS) for pair in value.items() for item in pair
+        )
+    return False
+
+
+def _snapshot(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | set | dict) else value
+
+
+def _is_equal(value: Any, before: Any) -> bool:
+    is_comparable = type(value) is type(before) and not isinstance(value, Tensor)
+    return is_comparable and bool(value == before)

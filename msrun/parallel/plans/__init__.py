@@ -1,0 +1,1 @@
+"""Plans that ship, as data."""

@@ -1,0 +1,122 @@
+"""Plans that ship: how blocks of known families of models are sharded, as data.
+
+A block is a module with members of known names: `q_proj`, `k_proj`, `v_proj` and `o_proj` are
+attention as Llama has it, wherever they stand.  So a table of blocks fits every model that is built
+of them, and `auto_tp` needs no table of models.
+
+Members of a block are sharded together or not at all: columns first, then rows, so that a block
+costs one all-reduce forward and one backward.  Source: Shoeybi et al., "Megatron-LM: Training
+Multi-Billion Parameter Language Models Using Model Parallelism", arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import msgspec
+
+from msrun.units import quoted
+
+AUTO = "auto_tp"
+
+# How a member is sharded: a style of a plan rule, with `/3` for three projections in one weight.
+_COLUMNS = "colwise"
+_ROWS = "rowwise"
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Members of one module that are sharded together.
+
+    Args:
+        members: Name below the module -> style, or `colwise/3` for three projections in one.
+        optional: The same for members that some modules have.
+        has_heads: Whether the columns are heads of attention, which stay whole.
+    """
+
+    members: Mapping[str, str]
+    optional: Mapping[str, str] = {}
+    has_heads: bool = False
+
+
+def _attention(query: str, key: str, value: str, out: str, **optional: str) -> Block:
+    members = {query: _COLUMNS, key: _COLUMNS, value: _COLUMNS, out: _ROWS}
+    return Block(members=members, optional=optional, has_heads=True)
+
+
+def _fused(columns: str, rows: str) -> Block:
+    return Block(members={columns: f"{_COLUMNS}/3", rows: _ROWS}, has_heads=True)
+
+
+def _feed_forward(*columns: str, rows: str) -> Block:
+    return Block(members={**dict.fromkeys(columns, _COLUMNS), rows: _ROWS})
+
+
+_LLAMA = (
+    _attention("q_proj", "k_proj", "v_proj", "o_proj"),
+    _feed_forward("gate_proj", "up_proj", rows="down_proj"),
+)
+_BART = (
+    _attention("q_proj", "k_proj", "v_proj", "out_proj"),
+    _feed_forward("fc1", rows="fc2"),
+)
+
+# Family -> its blocks.  The order is that of the search: of two blocks with a common member the
+# first counts.
+FAMILIES: dict[str, tuple[Block, ...]] = {
+    "bert": (
+        _attention("self.query", "self.key", "self.value", "output.dense"),
+        _feed_forward("intermediate.dense", rows="output.dense"),
+    ),
+    "distilbert": (
+        _attention("q_lin", "k_lin", "v_lin", "out_lin"),
+        _feed_forward("lin1", rows="lin2"),
+    ),
+    "dit": (
+        _attention("to_q", "to_k", "to_v", "to_out.0"),
+        _feed_forward("net.0.proj", rows="net.2"),
+    ),
+    "gpt2": (_fused("c_attn", "c_proj"), _feed_forward("c_fc", rows="c_proj")),
+    "llama": _LLAMA,
+    "mixtral": (*_LLAMA, Block(members={"experts": "experts"})),
+    "phi": (_attention("q_proj", "k_proj", "v_proj", "dense"), *_BART[1:]),
+    "t5": (
+        _attention("q", "k", "v", "o", relative_attention_bias=_COLUMNS),
+        _feed_forward("wi_0", "wi_1", rows="wo"),
+        _feed_forward("wi", rows="wo"),
+    ),
+    "timm_vit": (_fused("qkv", "proj"), *_BART[1:]),
+    "vit": (_LLAMA[0], *_BART[1:]),
+    "wav2vec2": (_BART[0], _feed_forward("intermediate_dense", rows="output_dense")),
+    "whisper": _BART,
+}
+# Models with the blocks of another family.
+_ALIASES = {
+    "bart": "whisper",
+    "electra": "bert",
+    "gemma": "llama",
+    "gemma2": "llama",
+    "mistral": "llama",
+    "opt": "whisper",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "roberta": "bert",
+}
+PLAN_NAMES = (AUTO, *sorted({*FAMILIES, *_ALIASES}))
+
+
+def blocks_of(name: str) -> tuple[Block, ...]:
+    """Return the blocks of the plan `name`; `auto_tp` knows those of all families."""
+    if name != AUTO:
+        return FAMILIES[_ALIASES.get(name, name)]
+    known: list[Block] = []
+    for blocks in FAMILIES.values():
+        known += [block for block in blocks if block not in known]
+    return tuple(known)
+
+
+def unknown_plan(name: str) -> str:
+    """Return the sentence that refuses `name`, which is no plan that ships."""
+    close = difflib.get_close_matches(name, PLAN_NAMES, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{quoted(name)} is no plan ({guess}choose {', '.join(PLAN_NAMES)}, or name a file)"

@@ -1,0 +1,106 @@
+"""Attention on the heads of this rank.
+
+torch has no form for sharded heads on a CPU, and gathers.  Heads do not read each other, so each
+rank runs attention on its own: with a mask that is sharded alike, or the same for all heads, and
+with the dropout of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
+
+from msrun.parallel.tensor.placements import on_mesh
+
+# Draws the dropped entries of a tensor: x, p, training, inplace -> result.
+Dropout = Callable[[Any, float, bool, bool], Any]
+_DIMS = 4
+_HEADS = 1
+
+
+def attend(  # noqa: PLR0917 - as of torch
+    dropout: Dropout,
+    query: DTensor,
+    key: DTensor,
+    value: DTensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - as of torch
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> DTensor | None:
+    """Run attention on (batch, heads, sequence, width); None if shards alone do not do.
+
+    On an accelerator, dropout is drawn inside of kernels, which shards cannot repeat.
+    """
+    placed, mesh = query.placements, query.device_mesh
+    is_apart = all(p.is_replicate() or p.is_shard(0) or p.is_shard(_HEADS) for p in placed)
+    if not is_apart or query.dim() != _DIMS or not placed == key.placements == value.placements:
+        return None
+    for tensor in (query, key, value):
+        for axis, placement in enumerate(placed):
+            if placement.is_shard() and tensor.shape[placement.dim] % mesh.size(axis):  # type: ignore[attr-defined]
+                return None
+    if dropout_p and (query.device.type != "cpu" or query.dtype != torch.float32):
+        return None
+    mask = None
+    if attn_mask is not None:
+        mask = _local_mask(attn_mask, query)
+    parts = query.to_local(), key.to_local(), value.to_local()
+    if not dropout_p:
+        output = functional.scaled_dot_product_attention(
+            *parts, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return on_mesh(output, mesh, placed)
+    scores = _weights(*parts[:2], mask, is_causal=is_causal, scale=scale)
+    dropped: DTensor = dropout(on_mesh(scores, mesh, placed), dropout_p, True, False)  # noqa: FBT003
+    values = _repeated(parts[2], parts[0].shape[_HEADS])
+    return on_mesh(dropped.to_local() @ values, mesh, placed)
+
+
+def _local_mask(mask: DTensor, query: DTensor) -> Tensor:
+    """Return the mask of the samples and heads of this rank."""
+    offset = _DIMS - mask.dim()
+    wanted: list[Placement] = []
+    gradients: list[Placement] = []
+    for placement in query.placements:
+        if placement.is_replicate():
+            wanted.append(Replicate())
+            gradients.append(Replicate())
+            continue
+        dim = placement.dim - offset  # type: ignore[attr-defined]
+        is_alike = dim >= 0 and mask.shape[dim] > 1
+        wanted.append(Shard(dim) if is_alike else Replicate())
+        gradients.append(Shard(dim) if is_alike else Partial())
+    placed = mask.redistribute(mask.device_mesh, wanted)
+    local: Tensor = placed.to_local(grad_placements=gradients)
+    return local
+
+
+def _weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return the weights of attention, computed as torch does where it drops some of them."""
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * factor) @ (_repeated(key, query.shape[_HEADS]) * factor).transpose(-2, -1)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Return the heads of keys or values, each as often as queries share it."""
+    shared = heads // x.shape[_HEADS]
+    return x if shared == 1 else x.repeat_interleave(shared, _HEADS)

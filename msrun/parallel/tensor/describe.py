@@ -1,0 +1,99 @@
+"""Describes the modules of a model as plain values, from which an operator plan is resolved.
+
+The class of a module says little: models have subclasses of `Linear` and `Embedding`, and modules
+that act as one.  Under the guard any forward computes what one process does, so a subclass takes
+the styles of its base if it owns the weight.  What computes its weight, and layers of LoRA, are
+described as such.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from msrun.parallel.tensor.plan import ModuleShape
+
+_BASES = (nn.Linear, nn.Embedding)
+_WEIGHT = "weight"
+_MATRIX_DIMS = 2
+_EXPERTS_DIMS = 3
+
+
+def describe_modules(model: nn.Module) -> dict[str, ModuleShape]:
+    """Return kind and parameters of each module of `model`, by name."""
+    names: dict[int, list[str]] = defaultdict(list)
+    shapes = {}
+    for name, module in model.named_modules():  # a module with several names counts by its first
+        for param, tensor in module.named_parameters(name, recurse=False, remove_duplicate=False):
+            names[id(tensor)].append(param)
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        prefix = f"{name}." if name else ""
+        params = {param: tuple(tensor.shape) for param, tensor in own.items()}
+        shapes[name] = ModuleShape(
+            kind=type(module).__name__,
+            base=_base(module, params),
+            params=params,
+            shared={
+                param: tuple(other for other in names[id(tensor)] if other != prefix + param)
+                for param, tensor in own.items()
+                if len(names[id(tensor)]) > 1
+            },
+            adapters=_adapters(module),
+            computed=_computed(module),
+        )
+    return shapes
+
+
+def _base(module: nn.Module, params: dict[str, tuple[int, ...]]) -> str:
+    """Return the class whose styles `module` takes, see `ModuleShape`."""
+    weight = params.get(_WEIGHT, ())
+    for base in _BASES:
+        if isinstance(module, base):
+            return base.__name__ if len(weight) == _MATRIX_DIMS else ""
+    # Linear with the weight as (in, out), of transformers.
+    columns = getattr(module, "nf", None)
+    if type(module).__name__ == "Conv1D" and len(weight) == _MATRIX_DIMS and columns == weight[1]:
+        return "Conv1D"
+    return "Experts" if _has_experts(params) else ""
+
+
+def _has_experts(params: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether `params` are gate and up, and down, of experts as transformers keeps them."""
+    if set(params) != {"gate_up_proj", "down_proj"}:
+        return False
+    up, down = params["gate_up_proj"], params["down_proj"]
+    return len(up) == len(down) == _EXPERTS_DIMS and (up[0], up[2], up[1]) == (
+        down[0],
+        down[1],
+        2 * down[2],
+    )
+
+
+def _adapters(module: nn.Module) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
+    """Return the parts of a LoRA layer of peft, see `ModuleShape`; None for any other module."""
+    parts = dict(module.named_children())
+    base, first, second = (parts.get(name) for name in ("base_layer", "lora_A", "lora_B"))
+    if (
+        base is None
+        or not isinstance(first, nn.ModuleDict)
+        or not isinstance(second, nn.ModuleDict)
+    ):
+        return None
+    return (
+        "base_layer",
+        tuple(f"lora_A.{name}" for name in first),
+        tuple(f"lora_B.{name}" for name in second),
+    )
+
+
+def _computed(module: nn.Module) -> tuple[str, ...]:
+    """Return the parameters of its class that `module` computes from others."""
+    if parametrize.is_parametrized(module):
+        return tuple(module.parametrizations)  # type: ignore[arg-type]
+    # Of the older `weight_norm` and `spectral_norm`: a plain tensor that a hook sets.
+    if isinstance(module, _BASES) and _WEIGHT not in dict(module.named_parameters(recurse=False)):
+        return (_WEIGHT,)
+    return ()

@@ -1,0 +1,200 @@
+"""Functions that select, split and join, run on each rank's shard where no sharded dim takes part.
+
+torch gathers for some of them, and knows no form for a tensor that packs several in one dim, such
+as query, key and value of a fused projection.  Each function returns None where shards alone do
+not do; the guard then computes it whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from msrun.parallel.tensor.placements import on_mesh
+from msrun.parallel.torch_compat import parts_before, strided_shard
+
+ShardFunction = Callable[..., Any]
+
+
+def _index(x: DTensor, key: Any) -> Any:
+    """Return `x[key]`; numbers, slices and tensors may select of dims that are not sharded."""
+    entries = list(key) if isinstance(key, tuple) else [key]
+    allowed = int | slice | EllipsisType | None
+    if any(isinstance(entry, bool) or not isinstance(entry, allowed) for entry in entries):
+        return None
+    if Ellipsis not in entries:
+        entries.append(Ellipsis)
+    at = entries.index(Ellipsis)
+    taken = sum(entry is not None for entry in entries) - 1
+    entries[at : at + 1] = [slice(None)] * (x.dim() - taken)
+    moved: dict[int, int] = {}
+    dim = new_dim = 0
+    sharded = _sharded(x)
+    for entry in entries:
+        if entry is None:
+            new_dim += 1
+            continue
+        if entry != slice(None) and dim in sharded:
+            return None
+        if isinstance(entry, slice):
+            moved[dim] = new_dim
+            new_dim += 1
+        dim += 1
+    return _wrap(x, x.to_local()[tuple(entries)], moved)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(x, DTensor) for x in tensors):
+        return None
+    # torch leaves out an empty tensor of one dim: a cache of keys begins as one.
+    filled = [x for x in tensors if x.shape != (0,)]
+    if not filled:
+        return None
+    like = next((x for x in filled if _sharded(x)), filled[0])
+    if any(x.dim() != like.dim() for x in filled) or dim % like.dim() in _sharded(like):
+        return None
+    placed = [x if _sharded(x) else x.redistribute(placements=like.placements) for x in filled]
+    if any(x.placements != like.placements for x in placed):
+        return None
+    return _wrap(like, torch.cat([x.to_local() for x in placed], dim))
+
+
+def _split(x: DTensor, split_size: Any, dim: int = 0) -> Any:
+    dim %= x.dim()
+    if dim not in _sharded(x):
+        return tuple(_wrap(x, part) for part in x.to_local().split(split_size, dim))
+    parts = _packed_parts(x, dim)
+    sizes = split_size if isinstance(split_size, (list, tuple)) else [split_size] * parts
+    if parts == 1 or len(sizes) != parts or any(size * parts != x.shape[dim] for size in sizes):
+        return None
+    return tuple(_unpacked(x, part, dim) for part in x.to_local().chunk(parts, dim))
+
+
+def _chunk(x: DTensor, chunks: int, dim: int = 0) -> Any:
+    dim %= x.dim()
+    if dim not in _sharded(x):
+        return tuple(_wrap(x, part) for part in x.to_local().chunk(chunks, dim))
+    if _packed_parts(x, dim) != chunks or chunks == 1:
+        return None
+    return tuple(_unpacked(x, part, dim) for part in x.to_local().chunk(chunks, dim))
+
+
+def _unbind(x: DTensor, dim: int = 0) -> Any:
+    dim %= x.dim()
+    if dim in _sharded(x):
+        return None
+    moved = {other: other - (other > dim) for other in range(x.dim()) if other != dim}
+    return tuple(_wrap(x, part, moved) for part in x.to_local().unbind(dim))
+
+
+def _view(x: DTensor, *sizes: Any) -> Any:
+    """Return `x`, which packs several tensors in its last dim, in another shape.
+
+    The last dim may stay, or become two or more, of which the first counts the tensors.
+    """
+    dim, shape = x.dim() - 1, _shape(x, sizes)
+    parts, ranks = _packed_parts(x, dim), _ranks(x, dim)
+    if shape is None or parts == 1 or _sharded(x) != {dim}:
+        return None
+    head, width = x.shape[:dim].numel(), x.shape[dim]
+    at = next((i for i in range(len(shape)) if math.prod(shape[:i]) == head), len(shape))
+    local, rest = list(shape), shape[at:]
+    if rest == [width]:
+        local[at] //= ranks
+        new_dim: Placement = strided_shard(at, parts)
+    elif len(rest) > 1 and rest[0] == parts and rest[1] % ranks == 0:
+        local[at + 1] //= ranks
+        new_dim = Shard(at + 1)
+    else:
+        return None
+    placed = [p if parts_before(p) is None else new_dim for p in x.placements]
+    return on_mesh(x.to_local().reshape(local), x.device_mesh, placed)
+
+
+def _shape(x: DTensor, sizes: tuple[Any, ...]) -> list[int] | None:
+    """Return the shape that a call of `view` asks for; None if it does not fit."""
+    shape = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else [*sizes]
+    if not all(isinstance(size, int) for size in shape):
+        return None
+    if -1 in shape:
+        rest = math.prod(size for size in shape if size != -1)
+        shape[shape.index(-1)] = x.numel() // rest if rest else 0
+    return shape if math.prod(shape) == x.numel() else None
+
+
+FUNCTIONS: dict[ShardFunction, ShardFunction] = {
+    Tensor.__getitem__: _index,
+    torch.cat: _cat,
+    torch.concat: _cat,
+    Tensor.split: _split,
+    torch.split: _split,
+    Tensor.chunk: _chunk,
+    torch.chunk: _chunk,
+    Tensor.unbind: _unbind,
+    torch.unbind: _unbind,
+}
+# Of these torch has a form of its own, which is taken unless a dim packs several tensors.
+VIEWS: dict[ShardFunction, ShardFunction] = {
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    torch.reshape: _view,
+}
+
+
+def is_packed(x: DTensor) -> bool:
+    """Return whether a dim of `x` packs several tensors, of each of which ranks have a shard."""
+    return any(_is_packed(placement) for placement in x.placements)
+
+
+def is_even(x: DTensor) -> bool:
+    """Return whether ranks hold shards of `x` of equal size, and no summands."""
+    if any(placement.is_partial() for placement in x.placements):
+        return False
+    return all(x.shape[dim] % (_ranks(x, dim) * _packed_parts(x, dim)) == 0 for dim in _sharded(x))
+
+
+def _is_packed(placement: Placement) -> bool:
+    return (parts_before(placement) or 1) > 1
+
+
+def _dim(placement: Placement) -> int:
+    return int(placement.dim)  # type: ignore[attr-defined]
+
+
+def _sharded(x: DTensor) -> set[int]:
+    return {_dim(p) % x.dim() for p in x.placements if parts_before(p) is not None}
+
+
+def _ranks(x: DTensor, dim: int) -> int:
+    mesh = x.device_mesh
+    on_dim = (i for i, p in enumerate(x.placements) if parts_before(p) and _dim(p) == dim)
+    return math.prod(mesh.size(i) for i in on_dim)
+
+
+def _packed_parts(x: DTensor, dim: int) -> int:
+    """Return how many tensors `dim` packs; 1 too where several axes shard it."""
+    parts = [parts_before(p) or 1 for p in x.placements if parts_before(p) and _dim(p) == dim]
+    return parts[0] if len(parts) == 1 else 1
+
+
+def _wrap(x: DTensor, local: Tensor, moved: dict[int, int] | None = None) -> DTensor:
+    """Return `local` as a tensor placed as `x`, after its dims have moved."""
+    placed = list(x.placements)
+    for axis, placement in enumerate(placed):
+        parts = parts_before(placement)
+        if parts is not None and moved is not None:
+            dim = moved[_dim(placement) % x.dim()]
+            placed[axis] = strided_shard(dim, parts) if parts > 1 else Shard(dim)
+    return on_mesh(local, x.device_mesh, placed)
+
+
+def _unpacked(x: DTensor, local: Tensor, dim: int) -> DTensor:
+    placed = [Shard(dim) if _is_packed(p) and _dim(p) == dim else p for p in x.placements]
+    return on_mesh(local, x.device_mesh, placed)

@@ -1,0 +1,1 @@
+"""`verify`: the first steps run also as one process runs them, and must give the same."""

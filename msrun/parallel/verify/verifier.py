@@ -1,0 +1,428 @@
+"""`verify`: the first steps run also as one process would, and must give the same.
+
+The problem.  A model that this runtime has never seen may compute something else on many ranks than
+in one process, and training goes on without an error.
+
+The idea.  Rank 0 keeps a copy of the model from before `rt.shard`.  In a step that is verified it
+takes the weights of the sharded model and the batches of all ranks, and computes loss, gradients
+and buffers by plain torch.  Then all ranks compute the step as always.  Before the optimizer
+changes a weight, rank 0 compares: each gradient is gathered, one at a time.  A difference is a
+`ModelError` on all ranks, which names the tensors and the likely cause.
+
+Random numbers.  If the copy draws some, and ranks draw from streams of their own, no two runs are
+equal.  Then the comparison has a run of its own before the step, with every rate of dropout at 0 in
+both models; whatever it changed is put back.  If the copy draws even so, nothing can be compared.
+
+Invariants:
+
+- A step that is compared by itself is the step that trains: nothing is repeated or put back on the
+  sharded side.
+- Nothing is skipped in silence: a step that cannot be verified is a warning with the reason.
+- All ranks take the same branches, which rank 0 decides and broadcasts.
+- Without `verify` a step tests one attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msrun.errors import ModelError
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
+from msrun.parallel.local import is_sharded, local_gradient
+from msrun.parallel.losses.batch import StepBatch, split_batch
+from msrun.parallel.rank_context import RankContext
+from msrun.parallel.sharded_model import ShardedModel
+from msrun.parallel.verify.causes import Evidence, find_cause
+from msrun.parallel.verify.comparison import (
+    Differences,
+    Gap,
+    beyond_rounding,
+    find,
+    measure,
+    tolerance,
+)
+from msrun.parallel.verify.gather import (
+    NotOneBatchError,
+    complete_flags,
+    to_first_rank,
+    whole_batch,
+)
+from msrun.parallel.verify.randomness import GeneratorStates, without_dropout
+from msrun.parallel.verify.reference import CannotRunError, Reference
+
+_NAMES_SHOWN = 3
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedStep:
+    """The arguments of one step.
+
+    Args:
+        sharded: The model.
+        optimizer: Its optimizer.
+        loss_fn: Of `rt.step`.
+        batch: Of this rank, on its device.
+        compute: Computes the complete gradients, and returns the loss of all ranks.
+    """
+
+    sharded: ShardedModel
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFunction | None
+    batch: StepBatch
+    compute: Callable[[], Tensor]
+
+
+class Verifier:
+    """Verifies the first steps of one model.
+
+    Args:
+        config: The configuration.
+        context: This rank.
+        reference: The model before `rt.shard`; None on other ranks than 0.
+
+    Attributes:
+        verified: Steps that were compared.
+        outcome: What the last verified step came to, for a person; on rank 0.
+        has_told: Whether a warning or error says that a step was not verified.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        context: RankContext,
+        reference: Reference | None,
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._reference = reference
+        self._steps = 0
+        self._wanted = int(config.verify)
+        self.verified = 0
+        self.outcome = ""
+        self.has_told = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no step is verified any more."""
+        return self._steps >= self._wanted
+
+    def run(self, step: VerifiedStep) -> Tensor:
+        """Return the loss of `step`, whose gradients are there then.
+
+        Raises:
+            ModelError: It is not that of one process.
+        """
+        if self.is_done:
+            return step.compute()
+        self._steps += 1
+        whole, plan = self._prepare(step)
+        if plan["problem"]:
+            self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
+        elif plan["is_quiet"]:
+            with self._put_back(step), without_dropout(step.sharded.model()):
+                self._compare(step, step.compute(), whole, plan["quiet"])
+        loss = step.compute()
+        if not plan["problem"] and not plan["is_quiet"]:
+            self._compare(step, loss, whole, [])
+        if self._steps == self._wanted:
+            self._reference = None  # the copy is as large as the model
+        return loss
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if `optimizer` steps before any `rt.step`: a plain loop is not verified."""
+
+        def warn(*_: Any) -> None:
+            if not self._steps and not self.has_told:
+                self._warn(
+                    "nothing was verified: the optimizer stepped without rt.step, and only rt.step "
+                    "is verified"
+                )
+
+        optimizer.register_step_pre_hook(warn)
+
+    def _warn(self, sentence: str) -> None:
+        self.has_told = True
+        if self._context.rank == 0:
+            self.outcome = self.outcome or sentence
+            warnings.warn(f"msrun: {ROOT}.verify: {sentence}", stacklevel=5)
+
+    def _prepare(self, step: VerifiedStep) -> tuple[StepBatch | None, dict[str, Any]]:
+        """Compute the step in one process on rank 0; return its batch and how to compare."""
+        reference, problem = self._reference, ""
+        model = step.sharded.model()
+        try:
+            if reference:
+                reference.prepare(step.sharded, self._context.device)
+        except (CannotRunError, RuntimeError) as error:
+            problem = str(error).partition("\n")[0]
+        take = reference.take if reference and not problem else _drop
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        to_first_rank(self._context, [(name, t) for name, t in tensors if t.numel()], take)
+        try:
+            values = whole_batch(self._context, tuple(step.batch))
+        except NotOneBatchError as error:
+            problem = problem or str(error)
+        plan: dict[str, Any] = {"problem": problem, "is_quiet": False, "quiet": []}
+        whole = None
+        if reference and not problem:
+            whole = StepBatch(*values)
+            reference.keep_buffers()
+            try:
+                plan |= self._run_alone(step, reference, whole)
+            except CannotRunError as error:
+                plan["problem"] = str(error)
+        plan = json.loads(self._context.broadcast(json.dumps(plan).encode()))
+        return whole, plan
+
+    def _run_alone(
+        self, step: VerifiedStep, reference: Reference, whole: StepBatch
+    ) -> dict[str, Any]:
+        """Compute the step in one process; return how to compare it."""
+        has_drawn = self._run_reference(step, reference, whole)
+        if not has_drawn or self._has_one_stream(step.sharded):
+            return {}
+        if self._config.mode == "auto":
+            raise CannotRunError("a plan of mode auto draws random numbers of its own for dropout")
+        with without_dropout(reference.model) as quiet:
+            has_drawn = self._run_reference(step, reference, whole)
+        if has_drawn:
+            raise CannotRunError(
+                "the model draws random numbers other than dropout, and ranks draw other ones"
+            )
+        return {"is_quiet": True, "quiet": quiet}
+
+    def _run_reference(self, step: VerifiedStep, reference: Reference, whole: StepBatch) -> bool:
+        """Run the copy; return whether it drew random numbers.
+
+        A loss that reads parameters of the sharded model counts for those of the copy.
+        """
+        sharded, batch = step.sharded, self._context.batch
+        own = list(sharded.model().named_parameters())
+        before = [param.grad for _, param in own]
+        for _, param in own:
+            param.grad = None
+        is_whole = not any(is_sharded(param) for _, param in own)
+        batch.is_whole = True
+        try:
+            with contextlib.ExitStack() as stack:
+                if is_whole:
+                    stack.enter_context(sharded.paused(by_script=True))
+                    stack.enter_context(sharded.hooks.suspended())
+                try:
+                    reference.run(step.loss_fn, whole, self._context.device)
+                except torch.OutOfMemoryError:
+                    raise CannotRunError(
+                        "the whole model and batch of one process do not fit this device"
+                    ) from None
+        finally:
+            batch.is_whole = False
+            copies = dict(reference.model.named_parameters())
+            for (name, param), gradient in zip(own, before, strict=True):
+                if param.grad is not None and name in copies:
+                    added = copies[name].grad
+                    copies[name].grad = param.grad if added is None else added + param.grad
+                param.grad = gradient
+        return reference.has_drawn
+
+    def _has_one_stream(self, sharded: ShardedModel) -> bool:
+        """Return whether the ranks draw the random numbers of one process."""
+        layout = self._context.layout
+        is_one = layout.size(DATA_AXIS) == 1 or self._config.dropout == "exact"
+        parts = sharded.microbatches
+        return is_one and layout.size(PIPELINE_AXIS) == parts == 1 and self._config.mode != "auto"
+
+    @contextlib.contextmanager
+    def _put_back(self, step: VerifiedStep) -> Iterator[None]:
+        """Leave buffers, gradients, random generators and plain attributes as they are now."""
+        model = step.sharded.model()
+        state = GeneratorStates(self._context.device)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        kept = [(param, _cloned(param.grad)) for param in model.parameters()]
+        plain = [
+            (module, key, value)
+            for module in model.modules()
+            for key, value in vars(module).items()
+            if type(value) in (bool, int, float, str)
+        ]
+        yield
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for param, gradient in kept:
+            param.grad = gradient
+        for module, key, value in plain:
+            vars(module)[key] = value
+        state.restore()
+
+    def _compare(
+        self, step: VerifiedStep, loss: Tensor, whole: StepBatch | None, quiet: Sequence[str]
+    ) -> None:
+        """Compare the sharded step with that of one process; all ranks call it.
+
+        Raises:
+            ModelError: They differ.
+        """
+        gradients, buffers = self._gather_gaps(step)
+        answer: dict[str, str] = {}
+        reference = self._reference
+        if reference and whole is not None:
+            expected = reference.loss.detach()
+            of_loss = measure("the loss", loss.detach(), expected)
+            dtypes = [param.dtype for param in reference.model.parameters()] or [expected.dtype]
+            allowed = tolerance(self._config, dtypes, self._context.device)
+            found = right = find(of_loss, gradients, buffers, allowed)
+            if found:
+                found = self._beyond_rounding(step, reference, found, whole, is_quiet=bool(quiet))
+            if found:
+                answer = self._refusal(step, reference, found, whole, float(loss))
+            elif not gradients:
+                answer = {"nothing": "no gradient was compared"}
+            else:
+                self._tell(float(loss), right.largest, (len(gradients), len(buffers)), quiet)
+        answer = json.loads(self._context.broadcast(json.dumps(answer).encode()))
+        self.has_told |= bool(answer)
+        if "message" in answer:
+            raise ModelError(answer["message"], hint=answer["hint"])
+        if "nothing" in answer:
+            self._warn(f"nothing was verified in step {self._steps}: {answer['nothing']}")
+        else:
+            self.verified += 1
+
+    def _gather_gaps(self, step: VerifiedStep) -> tuple[list[Gap], list[Gap]]:
+        """Return, on rank 0, how far gradients and buffers are from those of one process."""
+        sharded, model = step.sharded, step.sharded.model()
+        held = {id(param) for group in step.optimizer.param_groups for param in group["params"]}
+        held -= {id(param) for param in sharded.excluded()}
+        params = [(n, p) for n, p in model.named_parameters() if id(p) in held and p.requires_grad]
+        has_any = complete_flags(self._context, [p.grad is not None for _, p in params])
+        named: list[tuple[str, Tensor]] = []
+        for (name, param), has_gradient in zip(params, has_any, strict=True):
+            if has_gradient:
+                local_gradient(param)  # completes one of which ranks hold summands
+            gradient = param.grad
+            named.append((name, torch.zeros_like(param) if gradient is None else gradient))
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.numel()]
+        reference = self._reference
+        of_gradients, of_buffers = _Gaps(), _Gaps()
+        if reference and not reference.problem:
+            copies = reference.model.named_parameters(remove_duplicate=False)
+            of_gradients.expected = {
+                name: torch.zeros_like(param) if param.grad is None else param.grad
+                for name, param in copies
+            }
+            of_buffers.expected = reference.buffers()
+        to_first_rank(self._context, named, of_gradients.take)
+        to_first_rank(self._context, buffers, of_buffers.take)
+        return of_gradients.found, of_buffers.found
+
+    def _beyond_rounding(
+        self,
+        step: VerifiedStep,
+        reference: Reference,
+        found: Differences,
+        whole: StepBatch,
+        *,
+        is_quiet: bool,
+    ) -> Differences:
+        """Return the differences that float64 does not explain by rounding."""
+        if reference.has_drawn:
+            return found
+        try:
+            wide, values = reference.doubled(whole)
+            with without_dropout(wide.model) if is_quiet else contextlib.nullcontext():
+                self._run_reference(step, wide, values)
+        except (CannotRunError, RuntimeError):
+            return found
+        one, other = reference.gradients(), wide.gradients()
+        rounding = {
+            name: measure(name, gradient, exact)
+            for name, gradient in one.items()
+            if gradient is not None and (exact := other[name]) is not None
+        }
+        narrow = reference.buffers()
+        rounding |= {
+            name: measure(name, narrow[name], buffer) for name, buffer in wide.buffers().items()
+        }
+        of_loss = measure("the loss", reference.loss.detach(), wide.loss.detach())
+        return beyond_rounding(found, rounding, of_loss)
+
+    def _refusal(
+        self,
+        step: VerifiedStep,
+        reference: Reference,
+        found: Differences,
+        whole: StepBatch,
+        loss: float,
+    ) -> dict[str, str]:
+        """Return message and hint of the error."""
+        sharded = step.sharded
+        count = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
+        part = StepBatch(*split_batch(tuple(step.batch), count)[0])
+        cause = find_cause(
+            Evidence(
+                config=self._config,
+                reference=reference,
+                found=found,
+                whole=whole,
+                part=part,
+                loss_fn=step.loss_fn,
+                loss=loss,
+            )
+        )
+        parts = []
+        if found.loss:
+            parts.append(f"the loss is {loss:.7g}, and {reference.loss.item():.7g} in one process")
+        for what, gaps in (("gradient", found.gradients), ("buffer", found.buffers)):
+            if gaps:
+                names = ", ".join(str(gap) for gap in gaps[:_NAMES_SHOWN])
+                more = f" and {len(gaps) - _NAMES_SHOWN} more" if len(gaps) > _NAMES_SHOWN else ""
+                parts.append(f"{what}s that differ: {names}{more}")
+        return {
+            "message": f"step {self._steps} is not that of one process: {'; '.join(parts)}; likely "
+            f"cause: {cause.sentence}; no weight was changed",
+            "hint": cause.hint,
+        }
+
+    def _tell(
+        self, loss: float, largest: tuple[float, str], counts: tuple[int, int], quiet: Sequence[str]
+    ) -> None:
+        """Print that the step is right."""
+        share, name = largest
+        off = f", with {', '.join(quiet)} at 0 for the comparison" if quiet else ""
+        worst = f"; largest difference {share:.1e} ({name})" if share else ""
+        self.outcome = (
+            f"step {self._steps} equals one process: loss {loss:.7g}, {counts[0]} gradients and "
+            f"{counts[1]} buffers{worst}{off}"
+        )
+        self._context.print(f"msrun: {self.outcome}")
+
+
+class _Gaps:
+    """Measures tensors as they arrive on rank 0."""
+
+    def __init__(self) -> None:
+        self.expected: dict[str, Tensor] = {}
+        self.found: list[Gap] = []
+
+    def take(self, name: str, value: Tensor) -> None:
+        """Measure one; names that the model of one process lacks are left out."""
+        if name in self.expected:
+            self.found.append(measure(name, value, self.expected[name]))
+
+
+def _cloned(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _drop(name: str, value: Tensor) -> None:
+    """Take nothing, beside ranks that do."""
+    del name, value

@@ -1,0 +1,59 @@
+"""`msrun verify`: its exit code says whether the first step is that of one process."""
+
+import pytest
+from support import script
+
+pytestmark = pytest.mark.process
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional
+import msrun
+
+def by_hand(output, target):
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return (losses * target).sum() / target.sum().item()
+
+rt = msrun.init()
+torch.manual_seed(0)
+model = rt.shard(nn.Linear(16, 10))
+optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+torch.manual_seed(rt.rank)
+x, y = torch.randn(4, 16), torch.randint(0, 10, (4,))
+for _ in range(2):
+    if sys.argv[1] == "plain":
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    else:
+        loss_fn = functional.cross_entropy if sys.argv[1] == "right" else by_hand
+        rt.step(model, optimizer, loss_fn, x, y)
+print("trained on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("right", 0, "verified: step 1 equals one process: loss "),
+        ("wrong", 1, "likely cause: the loss of the batch is not the mean of the losses"),
+        ("plain", 2, "error: nothing was verified: the script ended without rt.step"),
+    ],
+)
+def test_the_exit_code_is_the_answer(msrun, tmp_path, how, code, said):
+    train = script(tmp_path, TRAIN, "train.py")
+    job = msrun("verify", "--workers-per-node", 2, train, how, plain=True)
+
+    assert job.wait() == code
+    assert said in job.out + job.err
+    assert ("trained on" in job.out) == (how == "plain")
+
+
+def test_several_nodes_are_refused(msrun, tmp_path):
+    train = script(tmp_path, TRAIN, "train.py")
+    words = ("--nnodes", 2, "--workers-per-node", 1, "--master-addr", "localhost")
+    job = msrun("verify", *words, train, plain=True)
+
+    assert job.wait() == 2
+    assert "msrun verify runs on one node" in job.out + job.err

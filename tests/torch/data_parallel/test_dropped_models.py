@@ -1,0 +1,56 @@
+"""What is left of a sharded model that a script drops: nothing."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
+
+import msrun
+from msrun.errors import UsageError
+
+pytestmark = pytest.mark.torch
+
+THREADS = Path("/proc/self/task")
+
+
+def left_behind(config):
+    """Train a model and drop it; return whether its weights are left, and the new threads."""
+    threads = len([*THREADS.iterdir()])
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    weight = weakref.ref(next(network.parameters()))
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    runtime.step(network, update, MODELS["mlp"][1], *batches("mlp")[0])
+    runtime.barrier()
+    runtime.close()
+    del runtime, network, update
+    gc.collect()
+    return weight() is not None, len([*THREADS.iterdir()]) - threads
+
+
+@pytest.mark.parametrize("config", [{}, {"accumulate": 2}])
+def test_a_model_that_is_dropped_leaves_no_memory_and_no_group(config):
+    run_warm(left_behind, 2, config)  # torch's autograd starts a thread that stays
+
+    assert run_warm(left_behind, 2, config) == [(False, 0)] * 2
+
+
+def train_after_close():
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    runtime.barrier()
+    runtime.close()
+    del runtime
+    gc.collect()
+    x, y = batches("mlp")[0]
+    loss = MODELS["mlp"][1](network(x), y)
+    with pytest.raises(UsageError) as caught:
+        loss.backward()
+    return caught.value.message
+
+
+def test_a_backward_pass_after_the_runtime_is_refused():
+    sentence = "the runtime that reduces the gradients of this model was closed"
+    assert run_warm(train_after_close, 2) == [sentence] * 2
