@@ -12,6 +12,7 @@ are named by the error, which all receivers raise.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -27,6 +28,40 @@ BYTES_MAX = 1 << 30
 
 _HOST = torch.device("cpu")
 _T = TypeVar("_T")
+
+
+class SentTensor(msgspec.Struct, frozen=True):
+    """A tensor as plain values, for those too small or too odd for a collective of their own.
+
+    Args:
+        shape: Its sizes.
+        dtype: Name of its type.
+        data: Its elements in row-major order.
+    """
+
+    shape: list[int]
+    dtype: str
+    data: bytes
+
+    @staticmethod
+    def of(tensor: Tensor) -> SentTensor:
+        """Return `tensor`, which may be on any device."""
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        data = _content(flat.view(torch.uint8)) if flat.numel() else b""
+        return SentTensor([*tensor.shape], dtype_name(tensor.dtype), data)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the host.
+
+        Raises:
+            ProtocolError: The data does not fit shape and type.
+        """
+        dtype = dtype_named(self.dtype)
+        if len(self.data) != math.prod(self.shape) * dtype.itemsize or min([0, *self.shape]) < 0:
+            raise ProtocolError(f"{len(self.data)} bytes are no {self.dtype} tensor {self.shape}")
+        if not self.data:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(self.data), dtype=dtype).reshape(self.shape)
 
 
 def gather_all(

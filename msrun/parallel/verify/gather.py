@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
-from msrun.parallel.exchange import messages, tensors
+from msrun.parallel.exchange.messages import SentTensor, broadcast, gather_all
 from msrun.parallel.local import full_tensor, is_sharded
 from msrun.parallel.losses.batch import batch_size, map_leaves, tensors_in
 from msrun.parallel.rank_context import RankContext
@@ -23,13 +23,16 @@ from msrun.parallel.rank_context import RankContext
 Receive = Callable[[str, Tensor], None]
 
 
-class _BatchHeader(msgspec.Struct, frozen=True, kw_only=True):
-    samples: int
-    values: list[bool | int | float | str]
-
-
 class NotOneBatchError(Exception):
     """The batches of the ranks do not make the batch of one process."""
+
+
+class _SentBatch(msgspec.Struct, frozen=True):
+    """The batch of one rank: its samples, its tensors, and its other values in words."""
+
+    size: int
+    tensors: list[SentTensor]
+    values: str
 
 
 def to_first_rank(
@@ -42,19 +45,19 @@ def to_first_rank(
         named: Tensors of this rank's stage by name, in the same order on all ranks of the stage.
         receive: Called on rank 0 alone, with one whole tensor after the other.
     """
-    group = dist.group.WORLD
     stages = context.layout.size(PIPELINE_AXIS)
     own = context.coordinate.get(PIPELINE_AXIS, 0)
     for stage in range(stages):
         root = _first_rank(context, stage)
         names = [name for name, _ in named] if own == stage else []
         if root:
-            names = messages.broadcast(names, list[str], root, group, context.device)
-        held = dict(named) if own == stage else {}
+            names = broadcast(names, list[str], root, None, context.device)
+        tensors = dict(named) if own == stage else {}
         for name in names:
-            whole = _whole(context, held[name]) if name in held else None
+            whole = _whole(context, tensors[name]) if name in tensors else None
             if root:
-                whole = tensors.broadcast(whole, root, group, context.device)
+                sent = None if whole is None else SentTensor.of(whole)
+                whole = broadcast(sent, SentTensor, root, None, context.device).tensor()
             if context.rank == 0 and whole is not None:
                 receive(name, whole)
 
@@ -97,17 +100,17 @@ def whole_batch(context: RankContext, batch: Any) -> Any:
     members = dist.get_process_group_ranks(group)
     if members[0] != 0:  # ranks of other groups have copies of these batches
         return None
-    own = _BatchHeader(samples=batch_size(batch), values=_plain_values(batch))
-    headers = messages.gather_all(own, _BatchHeader, group, context.device)
-    of_ranks = tensors.gather_all([*tensors_in(batch)], group, context.device)
-    if context.rank:
+    tensors = [SentTensor.of(tensor) for tensor in tensors_in(batch)]
+    sent = _SentBatch(batch_size(batch), tensors, repr(_plain_values(batch)))
+    of_ranks = gather_all(sent, _SentBatch, group, context.device)
+    if context.rank != 0:
         return None
-    if any(header.values != own.values for header in headers):
+    if any(each.values != sent.values for each in of_ranks):
         raise NotOneBatchError("ranks have other numbers or strings in their batches")
-    if len({len(each) for each in of_ranks}) > 1:
+    sizes = [each.size for each in of_ranks]
+    if len({len(each.tensors) for each in of_ranks}) > 1:
         raise NotOneBatchError("the batches of ranks hold other numbers of tensors")
-    sizes = [header.samples for header in headers]
-    joined = zip(*of_ranks, strict=True)
+    joined = zip(*([one.tensor() for one in each.tensors] for each in of_ranks), strict=True)
     return map_leaves(lambda _: _join(next(joined), sizes).to(context.device), batch)
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from msrun.launch import WorkerPlan
+from msrun.backend import WorkerPlan
 from msrun.processes.agent.node_control import read_beat, read_part
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker, describe
 from msrun.supervise import logs
