@@ -133,6 +133,8 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         group = context.group(PIPELINE_AXIS)
         model = split_model(model, config.pipeline, group, context.device, sample)
         check_parameters(model, group, context.device)
+        # With `batch_norm: local` buffers follow what a rank sees at once.
+        model.written_buffers.is_checked |= config.batch_norm == "local"
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
     if context.world_size > 1:

@@ -87,7 +87,7 @@ class MicroBatches:
         spectral = _spectral(model)
         now = {name: b for name, b in model.named_buffers() if name not in spectral}
         for name, before in (self._after or {}).items():
-            if name in now and not _is_equal(before, now[name]):
+            if name in now and not is_equal(before, now[name]):
                 raise ModelError(
                     f"{ROOT}.accumulate: each of {self._parts} micro-batches changes {name}, which "
                     "one process changes once a step",
@@ -96,7 +96,8 @@ class MicroBatches:
         self._after = {name: buffer.detach().clone() for name, buffer in now.items()}
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two states of a buffer are the same."""
     if one.shape != other.shape:
         return False
     # An element that is no number, and stays none, was not changed.

@@ -19,6 +19,7 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Borders
+from msrun.parallel.pipeline.buffers import WrittenBuffers
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
@@ -97,6 +98,7 @@ class PipelineModel(nn.Module):
         self._cut = cut
         self._ranks = ranks
         self._microbatches = microbatches
+        self.written_buffers = WrittenBuffers(microbatches)
         self._schedules: OrderedDict[Borders, Schedule] = OrderedDict()
         self._tied = TiedWeights(self, find_ties(cut), ranks.group, ranks.device)
         self._sizes = [
@@ -215,8 +217,10 @@ class PipelineModel(nn.Module):
             loss_fn=loss_fn,
             tally=tally,
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
+            buffers=self.written_buffers,
         )
         self._schedule(borders).run(work)
+        self.written_buffers.is_checked = True
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
         last = self._ranks.rank(self._cut.chunks.count - 1)

@@ -38,6 +38,7 @@ from msrun.parallel.pipeline.border import (
     ready_to_send,
     with_dense_gradient,
 )
+from msrun.parallel.pipeline.buffers import WrittenBuffers
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit
 from msrun.parallel.pipeline.ranks import PipelineRanks
@@ -69,6 +70,7 @@ class Work:
         loss_fn: Of one micro-batch; None if the model returns its loss.
         tally: Adds losses up, on the last stage.
         check: Called with the ends of the graph of the model and the loss of `loss_fn`.
+        buffers: Refuses buffers that several micro-batches write.
     """
 
     split: MicrobatchSplit
@@ -77,6 +79,7 @@ class Work:
     loss_fn: LossFunction | None
     tally: LossTally
     check: Callable[[Sequence[Any], Tensor], None]
+    buffers: WrittenBuffers
 
     def loss(self, run: Callable[[], Any], part: int) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
@@ -132,10 +135,15 @@ class Runner(nn.Module):
         index = int(part.item())
         inputs = self.work.split.padded(self.work.inputs, index)
         tensors = [with_dense_gradient(tensor) for tensor in received]
-        run = partial(self._run, *inputs, *tensors)
+        run = partial(self._watched, self.work.buffers, [*inputs, *tensors])
         if self._sent is _LOSS:
             return join_graph([self.work.loss(run, index)], tensors)[0]
         return ready_to_send(run(), self._sent, tensors)
+
+    def _watched(self, buffers: WrittenBuffers, inputs: Sequence[Any]) -> Any:
+        model: Any = self._run.func
+        with buffers.watched(model):
+            return self._run(*inputs)
 
 
 class Schedule:
