@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 OURS = """
 import sys
 from msrun.supervise.orders import SpawnStore
-from msrun.worker.store.process import serve
+from msrun.worker.store.serving import serve
 serve(SpawnStore(generation=0), (int(sys.argv[1]),))
 """
 THEIRS = """

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from msrun import entry, environ
-from msrun.supervise import channel, containment, limits, process, title
+from msrun.supervise import channel, containment, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnStore
 from msrun.supervise.reaper import Next
-from msrun.worker.store.admission import LoopbackAdmission, choose_finder
-from msrun.worker.store.keys import StoreKeys
-from msrun.worker.store.server import LoopbackServer
-from msrun.worker.store.tell import Teller
-from msrun.worker.store.wire import StoreClient
-
-_BYTES_MAX = 1 << 30
-_CANNOT_SERVE = 1
 
 
 def become_store(context: SpawnContext, order: SpawnStore) -> Next:
@@ -45,7 +36,7 @@ def become_store(context: SpawnContext, order: SpawnStore) -> Next:
         containment.enter_generation(context.configure.cgroup, order.generation)
     if not context.fork:
         _exec(context, order)
-    return partial(serve, order, context.listen_fds)
+    return partial(_serve, order, context.listen_fds)
 
 
 def _exec(context: SpawnContext, order: SpawnStore) -> NoReturn:
@@ -67,48 +58,11 @@ def main(arguments: list[str]) -> NoReturn:
     order = channel.load(line, SpawnStore)
     if not isinstance(order, SpawnStore):
         raise TypeError
-    serve(order, tuple(listen_fds))
+    _serve(order, tuple(listen_fds))
 
 
-def serve(order: SpawnStore, listen_fds: tuple[int, ...]) -> NoReturn:
-    """Serve until this process is killed.
+def _serve(order: SpawnStore, listen_fds: tuple[int, ...]) -> NoReturn:
+    # Not before: no worker has a use for it, and all would wait for the import.
+    from msrun.worker.store.serving import serve
 
-    Args:
-        order: What to serve.
-        listen_fds: Listening sockets on the loopback interface and, on several nodes, the network.
-    """
-    limits.raise_open_files()
-    tell = Teller()
-    loopback, *network = (socket.socket(fileno=descriptor) for descriptor in listen_fds)
-    admission = _admission(order, tell)
-
-    def admit(accepted: list[socket.socket]) -> list[socket.socket]:
-        admitted = admission.admit(accepted)
-        tell.refused(admission.refused)
-        return admitted
-
-    keys = StoreKeys(_BYTES_MAX)
-    open_server = partial(LoopbackServer, loopback, admit)
-    if order.leg is None:
-        server = open_server(lambda line: StoreClient(keys, line), tell)
-        while True:
-            server.serve(-1)
-    from msrun.worker.store import several  # ZeroMQ, which one node does without
-
-    if order.leg.serves:
-        several.serve_store(order.leg, network[0], keys, open_server, tell)
-    several.serve_relay(order.leg, open_server, tell)
-
-
-def _admission(order: SpawnStore, tell: Teller) -> LoopbackAdmission:
-    """Return who decides about loopback connections; ends this process when nobody can."""
-    chosen = choose_finder()
-    if chosen:
-        return LoopbackAdmission(chosen[1], os.geteuid())
-    if order.insecure:
-        return LoopbackAdmission(None, os.geteuid())
-    tell(
-        "this kernel tells by neither socket diagnosis nor /proc/net/tcp whose a connection is, "
-        "so other users of this machine could use the job's store; --insecure lets them"
-    )
-    os._exit(_CANNOT_SERVE)
+    serve(order, listen_fds)

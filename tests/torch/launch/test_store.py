@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 SERVE = """
 import os, socket, sys
 from msrun.supervise.orders import SpawnStore
-from msrun.worker.store.process import serve
+from msrun.worker.store.serving import serve
 serve(SpawnStore(generation=0), (int(sys.argv[1]),))
 """
 HELLO = b"\0\xce\xf7\x85\x3c"
@@ -252,8 +252,7 @@ def _member(rank, size, port, answers):
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_process_group_with_sub_groups_forms(ours, size):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     ranks = [
         context.Process(target=_member, args=(rank, size, ours.port, answers))
