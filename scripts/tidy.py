@@ -44,7 +44,7 @@ TORCH_PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*(:\w+)?")
 
 # Whoever can write such bytes can run code in their reader.
 UNSAFE_MODULES = {"_pickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
-# The one file that may, for calls of Python that stay on one machine: decision 0034.
+# The one file that may, for calls of Python that stay on one machine: decision 0032.
 PICKLER = "msrun/worker/pickled.py"
 
 # Words for names, without those that also have an innocent use.

@@ -3,7 +3,7 @@
 A function of a module, and of the `__main__` of a script, travels by its name, as with
 multiprocessing's spawn.  A lambda, a closure, and what a notebook defines have no name that another
 process could import; cloudpickle, where it is installed, sends them by value.  The bytes stay in
-files that one user writes and reads on one machine: decision 0034.
+files that one user writes and reads on one machine: decision 0032.
 """
 
 from __future__ import annotations

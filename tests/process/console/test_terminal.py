@@ -129,10 +129,10 @@ def test_the_shown_worker_is_at_a_terminal(at_terminal, terminal, tmp_path):
 def test_a_new_size_of_the_terminal_reaches_the_worker(at_terminal, terminal, tmp_path):
     text = """
         import os, signal
-        signal.signal(signal.SIGWINCH, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
+        reading, writing = os.pipe()
+        signal.signal(signal.SIGWINCH, lambda *_: os.write(writing, b"x"))
         print("ready")
-        signal.sigwait({signal.SIGWINCH})
+        os.read(reading, 1)
         print("now", *os.get_terminal_size())
     """
     job = at_terminal(script(tmp_path, text))
