@@ -101,8 +101,6 @@ def read_case(text: str) -> Case:
 # Begin of a configuration, and quirks that together are wrong or end with a traceback under it,
 # until they are cured.  Draws leave them out; `--case` runs them all the same.
 KNOWN = (
-    # Torch refuses to write a view that the guard returned.
-    ("tp", {"in place"}),
     # In a model that computes its loss, sums over weights and over the batch look alike.
     ("", {"own loss", "scaled sum"}),
     ("", {"own loss", "mean and sum"}),

@@ -54,6 +54,7 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
+from msrun.parallel.config import ROOT
 from msrun.parallel.tensor import shard_functions
 from msrun.parallel.tensor.attention import attend
 from msrun.parallel.tensor.placements import on_mesh
@@ -84,6 +85,9 @@ _ASSIGNING = "add and floordiv lshift mod mul or pow rshift sub truediv xor"
 # Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
+# torch's words where a write to a view would be lost: the gathered tensor that it is a view of comes
+# from a function with its own gradient.
+_VIEW_ERROR = "This view was created inside a custom Function"
 # Functions that write their first argument, besides names such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
 VERIFIED = frozenset(_VERIFIED.split())
@@ -139,6 +143,14 @@ class Guard(TorchFunctionMode):
         try:
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
+        except RuntimeError as error:
+            if _VIEW_ERROR not in str(error):
+                raise
+            raise ModelError(
+                f"{ROOT}.plan: the model writes to a view of a divided tensor, such as a slice, "
+                "which the tensor would not see",
+                hint="compute a new tensor, as with torch.where or torch.cat",
+            ) from error
         finally:
             self.shared = outer
 
