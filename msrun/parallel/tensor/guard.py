@@ -85,7 +85,7 @@ _ASSIGNING = "add and floordiv lshift mod mul or pow rshift sub truediv xor"
 # Distinct calls that are watched: a program may have any number.
 _CALLS_MAX = 1000
 _SEQUENCES = (tuple, list)
-# torch's words where a write to a view would be lost: the gathered tensor that it is a view of comes
+# torch's words where a write to a view would be lost: the view is of a gathered tensor, which comes
 # from a function with its own gradient.
 _VIEW_ERROR = "This view was created inside a custom Function"
 # Functions that write their first argument, besides names such as `clamp_`.
