@@ -57,7 +57,7 @@ def test_a_failure_is_reported_as_shown(tmp_path, finished):
 
 def plan(folder, words):
     """Return the exit code and the output of `msrun plan`, which starts nothing."""
-    words = words[1:] if words[:1] == ["plan"] else words
+    words = words[1:] if words[:1] in (["plan"], ["verify"]) else words
     process = subprocess.run(
         [sys.executable, "-m", "msrun", "plan", *words],
         cwd=folder,
@@ -86,6 +86,7 @@ def test_every_command_shown_is_accepted(tmp_path, command):
     for name in ("train.py", "package/__init__.py", "package/train.py"):
         script(tmp_path, "", name)
     script(tmp_path, "workers-per-node: 2\nscript: train.py\n", "job.yaml")
+    script(tmp_path, "parallel:\n  mesh: {dp: -1}\n", "p.yaml")
     code, output = plan(tmp_path, shlex.split(command, comments=True)[1:])
 
     assert code == 0, output
