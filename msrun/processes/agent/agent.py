@@ -75,7 +75,9 @@ def run(plan: LaunchPlan) -> int:
     body = partial(_run, own)
     if not plan.job.detach:
         return body(lambda: None)
-    return background.run(body, name=plan.job.job_id, log_file=own.journal_file)
+    return background.run(
+        body, name=plan.job.job_id, log_file=own.journal_file, has_forked=own.hear_signals
+    )
 
 
 def _run(own: Place, when_running: Callable[[], None]) -> int:
@@ -111,6 +113,7 @@ class Agent:
         self._oom = OomCounter(memory_cgroup_files())
         self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
         loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
+        own.hear_signals()
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.

@@ -10,19 +10,21 @@ Body = Callable[[Callable[[], None]], int]
 _RUNNING = b"r"
 
 
-def run(body: Body, *, name: str, log_file: str) -> int:
+def run(body: Body, *, name: str, log_file: str, has_forked: Callable[[], None]) -> int:
     """Run `body` in a process of its own session; return once it runs, or its exit code.
 
     Args:
         body: Gets a function to call when the job runs; returns the exit code.
         name: The job, for the message.
         log_file: The log of the launcher's own messages.
+        has_forked: Called in the process that waits.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         os._exit(_in_background(body, writing))
+    has_forked()
     os.close(writing)
     with os.fdopen(reading, "rb") as report:
         is_running = report.read(1) == _RUNNING

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from msrun.backend import LaunchPlan
 from msrun.errors import UsageError
 from msrun.job import JobSpec
 from msrun.processes import control_file, run_dir
-from msrun.processes.launcher import open_journal
+from msrun.processes.launcher import STOPS, open_journal
 from msrun.processes.rendezvous import listen_or_refuse
 
 _BESIDE_MAX = 1024
@@ -36,6 +37,8 @@ class Place:
         journal: Descriptor of the launcher's own log.
         listening: The scheduler's socket; None where another node has the scheduler.
         notes: What the user should know, one sentence each.
+        signals: Signals that were blocked before `take`, which also blocks those that end a job:
+            one that comes before there are handlers would leave the directory.
     """
 
     plan: LaunchPlan
@@ -44,11 +47,16 @@ class Place:
     journal: int = -1
     listening: socket.socket | None = None
     notes: list[str] = field(default_factory=list)
+    signals: set[int] = field(default_factory=set)
 
     @property
     def journal_file(self) -> str:
         """Path of the launcher's own log."""
         return str(Path(self.plan.job.log_dir, journal_name(self.plan)))
+
+    def hear_signals(self) -> None:
+        """Take the signals that came since, now that there are handlers."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.signals)
 
     def release(self) -> None:
         """Give the private directory back; may be called again."""
@@ -64,14 +72,19 @@ def take(plan: LaunchPlan) -> Place:
     Raises:
         UsageError: Something has it that is no part of this job.
     """
-    place = _take_directory(plan)
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    place: Place | None = None
     try:
+        place = _take_directory(plan)
+        place.signals = {*signals}
         _take_port(place)
         _take_logs(place)
     except BaseException:
-        if place.listening:
+        if place and place.listening:
             place.listening.close()
-        place.release()
+        if place:
+            place.release()
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         raise
     return place
 
