@@ -240,14 +240,23 @@ class Skeleton:
         return result.requires_grad_().clone() if tensor.requires_grad else result
 
     def _parameter(self, param: Parameter) -> Parameter:
-        empty = torch.empty_like(param, device=self.device, requires_grad=False)
-        return Parameter(empty, requires_grad=param.requires_grad)
+        return Parameter(_like(param, self.device), requires_grad=param.requires_grad)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         if is_fake(tensor):
             return tensor
         device = self.device if tensor.is_meta else tensor.device
-        return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+        return _like(tensor, device).requires_grad_(tensor.requires_grad)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a new tensor like `tensor`, to which torch's mode then keeps no weak reference.
+
+    With one, a parameter of `init_on_meta` could not be given memory in place.
+    """
+    if tensor.layout != torch.strided:
+        return torch.empty_like(tensor, device=device, requires_grad=False)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _keep_uncopied(value: Any, memo: dict[int, Any]) -> None:
