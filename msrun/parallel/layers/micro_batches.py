@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.local import is_equal
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
@@ -94,15 +95,6 @@ class MicroBatches:
                     hint="say `batch_norm: local` if that is meant",
                 )
         self._after = {name: buffer.detach().clone() for name, buffer in now.items()}
-
-
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two states of a buffer are the same."""
-    if one.shape != other.shape:
-        return False
-    # An element that is no number, and stays none, was not changed.
-    are_none = one.isnan() & other.isnan() if one.is_floating_point() else False
-    return bool(((one == other) | are_none).all())
 
 
 def _spectral(model: nn.Module) -> dict[str, Tensor]:

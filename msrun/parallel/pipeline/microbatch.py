@@ -1,16 +1,18 @@
-"""A batch in micro-batches of one shape, and their outputs as one batch again."""
+"""A batch in micro-batches of one shape, their outputs as one batch again, and what they write."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.local import is_equal
 from msrun.parallel.losses.batch import like, map_leaves
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 
@@ -142,3 +144,46 @@ def join(outputs: Sequence[Any]) -> Any:
             return result
         case _:
             return first
+
+
+class WrittenBuffers:
+    """Which buffers of a stage the micro-batches of the first step have written.
+
+    One process writes them once a step, a stage once a micro-batch.
+
+    A buffer that one micro-batch fills, and others only read, passes.
+
+    Args:
+        parts: Micro-batches of a step.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._written: set[str] = set()
+        self.is_checked = parts == 1
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Run a chunk of `model` on a micro-batch.
+
+        Raises:
+            ModelError: It writes a buffer that another micro-batch has written.
+        """
+        if self.is_checked:
+            yield
+            return
+        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        yield
+        written = {name for name, now in model.named_buffers() if _differs(before.get(name), now)}
+        again = sorted(written & self._written)
+        if again:
+            raise ModelError(
+                f"{MICROBATCHES}: each of {self._parts} micro-batches changes {again[0]}, which "
+                "one process changes once a step",
+                hint="say `batch_norm: local` if that is meant",
+            )
+        self._written |= written
+
+
+def _differs(before: Tensor | None, now: Tensor) -> bool:
+    return before is not None and not is_equal(before, now)

@@ -19,10 +19,9 @@ from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Borders
-from msrun.parallel.pipeline.buffers import WrittenBuffers
 from msrun.parallel.pipeline.describe import describe
 from msrun.parallel.pipeline.inference import infer
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers, split_batch
 from msrun.parallel.pipeline.penalty import check_loss
 from msrun.parallel.pipeline.plan import PipelineCut, SplitPlan, plan_split
 from msrun.parallel.pipeline.ranks import PipelineRanks

@@ -38,9 +38,8 @@ from msrun.parallel.pipeline.border import (
     ready_to_send,
     with_dense_gradient,
 )
-from msrun.parallel.pipeline.buffers import WrittenBuffers
 from msrun.parallel.pipeline.chunks import MICROBATCHES
-from msrun.parallel.pipeline.microbatch import MicrobatchSplit
+from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import ModelError
-from msrun.parallel.pipeline.buffers import WrittenBuffers
+from msrun.parallel.pipeline.microbatch import WrittenBuffers
 
 pytestmark = pytest.mark.torch
 
