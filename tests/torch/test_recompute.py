@@ -116,3 +116,53 @@ def pair():
 
 def test_buffers_stay_the_same_objects_however_often_they_are_computed_with():
     assert run_warm(pair, 1)[0] == (True, 1)
+
+
+class Decoder(nn.Module):
+    """Joins its keys with those in a cache, by position or by name, as decoders do by default."""
+
+    def __init__(self, *, is_named):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention()])
+        self.is_named = is_named
+
+    def forward(self, x):
+        cache = {}
+        for layer in self.layers:
+            x = (
+                layer(x, past_key_values=cache, use_cache=True)
+                if self.is_named
+                else layer(x, cache)
+            )
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key = nn.Linear(16, 16)
+
+    def forward(self, x, past_key_values=None, *, use_cache=False):
+        keys = self.key(x)
+        if past_key_values is not None:
+            keys = torch.cat([*past_key_values.get(self, []), keys])
+            past_key_values[self] = [keys]
+        assert not (use_cache and past_key_values is None)
+        return functional.scaled_dot_product_attention(x, keys, keys)
+
+
+def decoded(config, is_named):
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    model = runtime.shard(Decoder(is_named=is_named))
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(4, 16), torch.randn(4, 16)
+    return [runtime.step(model, update, functional.mse_loss, x, y).item() for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_cache_is_not_filled_twice(is_named):
+    config = {"recompute": {"modules": ["layers.*"]}}
+    expected = run_warm(decoded, 1, {}, is_named)
+
+    assert run_warm(decoded, 1, config, is_named) == expected

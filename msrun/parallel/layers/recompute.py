@@ -16,6 +16,8 @@ its activations.  This module adds what is missing for unmodified modules in the
   copies, which are dropped afterwards.  All buffers are copied, since torch does not count every
   write: batch norms write without a new version.  The module's own buffers are not written back and
   forth, since backward passes may need the values that they hold now.
+- Caches.  Decoders of transformers fill a cache of keys and values, by default in training too.  A
+  second run would fill it again, so recomputed modules get none, as transformers itself has it.
 
 Invariant: a run in the backward pass computes the same numbers as the first run and leaves no
 trace.
@@ -23,7 +25,8 @@ trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,6 +44,7 @@ from msrun.parallel.match import matching
 from msrun.parallel.sharded_model import Context
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
 
@@ -73,7 +77,9 @@ def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for name in names:
         module = model.get_submodule(name)
-        module.forward = partial(_forward, module, module.forward, context, options)
+        names = tuple(inspect.signature(module.forward).parameters)
+        caches = {key: at for at, key in enumerate(names) if key in _CACHES}
+        module.forward = partial(_forward, module, module.forward, context, options, caches)
 
 
 def _forward(
@@ -81,14 +87,27 @@ def _forward(
     forward: Callable[..., Any],
     context: Context,
     options: dict[str, Any],
+    caches: Mapping[str, int],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     # Without gradients nothing is saved, so nothing is to be computed again.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if caches:
+        args, kwargs = _without_caches(caches, args, kwargs)
     run = partial(_run, _Buffers(module), forward, context)
     return checkpoint(run, *args, **options, **kwargs)
+
+
+def _without_caches(
+    caches: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with None for `caches`, the names and places of these parameters."""
+    places = {at for at in caches.values() if at < len(args)}
+    given = tuple(None if at in places else value for at, value in enumerate(args))
+    named = {key: None if key in caches else value for key, value in kwargs.items()}
+    return given, named | ({"use_cache": False} if kwargs.get("use_cache") else {})
 
 
 def _run(
