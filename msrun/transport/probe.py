@@ -19,7 +19,8 @@ PROBE_SECONDS = 4.0
 _PROBES_MAX = 256
 # An agent that was killed ends before its tree, which holds its sockets until it is gone.
 _WATCH_FIRST = 0.02
-_WATCH_TIMES = 8
+_WATCH_LAST = 0.25
+_WATCH_TIMES = 24
 # Where there is no free descriptor: strangers hold them until their handshakes are over.
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _RETRY_SECONDS = 0.25
@@ -68,7 +69,7 @@ class Prober:
     def watch_end(self, host: str, port: int, ended: Callable[[], None]) -> None:
         """Call `ended` once the machine at `host` is up and nothing listens at `port` any more.
 
-        As long as something listens it looks again, less and less often, for some 5 s.
+        As long as something listens it looks again, at last four times a second, for some 5 s.
         """
         self._watch(host, port, ended, _WATCH_FIRST, _WATCH_TIMES)
 
@@ -79,7 +80,8 @@ class Prober:
             if code == errno.ECONNREFUSED:
                 ended()
             elif code == 0 and times:
-                again = partial(self._watch, host, port, ended, pause * 2, times - 1)
+                longer = min(2 * pause, _WATCH_LAST)
+                again = partial(self._watch, host, port, ended, longer, times - 1)
                 self._later.append((self._loop.now() + pause, again))
 
         self.probe(host, port, on_answer)
