@@ -98,22 +98,6 @@ def read_case(text: str) -> Case:
     return Case(config, tuple(quirks.split(", ")))
 
 
-# Begin of a configuration, and quirks that together are wrong or end with a traceback under it,
-# until they are cured.  Draws leave them out; `--case` runs them all the same.
-KNOWN = (
-    # In a model that computes its loss, sums over weights and over the batch look alike.
-    ("", {"own loss", "scaled sum"}),
-    ("", {"own loss", "mean and sum"}),
-)
-
-
-def is_known(case: Case) -> bool:
-    """Return whether a case contains what is known to fail."""
-    return any(
-        case.config.startswith(config) and quirks.issubset(case.quirks) for config, quirks in KNOWN
-    )
-
-
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     numbers = random.Random(seed)  # noqa: S311 - no secret
@@ -397,7 +381,7 @@ def main() -> int:
     try:
         for seed in seeds:
             case = read_case(given.case) if seed is None else draw(seed)
-            if not case.config.startswith(given.only) or (seed is not None and is_known(case)):
+            if not case.config.startswith(given.only):
                 kinds["left out"] += 1
                 continue
             answer = ask(ranks, case)

@@ -29,11 +29,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.torch_losses import (
+    BY_CLASS,
+    BY_ELEMENT,
+    LOSSES,
+    count_targets,
+    reduction_of,
+)
 from msrun.parallel.torch_compat import write_count
 
 Kind = Literal["plain", "counted", "summed", "linear"]
@@ -42,37 +49,13 @@ Kind = Literal["plain", "counted", "summed", "linear"]
 # tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
 # two are numbers of terms, beside that of the watch: tensors may outlive it.
 _TERM, _SOURCES, _RANGE = "msrun_term", "msrun_sources", "msrun_range"
+# The number of the watch that saw a tensor computed from parameters alone.
+_OF_WEIGHTS = "msrun_of_weights"
 # The batch among the sources has no number of a term.
 _ONLY_BATCH = frozenset([-1])
 _NOTHING: frozenset[int] = frozenset()
 _watches = itertools.count()
 
-_BY_CLASS = (functional.cross_entropy, functional.nll_loss)
-# Their mean is one over all elements.
-_BY_ELEMENT = (
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.huber_loss,
-    functional.kl_div,
-    functional.l1_loss,
-    functional.mse_loss,
-    functional.smooth_l1_loss,
-    functional.soft_margin_loss,
-)
-_OTHERS = (
-    functional.cosine_embedding_loss,
-    functional.ctc_loss,
-    functional.gaussian_nll_loss,
-    functional.hinge_embedding_loss,
-    functional.margin_ranking_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.poisson_nll_loss,
-    functional.triplet_margin_loss,
-    functional.triplet_margin_with_distance_loss,
-)
-_LOSSES = frozenset(_BY_CLASS + _BY_ELEMENT + _OTHERS)
 _SUMS = frozenset(["sum", "nansum", "count_nonzero"])
 _MEANS = frozenset(["mean", "nanmean"])
 # A loss of the whole batch has another value of these, which does not follow from those of parts.
@@ -171,7 +154,8 @@ class LossWatch(TorchFunctionMode):
 
     Args:
         samples: Samples of the part of the batch that the loss gets.
-        data: Tensors that a loss function gets of the batch; None takes all for parts of it.
+        data: Tensors that a loss function gets of the batch; None takes all for parts of it but
+            parameters and what is computed from them alone.
     """
 
     def __init__(self, samples: int, data: Sequence[Tensor] | None = None) -> None:
@@ -195,10 +179,13 @@ class LossWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         sources = self._sources((*args, *kwargs.values())) if self._needs_sources() else _NOTHING
-        if func in _LOSSES:
+        if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor):
+            return result
+        if self._takes_all and self._are_weights((*args, *kwargs.values())):
+            setattr(result, _OF_WEIGHTS, self._number)
             return result
         if name in _REDUCING and not result.dim():
             return self._reduced(name, result, args, kwargs, sources)
@@ -243,7 +230,7 @@ class LossWatch(TorchFunctionMode):
 
     def _check_sums(self, terms: Sequence[Term]) -> None:
         """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
-        for term in () if self._takes_all else terms:
+        for term in terms:
             is_sum = term.count is None and not term.is_opaque and not term.is_by_hand
             if is_sum and term.total.requires_grad:
                 raise ModelError(
@@ -261,8 +248,8 @@ class LossWatch(TorchFunctionMode):
         sources: frozenset[int],
     ) -> Any:
         """Run a loss of torch; its mean or sum leaves a term."""
-        name, reduction = func.__name__, _reduction(kwargs)
-        is_counted = func in _BY_CLASS or func in _BY_ELEMENT
+        name, reduction = func.__name__, reduction_of(kwargs)
+        is_counted = func in BY_CLASS or func in BY_ELEMENT
         if reduction != "mean" or not is_counted:
             result = func(*args, **kwargs)
             if reduction == "sum":
@@ -276,9 +263,9 @@ class LossWatch(TorchFunctionMode):
             values = values.float()  # a sum over many would exceed their range
         options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
         total = func(values, *args[1:], **{option: options[option] for option in kwargs})
-        if func in _BY_CLASS:
+        if func in BY_CLASS:
             self._check_target(values, target)
-            count = _count_targets(values, target, kwargs)
+            count = count_targets(values, target, kwargs)
         else:
             shape = torch.broadcast_shapes(values.shape, target.shape)
             count = torch.full((), shape.numel(), device=values.device)
@@ -416,6 +403,19 @@ class LossWatch(TorchFunctionMode):
         """Return whether what has these sources is a part of the batch without any term."""
         return not sources if self._takes_all else sources == _ONLY_BATCH
 
+    def _are_weights(self, values: Iterable[Any]) -> bool:
+        """Return whether the tensors among `values` are parameters, or computed from them alone."""
+        found = False
+        for value in values:
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, Tensor):
+                    is_seen = getattr(item, _OF_WEIGHTS, None) == self._number
+                    own = is_seen and not write_count(item)
+                    if not (own or isinstance(item, Parameter)):
+                        return False
+                    found = True
+        return found
+
     def _needs_sources(self) -> bool:
         return bool(self._terms) or not self._takes_all
 
@@ -463,28 +463,3 @@ def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
 def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the derivatives of `value`, which are differentiable; None where it has none."""
     return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
-
-
-def _reduction(options: dict[str, Any]) -> str:
-    """Return the reduction of a loss, by its arguments or the deprecated ones."""
-    averages: bool | None = options.get("size_average")
-    reduces: bool | None = options.get("reduce")
-    if averages is None and reduces is None:
-        return str(options.get("reduction", "mean"))
-    if reduces is not None and not reduces:
-        return "none"
-    return "sum" if averages is not None and not averages else "mean"
-
-
-def _count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return what divides a mean loss by class: targets that count, or the sum of their weights."""
-    target = full_tensor(target)
-    if target.is_floating_point():  # probabilities of all classes
-        rows = values.numel() // values.size(min(values.dim() - 1, 1))
-        return torch.full((), rows, device=target.device)
-    counts = target != options.get("ignore_index", -100)
-    weight: Tensor | None = options.get("weight")
-    if weight is not None:
-        counts = full_tensor(weight).detach()[torch.where(counts, target, 0)] * counts
-    count: Tensor = counts.sum()
-    return count

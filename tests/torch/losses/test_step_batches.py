@@ -290,3 +290,45 @@ def test_batches_are_cut_and_keep_their_types():
     assert all(second[key] is batch[key] for key in ("scalar", "mask", "name", "none"))
     assert batch["x"] is x
     assert map_leaves(lambda t: t + 1, MappingProxyType({"x": x}))["x"].tolist() == [1, 2, 3, 4]
+
+
+class OfSums(OwnLoss):
+    """Adds sums to its loss: over weights alone, over the batch, over a mixture made in place."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, labels):
+        output = super().forward(x, labels)
+        penalty = 1e-2 * torch.stack([p.pow(2).sum() for p in self.parameters()]).sum()
+        if self.kind == "batch":
+            penalty = penalty + 1e-2 * output["logits"].pow(2).sum()
+        if self.kind == "written":
+            mixture = self.a.weight * 1.0
+            mixture += output["logits"].pow(2).mean(0).sum()
+            penalty = penalty + 1e-2 * mixture.sum()
+        output["loss"] = output["loss"] + penalty
+        return output
+
+
+SUMMING = {name: functools.partial(OfSums, name) for name in ("weights", "batch", "written")}
+
+
+def summed(name):
+    def call(step, x, y):
+        return step({"x": x, "labels": y})
+
+    try:
+        return difference({}, SUMMING[name], call)
+    except ModelError as error:
+        return error.message
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_sums_over_weights_and_over_the_batch_are_told_apart(name):
+    for found in run_warm(summed, 2, name):
+        if name == "weights":
+            assert found == pytest.approx(0, abs=1e-12)
+        else:
+            assert "over a part of the batch" in found

@@ -1,0 +1,63 @@
+"""The losses of torch: which of them have a count, and what counts in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from msrun.parallel.local import full_tensor
+
+BY_CLASS = (functional.cross_entropy, functional.nll_loss)
+# Their mean is one over all elements.
+BY_ELEMENT = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.huber_loss,
+    functional.kl_div,
+    functional.l1_loss,
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.soft_margin_loss,
+)
+_OTHERS = (
+    functional.cosine_embedding_loss,
+    functional.ctc_loss,
+    functional.gaussian_nll_loss,
+    functional.hinge_embedding_loss,
+    functional.margin_ranking_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.poisson_nll_loss,
+    functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
+)
+LOSSES = frozenset(BY_CLASS + BY_ELEMENT + _OTHERS)
+
+
+def reduction_of(options: dict[str, Any]) -> str:
+    """Return the reduction of a loss, by its arguments or the deprecated ones."""
+    averages: bool | None = options.get("size_average")
+    reduces: bool | None = options.get("reduce")
+    if averages is None and reduces is None:
+        return str(options.get("reduction", "mean"))
+    if reduces is not None and not reduces:
+        return "none"
+    return "sum" if averages is not None and not averages else "mean"
+
+
+def count_targets(values: Tensor, target: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return what divides a mean loss by class: targets that count, or the sum of their weights."""
+    target = full_tensor(target)
+    if target.is_floating_point():  # probabilities of all classes
+        rows = values.numel() // values.size(min(values.dim() - 1, 1))
+        return torch.full((), rows, device=target.device)
+    counts = target != options.get("ignore_index", -100)
+    weight: Tensor | None = options.get("weight")
+    if weight is not None:
+        counts = full_tensor(weight).detach()[torch.where(counts, target, 0)] * counts
+    count: Tensor = counts.sum()
+    return count
