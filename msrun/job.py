@@ -18,6 +18,8 @@ EVERY_RANK = -1
 STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
+# Of the scheduler, where several nodes are on one machine: the stores have LOOPBACK.
+SCHEDULER_LOOPBACK = "127.0.0.2"
 # With these a user ends any job; torchrun's defaults, in its order.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -122,7 +124,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             device of its local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
             this node alone.
-        master_port: Port of the scheduler; 0 takes a free port, on one node only.
+        master_port: Port where nodes meet; 0 takes a free port, on one node only.
+        store_port: Port at which the workers of a node find the store, on its loopback interface;
+            0 takes a free port.
         serves: This node starts the scheduler.
         listen_host: Numeric address of the scheduler, which binds it; other nodes connect to it.
         address: Numeric address by which other nodes reach this one.
@@ -184,6 +188,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     master_addr: str | None = None
     master_port: int = 0
+    store_port: int = 0
     serves: bool = True
     listen_host: str = LOOPBACK
     address: str = LOOPBACK
@@ -286,6 +291,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             return _streams(self.tee, local_rank)
         own = _streams(self.redirects, local_rank) if self.tail is None else frozenset()
         return frozenset(STREAMS) - own
+
+    @property
+    def scheduler_port(self) -> int:
+        """Port of the scheduler; 0 is a free one, as no other node asks for it."""
+        return 0 if self.is_alone else self.master_port
 
     @property
     def is_alone(self) -> bool:

@@ -119,6 +119,7 @@ THOROUGH = (
     "tests/torch/verify/test_verify.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
+    "tests/torchrun/test_master_port.py",
 )
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")

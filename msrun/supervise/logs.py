@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from msrun.errors import UsageError
+
 STDOUT, STDERR = 1, 2
 BOTH = frozenset((STDOUT, STDERR))
 # Name of the file in which a worker notes how its streams take turns, and one note: the positions
@@ -30,8 +32,16 @@ _READ_BYTES = 64 * 1024
 
 
 def make_log_dir(path: str) -> None:
-    """Make the directory `path` for this user alone; one that exists is kept as it is."""
-    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the directory `path` for this user alone; one that exists is kept as it is.
+
+    Raises:
+        UsageError: The file system has no directories of ours, as /proc, or none just now.
+    """
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"--log-dir {path} cannot be made: {error.strerror}"
+        raise UsageError(msg, hint="choose another directory") from None
 
 
 def banner(generation: int) -> str:

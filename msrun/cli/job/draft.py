@@ -17,7 +17,12 @@ from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
-from msrun.cli.job.rendezvous import Rendezvous, check_port, find_rendezvous
+from msrun.cli.job.rendezvous import (
+    Rendezvous,
+    check_port,
+    endpoint_before,
+    find_rendezvous,
+)
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
@@ -96,6 +101,7 @@ def draft_job(
         nnodes_min=size.nnodes.value[0],
         nnodes_max=size.nnodes.value[1],
         serves=rendezvous.serves,
+        store_port=rendezvous.store_port,
         listen_host=rendezvous.listen_host,
         address=rendezvous.address,
         restarts=RestartLimits(**_fields("restarts", settings, decided)),
@@ -217,6 +223,9 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
     endpoint, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
     if endpoint and endpoint.source.level is Level.FLAG and alone and alone.value:
         yield f"{endpoint.cite()} has no effect: --standalone takes a free port of this node"
+    for own in (settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)):
+        if own and (stronger := endpoint_before(settings, own)):
+            yield f"{own.cite()} has no effect: {stronger.cite()} goes before it"
     conf = settings.get(options.RDZV_CONF)
     if conf and conf.value.ignored:
         yield (

@@ -112,7 +112,7 @@ def _formation_document(plan: LaunchPlan) -> dict[str, object]:
     return {
         "nnodes": [job.nnodes_min, job.nnodes_max],
         "world_size": job.world_size,
-        "scheduler": {"host": job.listen_host, "port": job.master_port},
+        "scheduler": {"host": job.listen_host, "port": job.scheduler_port},
         "serves": job.serves,
         "address": job.address,
         "secret": _secret(job),

@@ -88,7 +88,7 @@ class NodeResources:
         self.scheduler_address = (job.listen_host, str(port))
         # Workers reach the store over this interface alone; on several nodes the stores' ends meet
         # on another socket.
-        self._store_sockets = [listen_or_refuse(LOOPBACK, 0, "the loopback interface")]
+        self._store_sockets = [place.store]
         if not job.is_alone:
             self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
         self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
