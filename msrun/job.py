@@ -70,9 +70,11 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         mode: Off, decided by msrun, or given.
         by_device: With `GIVEN`, device index -> CPU numbers (or NUMA node numbers).
+        is_shared: Several workers are meant to share.
     """
 
     mode: BindMode = BindMode.OFF
+    is_shared: bool = False
     by_device: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 

@@ -88,7 +88,7 @@ def draft_job(
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
     """
-    size = count(settings, machine, system.environment())
+    size = count(settings, machine, system)
     rendezvous = find_rendezvous(settings, size, machine, system)
     decided, notes = _decide(
         settings, chosen, size=size, rendezvous=rendezvous, machine=machine, system=system
@@ -136,7 +136,7 @@ def _decide(
     log_dir, log_notes = _log_dir(settings, job_id.value, system)
     tail, tail_local = choose_tail(settings, size)
     start_method, start_notes = _start_method(settings, chosen)
-    bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
+    bind_core, bind_numa, bind_notes = choose_binding(settings, machine, size.workers.value, system)
     decided: Decided = {
         options.NNODES: Given(most if fewest == most else f"{fewest}:{most}", size.nnodes.source),
         options.WORKER_NUM: size.total,

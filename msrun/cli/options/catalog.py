@@ -480,8 +480,9 @@ BIND_NUMA = Option(
 NUMA_BINDING = Option(
     name="numa-binding",
     group=OptionGroup.PLACEMENT,
-    metavar="node|exclusive",
-    help="--bind-core auto and --bind-numa auto in torchrun's form.",
+    metavar="MODE",
+    help="CPUs and memory near the worker's device: exclusive cores, or all of its node, socket or "
+    "core-complex.",
     parse=parsers.numa_binding,
     torchrun="numa_binding",
 )
