@@ -160,6 +160,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         stderr_filters: The same of stderr.
         bind_core: CPU binding.
         bind_numa: Memory binding.
+        event_log: Where torchelastic's events go: `console`, or `null` for nowhere.
         role: ROLE_NAME of the workers.
         virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
         env: Variables every worker gets on top of the launcher's own environment.
@@ -214,6 +215,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     stderr_filters: tuple[str, ...] = ()
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
+    event_log: str = "null"
     role: str = "default"
     virtual_local_rank: bool = False
     env: dict[str, str] = msgspec.field(default_factory=dict)

@@ -120,6 +120,7 @@ THOROUGH = (
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
     "tests/torchrun/test_master_port.py",
+    "tests/torchrun/test_timers.py",
 )
 # Markers of tests whose processes have children of their own.
 STARTS_TREES = ("process", "torch", "device")

@@ -358,18 +358,9 @@ def test_an_interpreter_that_is_not_there_is_refused(msrun):
     )
 
 
-def test_a_service_that_is_not_there_is_named(msrun):
-    outcome = msrun("train.py", TORCHELASTIC_ENABLE_FILE_TIMER="1")
-
-    assert outcome.code == 0
-    assert (
-        "TORCHELASTIC_ENABLE_FILE_TIMER=1 has no effect: no server of torch's timers" in outcome.err
-    )
-
-
 @pytest.mark.parametrize("handler", ["console", "null"])
 def test_event_log_handlers_are_taken(msrun, handler):
-    assert msrun(f"--event-log-handler {handler} train.py").code == 0
+    assert msrun(f"--event-log-handler {handler} train.py").job.event_log == handler
 
 
 def test_mindspore_shows_the_ranks_that_there_are(msrun):

@@ -29,7 +29,7 @@ from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import is_inline
 from msrun.cli.options.parsers import SIGNALS
-from msrun.cli.options.peers import SIGNALS_TO_HANDLE
+from msrun.cli.options.peers import EVENT_LOG_HANDLER, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
@@ -191,6 +191,7 @@ def _values(
         *(() if job.secret_file or not job.is_alone else (options.SECRET_FILE,)),
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
         *(() if job.run_id else (options.RDZV_ID,)),
+        *(() if job.event_log != "null" else (EVENT_LOG_HANDLER,)),
         *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
         *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }

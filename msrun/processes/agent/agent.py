@@ -40,15 +40,17 @@ from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
-from msrun.errors import ExitCode, MsrunError, VersionError
+from msrun.errors import ExitCode, MsrunError, VersionError, signal_name
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent.event_log import EventLog
 from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
+from msrun.processes.agent.timers import TimerServer
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
 from msrun.processes.console import Console, NodeStatus, open_console
 from msrun.processes.launcher import STOPS
@@ -126,6 +128,11 @@ class Agent:
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
         self._filters = LineFilters(plan.job, node)
+        self._timers: TimerServer | None = None
+        tells_events = plan.job.event_log == "console"
+        self._events = EventLog(
+            plan.job, plan.machine.host, self._console.say if tells_events else None
+        )
         is_watching = tails or self._console.is_live or plan.job.filters
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
@@ -186,6 +193,8 @@ class Agent:
                 raise
             finally:
                 stuck = self._node.close()
+                if self._timers:
+                    self._timers.close()
                 self._output.copy()
                 self._filters.copy(final=True)
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
@@ -197,12 +206,15 @@ class Agent:
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at
+        self._events.over(self._workers.values(), verdict, took=took, is_stopped=stopped)
         workers = self._job.workers_per_node
         ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
         return verdict
 
     def _start(self) -> None:
         self._filters.open()
+        if self._node.timer_file:
+            self._timers = TimerServer(self._node.timer_file, self._loop, self._on_expired)
         self._node.open()
         job = self._job
         self._console.say(
@@ -224,6 +236,7 @@ class Agent:
             self._uplink.deadline(),
             self._scheduler.deadline(),
             self._control.deadline(),
+            self._timers.deadline() if self._timers else None,
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -236,6 +249,8 @@ class Agent:
             self._console.show(self._status())
         self._scheduler.tick()
         self._control.tick()
+        if self._timers:
+            self._timers.tick()
         self._keep_time()
         self._handle(Tick())
 
@@ -250,6 +265,12 @@ class Agent:
         if signum in self._stops:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
+
+    def _on_expired(self, pid: int, name: str, signum: int) -> None:
+        ranks = (w.plan.rank for w in self._workers.values() if w.pid == pid)
+        who = next((f"rank {rank} (pid {pid})" for rank in ranks), f"process {pid}")
+        what = f"it gets {signal_name(signum)}" if signum else "it gets no signal"
+        self._console.say(f"warning: {who}: timer {name!r} has expired; {what}")
 
     def _on_resized(self) -> None:
         if self._output.terminal:
@@ -339,6 +360,7 @@ class Agent:
             return
         worker = self._workers[spawned.rank]
         worker.started_at, worker.pid = spawned.at, spawned.pid
+        self._events.started(worker, spawned.generation)
         self._running += 1
         if self._running < self._job.workers_per_node:
             return
@@ -362,6 +384,7 @@ class Agent:
         self._output.copy()
         self._running -= worker.started_at is not None
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
+        self._events.ended(rank_exit)
         self._handle(WorkerEnded(end.generation, rank_exit))
 
     # Actions.

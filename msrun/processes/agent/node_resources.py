@@ -77,6 +77,9 @@ class NodeResources:
         self._stderr = stderr
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
+        self.timer_file = environ.timer_file(self._base, str(place.directory))
+        if self.timer_file:
+            self._base[environ.TIMER_FILE] = self.timer_file
         self._opened: set[str] = set()
         self._context = new_context()
         job = plan.job
