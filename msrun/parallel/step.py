@@ -29,7 +29,7 @@ from msrun.parallel.losses.batch import (
     tensors_in,
 )
 from msrun.parallel.losses.tally import LossTally, TallyRanks
-from msrun.parallel.losses.watch import PartLoss
+from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import RankContext
 from msrun.parallel.sharded_model import ShardedModel
 

@@ -206,7 +206,7 @@ class PipelineModel(nn.Module):
             ranks,
             parts=split.parts,
             samples=split.samples,
-            is_pipeline=True,
+            pipeline=self._ranks.group,
             dtype=reduce(torch.promote_types, sent, torch.float32),
         )
         work = Work(
@@ -219,11 +219,11 @@ class PipelineModel(nn.Module):
             buffers=self.written_buffers,
         )
         self._schedule(borders).run(work)
-        self.written_buffers.is_checked = True
+        self.written_buffers.is_checked = not tally.has_refused
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
-        last = self._ranks.rank(self._cut.chunks.count - 1)
-        dist.broadcast(tally.numbers, last, self._ranks.group)
+        # The last stage has the loss, and any stage may have refused.
+        dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
 
     def reduce_tied(self) -> None:
