@@ -43,7 +43,7 @@ import msrun
 from msrun.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
-CELLS = ROOT / "scripts" / "model_table.json"
+CELLS = Path(os.environ.get("MSRUN_CELLS", ROOT / "scripts" / "model_table.json"))
 PAGE = ROOT / "docs" / "models.md"
 STEPS = 3
 LIMIT = 120.0

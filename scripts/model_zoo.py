@@ -7,6 +7,7 @@ caches of decoders too (`use_cache=False`), as the pages of transformers say for
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from zoo_modules import Dlrm, Lstm, Translator  # type: ignore[import-not-found]  # beside this file
+
+
+def _make_torchvision_importable() -> None:
+    """Declare the operators without which torchvision cannot be imported."""
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:  # it is built for another torch; its models need none of its operators
+        declared = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _DECLARED.append(declared)
+        importlib.import_module("torchvision")
+
+
+_DECLARED: list[torch.library.Library] = []
+_make_torchvision_importable()
 
 SAMPLES = 8
 _VOCABULARY, _LENGTH, _CLASSES = 40, 12, 8
@@ -190,66 +210,6 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
     "use_cache": False,
 }
-
-
-class Lstm(nn.Module):
-    """Two layers over embedded tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(_VOCABULARY, 16)
-        self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True)
-        self.head = nn.Linear(16, _VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of each token."""
-        output: Tensor = self.head(self.lstm(self.embed(tokens))[0])
-        return output
-
-
-class Dlrm(nn.Module):
-    """Tables for categories, a tower for numbers, and the products of all pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList([nn.EmbeddingBag(20, 8, mode="sum") for _ in range(3)])
-        self.bottom = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.top = nn.Sequential(nn.Linear(8 + 6, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """Return one number for each sample."""
-        dense = self.bottom(numbers)
-        found = [table(categories[:, index]) for index, table in enumerate(self.tables)]
-        stacked = torch.stack([dense, *found], dim=1)
-        products = stacked @ stacked.transpose(1, 2)
-        rows, columns = torch.tril_indices(4, 4, offset=-1)
-        output: Tensor = self.top(torch.cat([dense, products[:, rows, columns]], dim=1))
-        return output
-
-
-class Translator(nn.Module):
-    """`nn.Transformer` with its embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(_VOCABULARY, 16)
-        self.transformer = nn.Transformer(
-            d_model=16,
-            nhead=4,
-            num_encoder_layers=2,
-            num_decoder_layers=2,
-            dim_feedforward=32,
-            dropout=0.0,
-            batch_first=True,
-        )
-        self.head = nn.Linear(16, _VOCABULARY)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Return logits of each target token."""
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).to(torch.float64)
-        hidden = self.transformer(self.embed(source), self.embed(target), tgt_mask=mask)
-        output: Tensor = self.head(hidden)
-        return output
 
 
 ZOO: dict[str, ZooModel] = {
