@@ -53,6 +53,7 @@ THOROUGH = (
     "tests/process/faults/test_security.py",
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
+    "tests/torch/auto/test_auto_norms.py",
     "tests/torch/auto/test_auto.py",
     "tests/torch/auto/test_auto_lowering.py",
     "tests/torch/auto/test_auto_memory.py",
