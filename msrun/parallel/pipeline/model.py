@@ -125,6 +125,10 @@ class PipelineModel(nn.Module):
             )
         return batch.inputs
 
+    def divided(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that no stage calls as a whole, by name: the model itself."""
+        return [(self._name, self)]
+
     def can_wait(self, chunk: int) -> bool:  # noqa: ARG002 - of others
         """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
         return True
@@ -233,6 +237,10 @@ class PipelineModel(nn.Module):
         """
         self._tied.reduce()
 
+    def tied_names(self) -> list[str]:
+        """Return the names of the parameters here that other stages have, too."""
+        return self._tied.names()
+
     def borrowed(self) -> set[Parameter]:
         """Return the parameters here that an earlier stage has too, and counts in norms."""
         return self._tied.borrowed()
@@ -292,6 +300,11 @@ class SplitModel(PipelineModel):
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
         """Return the inputs of a batch, as `train_step` takes them."""
         return [*batch.inputs, NamedInputs(batch.named)] if batch.named else batch.inputs
+
+    def divided(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that no stage calls as a whole, by name."""
+        names = filter(None, self._opened)
+        return [*super().divided(), *((name, self.get_submodule(name)) for name in names)]
 
     def can_wait(self, chunk: int) -> bool:
         """Return whether all weights of `chunk` are applied to what it received.
