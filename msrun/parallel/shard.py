@@ -184,6 +184,7 @@ def _shard_by_search(
             contextlib.nullcontext,
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
+            has_fixed_shapes=True,
             dropout_rngs=applied.dropout_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
         )
@@ -331,9 +332,8 @@ def _check_each(*checks: Callable[[], None]) -> None:
 def _replicas(
     context: RankContext, model: nn.Module, resolved: _ResolvedPlan
 ) -> ReplicaDigest | None:
-    if context.world_size == 1:
-        return None
-    return ReplicaDigest(model, resolved.config, context, resolved.excluded)
+    digest = ReplicaDigest(model, resolved.config, context, resolved.excluded)
+    return digest if context.world_size > 1 else None
 
 
 def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Module) -> None:

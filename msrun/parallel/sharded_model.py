@@ -198,6 +198,7 @@ class ShardedModel:
         microbatches: Number of micro-batches that a step splits a local batch into.  A pipeline
             splits its batch itself.
         is_pipeline: Whether the model is a stage of a pipeline.
+        has_fixed_shapes: Whether the model takes batches of one size alone.
         excluded: Names of parameters whose gradients are not reduced.
         snapshot: Parameters as of `shard`; None allows changes.
         order: Compares the order in which ranks gather modules; None without ZeRO.
@@ -222,6 +223,7 @@ class ShardedModel:
         *,
         microbatches: int = 1,
         is_pipeline: bool = False,
+        has_fixed_shapes: bool = False,
         excluded: Collection[str] = (),
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
@@ -251,6 +253,7 @@ class ShardedModel:
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
+        self.has_fixed_shapes = has_fixed_shapes
 
     def model(self) -> nn.Module:
         """Return the model.

@@ -129,6 +129,18 @@ class PipelineModel(nn.Module):
         """Return the modules that no stage calls as a whole, by name: the model itself."""
         return [(self._name, self)]
 
+    def cannot_split(self, samples: int, *, returns_loss: bool) -> str:
+        """Return why a batch of so many samples is not split; empty if it is.
+
+        Args:
+            samples: Of this rank.
+            returns_loss: Whether the model returns its loss.
+        """
+        norm = self._norms[0] if self.training and self._norms else ""
+        needs = norm or ("a model that returns its loss" if returns_loss else "")
+        is_even = samples % self._microbatches == 0
+        return "" if is_even or not needs else f"{self._microbatches} equal parts, as {needs} needs"
+
     def can_wait(self, chunk: int) -> bool:  # noqa: ARG002 - of others
         """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
         return True
