@@ -99,6 +99,7 @@ THOROUGH = (
     "tests/torch/models/test_fuzz_models.py",
     "tests/torch/models/test_model_table.py",
     "tests/torch/models/test_models_pipeline.py",
+    "tests/torch/pipeline/test_hooks_later.py",
     "tests/torch/pipeline/test_pipeline.py",
     "tests/torch/pipeline/test_recorded.py",
     "tests/torch/pipeline/test_zero_bubble.py",

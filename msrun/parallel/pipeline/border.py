@@ -116,7 +116,11 @@ def _fitting(value: Any, border: Border) -> Tensor:
             f"and the next stage expects {_kind(border.shape, border.dtype)}"
         )
     if tensor.requires_grad and not border.requires_grad:
-        raise ModelError(f"{STAGES}: {border.name} had no gradient when the model was split")
+        raise ModelError(
+            f"{STAGES}: {border.name} needs a gradient, and needed none when the model was split, "
+            "so the next stage computes none",
+            hint="freeze what is to be trained later after rt.shard",
+        )
     return tensor
 
 
