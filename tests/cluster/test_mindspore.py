@@ -1,9 +1,10 @@
 """Workers of MindSpore on several nodes meet at the scheduler of the node of rank 0."""
 
 import sys
+from pathlib import Path
 
-import fake_mindspore
 import pytest
+from mindspores import install_fake, real_python
 from support import script, shell
 
 pytestmark = pytest.mark.process
@@ -24,7 +25,7 @@ def meet(folder, fails="", name="program.py"):
 
 @pytest.fixture
 def mindspore(lab_folder):
-    return fake_mindspore.install(lab_folder / "packages")
+    return install_fake(lab_folder / "packages")
 
 
 def assert_all_met(nodes, address, each=2):
@@ -74,3 +75,25 @@ def test_a_program_that_does_not_show_it_is_told_how_to(new_lab, form, mindspore
     assert "MindSpore's init(): on several nodes its scheduler needs --framework mindspore" in (
         nodes[0].err
     )
+
+
+@pytest.mark.slow
+def test_real_mindspore_reduces_over_two_nodes(new_lab, form):
+    reducing = """
+        import numpy as np
+        import mindspore
+        from mindspore import Tensor, ops
+        from mindspore.communication import get_rank, init
+        mindspore.set_context(device_target="CPU")
+        init()
+        total = ops.AllReduce()(Tensor(np.array([get_rank() + 1.0], np.float32)))
+        print("TOTAL", get_rank(), total.asnumpy()[0], flush=True)
+    """
+    python, env = real_python(), {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOG_v": "3"}
+    lab = new_lab("a", "b")
+
+    nodes = form(lab.hosts, script(lab.folder, reducing), python=python, env=env)
+
+    assert [node.wait(110) for node in nodes] == [0, 0]
+    for rank, node in enumerate(nodes):
+        assert f"TOTAL {rank} 3.0" in node.log(rank).splitlines()

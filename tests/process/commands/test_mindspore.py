@@ -3,8 +3,8 @@
 import signal
 import sys
 
-import fake_mindspore
 import pytest
+from mindspores import install_fake
 from support import script, shell
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ LOG = "mindspore_scheduler.log"
 @pytest.fixture
 def mindspore(tmp_path):
     """What makes Python find the package in MindSpore's place."""
-    return fake_mindspore.install(tmp_path / "packages")
+    return install_fake(tmp_path / "packages")
 
 
 def scheduler_log(job):

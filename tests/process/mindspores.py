@@ -1,12 +1,28 @@
-"""A package in MindSpore's place: its workers and its scheduler meet over the same variables.
+"""Real MindSpore, where it is installed, and a package in its place.
 
-Real MindSpore takes seconds to import and is not everywhere; `tests/mindspore` has it.
+Real MindSpore takes seconds to import and is not everywhere.  The package has workers and a
+scheduler that meet over the same variables.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+
+
+def real_python() -> str:
+    """Return an interpreter with MindSpore and all that msrun needs; skip the test without."""
+    if named := os.environ.get("MINDSPORE_PYTHON"):
+        return named
+    if importlib.util.find_spec("mindspore"):
+        return sys.executable
+    pytest.skip("no MindSpore; MINDSPORE_PYTHON names an interpreter that has it")
+
 
 _INIT = """
     import mmap
@@ -40,7 +56,7 @@ _COMMUNICATION = """
 """
 
 
-def install(folder: Path) -> dict[str, str]:
+def install_fake(folder: Path) -> dict[str, str]:
     """Make the package below `folder`; return the variables by which Python finds it."""
     package = folder / "mindspore"
     (package / "lib").mkdir(parents=True)
