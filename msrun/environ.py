@@ -173,7 +173,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         max_restarts: Restart budget of the job.
         store: Host and port of this generation's store, on the worker's own node.
         rank0_address: Address of the node of rank 0.
-        scheduler: Host and port of the scheduler.
+        scheduler: Host and port of MindSpore's scheduler, if there is one.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
         stop_signals: Names of the signals that end the job, separated by commas.
@@ -263,8 +263,7 @@ def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
     return {
         **table,
         "MS_ROLE": "MS_WORKER",
-        "MS_SCHED_HOST": who.scheduler[0],
-        "MS_SCHED_PORT": who.scheduler[1],
+        **mindspore_scheduler_at(*who.scheduler),
         "MS_WORKER_NUM": str(who.world_size),
         "MS_NODE_ID": str(who.rank),
         "MS_TOPO_TIMEOUT": str(who.join_timeout),
@@ -272,6 +271,35 @@ def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
         "RANK_SIZE": str(who.world_size),
         "DEVICE_ID": str(who.device),
     }
+
+
+def mindspore_scheduler_env(
+    host: str, port: int, *, workers: int, join_timeout: int, rank_table: str
+) -> dict[str, str]:
+    """Return what MindSpore's scheduler finds in its environment.
+
+    Args:
+        host: Address at which it listens.
+        port: Port of it.
+        workers: How many it waits for.
+        join_timeout: As of `WorkerIdentity`, like the one that follows.
+        rank_table: File by which it numbers the workers; empty without one.
+    """
+    table = {RANK_TABLE_FILE: rank_table} if rank_table else {}
+    return {
+        **table,
+        "MS_ROLE": "MS_SCHED",
+        "MS_WORKER_NUM": str(workers),
+        "MS_TOPO_TIMEOUT": str(join_timeout),
+        "RANK_ID": "0",
+        "RANK_SIZE": str(workers),
+        **mindspore_scheduler_at(host, str(port)),
+    }
+
+
+def mindspore_scheduler_at(host: str, port: str) -> dict[str, str]:
+    """Return the variables by which MindSpore's workers find their scheduler."""
+    return {"MS_SCHED_HOST": host, "MS_SCHED_PORT": port}
 
 
 def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
@@ -478,6 +506,11 @@ def copies(env: Mapping[str, str]) -> tuple[str, int] | None:
 def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()
+    os.environ.update(env)
+
+
+def add(env: Mapping[str, str]) -> None:
+    """Set variables of this process and of those that it starts."""
     os.environ.update(env)
 
 

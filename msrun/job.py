@@ -39,6 +39,14 @@ class StartMethod(enum.Enum):
     EXEC = "exec"
 
 
+class Framework(enum.Enum):
+    """Whose workers they are: those of MindSpore meet through MindSpore's own scheduler."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    MINDSPORE = "mindspore"
+
+
 class BindMode(enum.Enum):
     """Whether workers are bound to CPUs or memory, and who decides."""
 
@@ -146,6 +154,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
         preload: Modules the forkserver imports besides torch.
+        framework: Whether the job has MindSpore's scheduler; by default, when its workers need it.
         cwd: Working directory of every worker.
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
@@ -206,6 +215,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK
     preload: tuple[str, ...] = ()
+    framework: Framework = Framework.AUTO
     worker_log_name: str = "worker_{rank}"
     tail: frozenset[int] | None = None
     tail_local: frozenset[int] | None = None

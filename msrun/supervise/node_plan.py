@@ -33,7 +33,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Workers in the generation.
         store: Host and port at which the workers of this node reach the store.
         rank0_address: Address of the node of rank 0.
-        scheduler: Host and port of the scheduler.
+        scheduler: Host and port of MindSpore's scheduler.
         run_dir: Private directory of the job on this node.
         first_local_rank: Local rank of this node's first worker.
         local_world_size: Workers on this machine; 0 for those of this node.
@@ -71,7 +71,7 @@ def expected(job: JobSpec, run_dir: str) -> Placement:
         world_size=job.world_size or nnodes * job.workers_per_node,
         store=(LOOPBACK, str(job.store_port or UNKNOWN)),
         rank0_address=job.address if is_first else UNKNOWN_HOST,
-        scheduler=(job.listen_host, str(job.scheduler_port or UNKNOWN)),
+        scheduler=(LOOPBACK, UNKNOWN),
         run_dir=run_dir,
     )
 
@@ -190,7 +190,7 @@ def _identity(
         device=local_rank if job.device is None else job.device,
         role=job.role,
         max_restarts=job.restarts.max_restarts,
-        join_timeout=-1 if math.isinf(job.join_timeout) else math.ceil(job.join_timeout),
+        join_timeout=join_seconds(job),
         stop_signals=",".join((*STOP_SIGNALS, *job.stop_signals)),
         store=placement.store,
         rank0_address=placement.rank0_address,
@@ -204,6 +204,11 @@ def _identity(
         interface=interface,
         rank_table=job.rank_table,
     )
+
+
+def join_seconds(job: JobSpec) -> int:
+    """Return the time to join in MindSpore's form: -1 sets no limit."""
+    return -1 if math.isinf(job.join_timeout) else math.ceil(job.join_timeout)
 
 
 def stream_file(log: str, stream: str) -> str:

@@ -25,7 +25,7 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import early_variables, main_module, math_threads, stacks, stdio
+from msrun.worker import early_variables, main_module, math_threads, mindspore, stacks, stdio
 
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -52,6 +52,8 @@ def become_worker(context: SpawnContext, order: SpawnWorker, streams: Sequence[i
             _close_stdin()
         _bind(order)
         environ.install(order.env)
+        if order.asks_for_mindspore:
+            mindspore.ask_store()
         if context.fork:
             math_threads.follow_environment(was=configure.threads)
             _reseed()

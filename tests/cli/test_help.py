@@ -39,6 +39,7 @@ FLAGS = words(
 --sbatch-args
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
+--framework
 --sim-level --sim-rank-id
 """
 )

@@ -66,6 +66,7 @@ TEXTS = {
     "rdzv-backend": "static",
     "logs-specs": "default",
     "event-log-handler": "null",
+    "framework": "mindspore",
 }
 OPTIONS = {option.name: option for option in TABLE}
 

@@ -29,11 +29,11 @@ from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import is_inline
 from msrun.cli.options.parsers import SIGNALS
-from msrun.cli.options.peers import EVENT_LOG_HANDLER, SIGNALS_TO_HANDLE
+from msrun.cli.options.peers import EVENT_LOG_HANDLER, FRAMEWORK, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.job import JOB_ID_PATTERN, JobSpec, ProgramKind, RestartLimits, StartMethod
+from msrun.job import JOB_ID_PATTERN, Framework, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
 from msrun.topology import DeviceKind, Machine
 from msrun.units import shown
@@ -192,6 +192,7 @@ def _values(
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
         *(() if job.run_id else (options.RDZV_ID,)),
         *(() if job.event_log != "null" else (EVENT_LOG_HANDLER,)),
+        *((FRAMEWORK,) if job.framework is Framework.AUTO else ()),
         *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
         *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from msrun.errors import UsageError
-from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, StartMethod
+from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, Framework, StartMethod
 from msrun.units import PORT_MAX, parse_duration, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
@@ -299,6 +299,11 @@ def start_method(value: str) -> StartMethod:
         "spawn": StartMethod.EXEC,
     }
     return known[words(*known)(value)]
+
+
+def framework(value: str) -> Framework:
+    """Return whose workers the job has."""
+    return Framework(words(*(each.value for each in Framework))(value))
 
 
 def module_names(value: str) -> tuple[str, ...]:

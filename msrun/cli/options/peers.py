@@ -49,6 +49,16 @@ EVENT_LOG_HANDLER = Option(
     torchrun="event_log_handler",
 )
 
+FRAMEWORK = Option(
+    name="framework",
+    group=OptionGroup.PEERS,
+    metavar="auto|torch|mindspore",
+    help="Whose workers they are; those of MindSpore need its scheduler, which auto notices.",
+    parse=parsers.framework,
+    field="framework",
+    default_text="auto",
+)
+
 _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"
 
 SIM_LEVEL = Option(

@@ -11,6 +11,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -45,6 +46,7 @@ from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.event_log import EventLog
 from msrun.processes.agent.line_filter import LineFilters
+from msrun.processes.agent.mindspore import LOG_FILE as MINDSPORE_LOG
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
@@ -342,6 +344,8 @@ class Agent:
                     self._on_ready(report)
                 case orders.Spawned():
                     self._on_spawned(report)
+                case orders.Exited(is_mindspore=True):
+                    self._on_mindspore_end(report)
                 case orders.Exited(rank=None):
                     self._on_store_end(report)
                 case orders.Exited():
@@ -349,6 +353,7 @@ class Agent:
 
     def _on_ready(self, ready: orders.Ready) -> None:
         self._has_imported = True
+        self._node.mindspore.is_known = ready.mindspore
         if ready.reason:
             self._console.say(
                 f"warning: {ready.reason}, so every worker is an interpreter of its own"
@@ -375,6 +380,16 @@ class Agent:
         if end.generation == self._state.generation and self._state.phase is AgentPhase.RUNNING:
             how = end.reason or process.render_status(end.status)
             self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
+
+    def _on_mindspore_end(self, end: orders.Exited) -> None:
+        if end.generation != self._state.generation or self._state.phase is not AgentPhase.RUNNING:
+            return
+        if end.reason:
+            self._handle(TreeLost(end.reason, ExitCode.USAGE))
+        elif end.status:  # else the workers have left it
+            how = process.render_status(end.status)
+            log = Path(self._job.log_dir, MINDSPORE_LOG)
+            self._handle(TreeLost(f"MindSpore's scheduler {how}; log: {log}", ExitCode.NODE_LOST))
 
     def _on_worker_end(self, end: orders.Exited) -> None:
         if end.generation != self._state.generation or end.rank is None:

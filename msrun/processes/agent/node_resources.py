@@ -14,6 +14,7 @@ from msrun.cluster.wire.messages import Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.mindspore import MindSporePort
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name
 from msrun.processes.agent.terminal import is_foreground
@@ -95,6 +96,7 @@ class NodeResources:
         if not job.is_alone:
             self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
         self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
+        self.mindspore = MindSporePort(job)
         self._dir = place.directory
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
@@ -231,7 +233,7 @@ class NodeResources:
             first_rank=start.first_rank,
             world_size=start.world_size,
             store=(LOOPBACK, str(self._store_sockets[0].getsockname()[1])),
-            scheduler=self.scheduler_address,
+            scheduler=self.mindspore.seen_by_workers,
             run_dir=str(self._dir),
             rank0_address=start.store_host,
             first_local_rank=start.first_local_rank,
@@ -241,6 +243,8 @@ class NodeResources:
         self.let_live(generation, until)
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
+        if order := self.mindspore.order(generation, start):
+            self.tree.forkserver.send(order)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         return [self._order_worker(generation, plan, until, output) for plan in plans]
 
@@ -268,6 +272,7 @@ class NodeResources:
             leg=None if self._job.is_alone else self._store_leg(generation, start),
             insecure=self._job.insecure,
             lazy=self._job.program.kind is ProgramKind.COMMAND,
+            mindspore=self.mindspore.told_by(start),
         )
         self.tree.forkserver.send(order)
 
@@ -305,6 +310,7 @@ class NodeResources:
             # A job in the background must not take the keys that the shell is to get.
             keep_stdin=plan.rank == 0 and (not os.isatty(0) or is_foreground()),
             until=until,
+            asks_for_mindspore=self.mindspore.asks_store,
         )
         worker = RunningWorker(
             plan=plan,
@@ -349,6 +355,7 @@ class NodeResources:
             self.scheduler.close()
         for sock in self._store_sockets:
             sock.close()
+        self.mindspore.close()
         self._place.release()
         return stuck
 
@@ -367,6 +374,7 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -
         run_dir=directory,
         cgroup=cgroup,
         threads=threads,
+        framework=job.framework.value,
     )
 
 
