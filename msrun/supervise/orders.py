@@ -65,6 +65,10 @@ class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
     at: float
 
 
+class Ping(Order, frozen=True, tag=True, kw_only=True):
+    """Answer with `Pong`: the agent asks whether the process still does its work."""
+
+
 class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     """Start one rank.
 
@@ -153,6 +157,16 @@ class Swept(Order, frozen=True, tag=True, kw_only=True):
     stuck: list[str] = []
 
 
+class Pong(Order, frozen=True, tag=True, kw_only=True):
+    """The answer to `Ping`."""
+
+
+class ForkserverStarted(Order, frozen=True, tag=True, kw_only=True):
+    """The reaper has forked the forkserver, process `pid`."""
+
+    pid: int
+
+
 class ForkserverExited(Order, frozen=True, tag=True, kw_only=True):
     """The forkserver ended, which it never does by itself; `status` as of `waitpid`."""
 
@@ -204,7 +218,7 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
     reason: str = ""
 
 
-ReaperOrder = Configure | LiveUntil | Sweep
-ReaperReport = Swept | ForkserverExited
-ForkserverOrder = SpawnWorker | SpawnStore | SignalWorkers
-ForkserverReport = Ready | Spawned | Exited
+ReaperOrder = Configure | LiveUntil | Sweep | Ping
+ReaperReport = Swept | ForkserverStarted | ForkserverExited | Pong
+ForkserverOrder = SpawnWorker | SpawnStore | SignalWorkers | Ping
+ForkserverReport = Ready | Spawned | Exited | Pong

@@ -43,6 +43,7 @@ from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restartin
 from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
@@ -114,7 +115,9 @@ class Agent:
         self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
         loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
         own.hear_signals()
-        first_process.reap_orphans(loop, lambda: self._node.pids)
+        # What is below the reaper comes to this process if the reaper is killed.
+        process.become_subreaper()
+        first_process.reap_orphans(loop, lambda: self._node.pids, is_subreaper=True)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
         self._output = NodeOutput(plan.job, loop)
@@ -132,12 +135,8 @@ class Agent:
         for note in own.notes:
             self._console.say(f"msrun: {note}")
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
-        self._scheduler = SchedulerWatch(
-            self._node, loop, self._console, tell=self._handle, greet=self._greet
-        )
-        self._control = NodeControl(
-            self._job, self._node, loop, self._console, send=self._tell_scheduler
-        )
+        self._open_watches()
+        self._stuck: list[str] = []
         self._uplink = Uplink(
             job_id=self._job.job_id,
             node_id=self._node.node_id,
@@ -154,6 +153,21 @@ class Agent:
             join_timeout=self._job.join_timeout,
             lease=self._node.lease,
             scheduler=self._node.scheduler_name,
+        )
+
+    def _open_watches(self) -> None:
+        self._scheduler = SchedulerWatch(
+            self._node, self._loop, self._console, tell=self._handle, greet=self._greet
+        )
+        self._control = NodeControl(
+            self._job, self._node, self._loop, self._console, send=self._tell_scheduler
+        )
+        self._helpers = HelperWatch(
+            self._node,
+            self._loop,
+            self._console,
+            ask_scheduler=self._greet,
+            workers=lambda: {worker.pid for worker in self._workers.values() if worker.pid},
         )
 
     def _register(self) -> Register:
@@ -185,7 +199,7 @@ class Agent:
                     )
                 raise
             finally:
-                stuck = self._node.close()
+                stuck = [*self._stuck, *self._node.close()]
                 self._output.copy()
                 self._filters.copy(final=True)
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
@@ -213,6 +227,7 @@ class Agent:
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
         self._scheduler.start()
+        self._helpers.start()
         process.raise_priority(before_all=True)
         self._perform(self._state.begin())
 
@@ -224,6 +239,7 @@ class Agent:
             self._uplink.deadline(),
             self._scheduler.deadline(),
             self._control.deadline(),
+            self._helpers.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -236,6 +252,7 @@ class Agent:
             self._console.show(self._status())
         self._scheduler.tick()
         self._control.tick()
+        self._helpers.tick()
         self._keep_time()
         self._handle(Tick())
 
@@ -270,6 +287,8 @@ class Agent:
             reason = f"{self._node.scheduler_name}: {error.message}: {error.hint}"
             self._handle(SchedulerLost(reason, code=error.exit_code))
             return
+        if envelopes:
+            self._helpers.heard(SCHEDULER)
         for envelope in envelopes:
             until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
@@ -294,17 +313,24 @@ class Agent:
             reports = tree.reaper.receive()
         except ChannelClosed:
             self._loop.forget(tree.reaper.fileno())
-            self._node.kill_by_force()
-            self._handle(TreeLost(f"the reaper (pid {tree.pid}) ended", ExitCode.NODE_LOST))
+            self._helpers.forkserver_ended()
+            self._stuck += self._node.kill_by_force()
+            how = self._helpers.given_up.get(REAPER, f"the reaper (pid {tree.pid}) ended")
+            self._handle(TreeLost(how, ExitCode.NODE_LOST))
             return
+        self._helpers.heard(REAPER)
         for report in reports:
             match report:
                 case orders.Swept(generation=generation, stuck=stuck):
                     self._handle(GenerationSwept(generation, tuple(stuck)))
+                case orders.ForkserverStarted(pid=pid):
+                    self._helpers.forkserver_started(pid)
                 case orders.ForkserverExited(status=status):
-                    how = process.render_status(status)
+                    self._helpers.forkserver_ended()
                     when = "" if self._has_imported else " during its imports"
-                    self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
+                    how = f"the forkserver {process.render_status(status)}{when}"
+                    how = self._helpers.given_up.get(FORKSERVER, how)
+                    self._handle(TreeLost(how, ExitCode.NODE_LOST))
 
     def _on_forkserver(self) -> None:
         self._keep_time()
@@ -315,6 +341,7 @@ class Agent:
             # Its parent, the reaper, reports how it ended.
             self._loop.forget(forkserver.fileno())
             return
+        self._helpers.heard(FORKSERVER)
         for report in reports:
             match report:
                 case orders.Ready():
@@ -370,6 +397,7 @@ class Agent:
         self._perform(self._state.handle(event, now=self._loop.now()))
 
     def _perform(self, actions: list[Action]) -> None:
+        self._helpers.wake_for(actions)
         for action in actions:
             match action:
                 case Join(register=register):

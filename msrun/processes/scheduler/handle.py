@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ from msrun.supervise import logs, process
 from msrun.supervise.channel import dump
 from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
+
+# Seconds that a killed process may take to end.
+_KILLED_SECONDS = 5.0
 
 
 class SchedulerProcess:
@@ -72,6 +76,14 @@ class SchedulerProcess:
         """Its pid."""
         return self._process.pid
 
+    def wake(self) -> None:
+        """Let it go on, should somebody have stopped it."""
+        process.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it; `pidfd` says when it has ended."""
+        self._process.kill()
+
     def pass_on(self, signum: int) -> None:
         """Pass a signal on to a scheduler that is `alone`."""
         with contextlib.suppress(BrokenPipeError):
@@ -101,10 +113,12 @@ class SchedulerProcess:
     def end(self, timeout: float) -> None:
         """Let it end and wait for that; kill it after `timeout` seconds."""
         self._lifeline.close()
+        self.wake()
         if not wait_readable(self.pidfd, timeout):
             self._process.kill()
-        with process.patiently():
-            self._process.wait()
+        # The kernel may keep one that waits for a disk: then it is left behind.
+        with process.patiently(), contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_SECONDS)
         self.close()
 
     def close(self) -> None:
