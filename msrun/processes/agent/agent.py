@@ -99,7 +99,7 @@ class Agent:
         when_running: Called when all workers run for the first time.
     """
 
-    _verdict: Verdict
+    _verdict: Verdict | None = None
 
     def __init__(self, own: Place, loop: Loop, when_running: Callable[[], None]) -> None:
         plan = self._plan = own.plan
@@ -185,35 +185,52 @@ class Agent:
 
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
+        try:
+            return self._run()
+        except Exception as caught:  # noqa: BLE001 - it is raised again, in words
+            error = ending.in_words(caught)
+            # A refusal of the start is said, and nothing has run that a verdict could be of.
+            if not isinstance(error, MsrunError) or self._workers:
+                self._record(error)
+            raise error from error.__cause__
+
+    def _record(self, error: Exception) -> None:
+        """Leave a verdict with the cause known so far; by now our files are closed."""
+        root = self._state.root()
+        known = root.sentence() if root else self._known
+        if self._verdict:
+            known = self._verdict.reason or "all ranks exited with code 0"
+        job, generation = self._job, self._state.generation
+        ending.record(error, known, job.job_id, job.log_dir, generation=generation, root=root)
+
+    def _run(self) -> Verdict:
         stuck: list[str] = []
         with terminal.modes_kept(), self._console:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
-            except Exception as error:
-                # A refusal of the start is said, and nothing has run that a verdict could be of.
-                if not isinstance(error, MsrunError) or self._workers:
-                    job, generation = self._job, self._state.generation
-                    ending.record(
-                        error, self._known, job.job_id, job.log_dir, generation=generation
-                    )
-                raise
             finally:
                 stuck = [*self._stuck, *self._node.close()]
                 self._output.copy()
                 self._filters.copy(final=True)
-            stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
+            decided = self._decided()
+            stopped = decided.code > ExitCode.DO_NOT_REQUEUE and decided.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
         verdict = msgspec.structs.replace(
-            self._verdict,
-            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
+            decided,
+            stuck=list(dict.fromkeys([*decided.stuck, *stuck])),
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at
         workers = self._job.workers_per_node
         ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
         return verdict
+
+    def _decided(self) -> Verdict:
+        if self._verdict is None:
+            raise RuntimeError("the loop ended without a verdict")
+        return self._verdict
 
     def _start(self) -> None:
         self._filters.open()

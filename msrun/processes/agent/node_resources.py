@@ -239,7 +239,11 @@ class NodeResources:
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan, until, output) for plan in plans]
+        try:
+            return [self._order_worker(generation, plan, until, output) for plan in plans]
+        except OSError as error:
+            msg = f"generation {generation} cannot be started: {error.filename}: {error.strerror}"
+            raise MsrunError(msg, hint="see `ulimit -n` and free space") from error
 
     def _make_generation_dir(self, generation: int) -> None:
         """Make the private directory of a generation, and that of the job if it was removed.
