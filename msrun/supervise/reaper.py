@@ -36,7 +36,10 @@ from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import (
     Configure,
     ForkserverExited,
+    ForkserverStarted,
     LiveUntil,
+    Ping,
+    Pong,
     ReaperOrder,
     Sweep,
     Swept,
@@ -159,6 +162,8 @@ class Reaper:
                 self._lease = None
                 stuck = self._kill_generation(generation)
                 self.channel.send(Swept(generation=generation, stuck=stuck))
+            case Ping():
+                self.channel.send(Pong())
 
     def _fence(self) -> None:
         """Kill the workers: the scheduler may take this node for lost by now."""
@@ -207,7 +212,7 @@ class Reaper:
             if waited > SWEEP_TIMEOUT or (alive and self._stuck.issuperset(alive)):
                 self._stuck.update(alive)
                 shared_memory.remove(self._killed.difference(alive))
-                return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
+                return [process.describe(pid) for pid in alive]
             self._wait(pause)
             pause = min(pause * 2, _PAUSE_MAX)
 
@@ -294,6 +299,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         sockets = tuple(listen_fds)
         return partial(forkserver_main, configure, forkserver_socket, sockets, inherited)
     forkserver_socket.close()
+    channel.send(ForkserverStarted(pid=pid))
     # The store's sockets stay open: as long as they take connections, peers know that processes of
     # this node may live.
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())

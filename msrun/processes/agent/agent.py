@@ -45,6 +45,7 @@ from msrun.errors import ExitCode, MsrunError, VersionError, signal_name
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.event_log import EventLog
+from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.mindspore import LOG_FILE as MINDSPORE_LOG
 from msrun.processes.agent.node_control import NodeControl
@@ -102,7 +103,7 @@ class Agent:
         when_running: Called when all workers run for the first time.
     """
 
-    _verdict: Verdict
+    _verdict: Verdict | None = None
 
     def __init__(self, own: Place, loop: Loop, when_running: Callable[[], None]) -> None:
         plan = self._plan = own.plan
@@ -118,7 +119,9 @@ class Agent:
         self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
         loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
         own.hear_signals()
-        first_process.reap_orphans(loop, lambda: self._node.pids)
+        # What is below the reaper comes to this process if the reaper is killed.
+        process.become_subreaper()
+        first_process.reap_orphans(loop, lambda: self._node.pids, is_subreaper=True)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
         self._output = NodeOutput(plan.job, loop)
@@ -141,12 +144,8 @@ class Agent:
         for note in own.notes:
             self._console.say(f"msrun: {note}")
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
-        self._scheduler = SchedulerWatch(
-            self._node, loop, self._console, tell=self._handle, greet=self._greet
-        )
-        self._control = NodeControl(
-            self._job, self._node, loop, self._console, send=self._tell_scheduler
-        )
+        self._open_watches()
+        self._stuck: list[str] = []
         self._uplink = Uplink(
             job_id=self._job.job_id,
             node_id=self._node.node_id,
@@ -165,6 +164,21 @@ class Agent:
             scheduler=self._node.scheduler_name,
         )
 
+    def _open_watches(self) -> None:
+        self._scheduler = SchedulerWatch(
+            self._node, self._loop, self._console, tell=self._handle, greet=self._greet
+        )
+        self._control = NodeControl(
+            self._job, self._node, self._loop, self._console, send=self._tell_scheduler
+        )
+        self._helpers = HelperWatch(
+            self._node,
+            self._loop,
+            self._console,
+            ask_scheduler=self._greet,
+            workers=lambda: {worker.pid for worker in self._workers.values() if worker.pid},
+        )
+
     def _register(self) -> Register:
         return Register(
             host=self._plan.machine.host,
@@ -180,31 +194,43 @@ class Agent:
 
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
+        try:
+            return self._run()
+        except Exception as caught:  # noqa: BLE001 - it is raised again, in words
+            error = ending.in_words(caught)
+            # A refusal of the start is said, and nothing has run that a verdict could be of.
+            if not isinstance(error, MsrunError) or self._workers:
+                self._record(error)
+            raise error from error.__cause__
+
+    def _record(self, error: Exception) -> None:
+        """Leave a verdict with the cause known so far; by now our files are closed."""
+        root = self._state.root()
+        known = root.sentence() if root else self._known
+        if self._verdict:
+            known = self._verdict.reason or "all ranks exited with code 0"
+        job, generation = self._job, self._state.generation
+        ending.record(error, known, job.job_id, job.log_dir, generation=generation, root=root)
+
+    def _run(self) -> Verdict:
         stuck: list[str] = []
         with terminal.modes_kept(), self._console:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
-            except Exception as error:
-                # A refusal of the start is said, and nothing has run that a verdict could be of.
-                if not isinstance(error, MsrunError) or self._workers:
-                    job, generation = self._job, self._state.generation
-                    ending.record(
-                        error, self._known, job.job_id, job.log_dir, generation=generation
-                    )
-                raise
             finally:
-                stuck = self._node.close()
+                stuck = [*self._stuck, *self._node.close()]
                 if self._timers:
                     self._timers.close()
                 self._output.copy()
                 self._filters.copy(final=True)
-            stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
+            decided = self._decided()
+            stopped = decided.code > ExitCode.DO_NOT_REQUEUE and decided.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
         verdict = msgspec.structs.replace(
-            self._verdict,
-            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
+            decided,
+            stuck=list(dict.fromkeys([*decided.stuck, *stuck])),
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at
@@ -212,6 +238,11 @@ class Agent:
         workers = self._job.workers_per_node
         ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
         return verdict
+
+    def _decided(self) -> Verdict:
+        if self._verdict is None:
+            raise RuntimeError("the loop ended without a verdict")
+        return self._verdict
 
     def _start(self) -> None:
         self._filters.open()
@@ -227,6 +258,7 @@ class Agent:
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
         self._scheduler.start()
+        self._helpers.start()
         process.raise_priority(before_all=True)
         self._perform(self._state.begin())
 
@@ -239,6 +271,7 @@ class Agent:
             self._scheduler.deadline(),
             self._control.deadline(),
             self._timers.deadline() if self._timers else None,
+            self._helpers.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -253,6 +286,7 @@ class Agent:
         self._control.tick()
         if self._timers:
             self._timers.tick()
+        self._helpers.tick()
         self._keep_time()
         self._handle(Tick())
 
@@ -293,6 +327,8 @@ class Agent:
             reason = f"{self._node.scheduler_name}: {error.message}: {error.hint}"
             self._handle(SchedulerLost(reason, code=error.exit_code))
             return
+        if envelopes:
+            self._helpers.heard(SCHEDULER)
         for envelope in envelopes:
             until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
@@ -317,17 +353,24 @@ class Agent:
             reports = tree.reaper.receive()
         except ChannelClosed:
             self._loop.forget(tree.reaper.fileno())
-            self._node.kill_by_force()
-            self._handle(TreeLost(f"the reaper (pid {tree.pid}) ended", ExitCode.NODE_LOST))
+            self._helpers.forkserver_ended()
+            self._stuck += self._node.kill_by_force()
+            how = self._helpers.given_up.get(REAPER, f"the reaper (pid {tree.pid}) ended")
+            self._handle(TreeLost(how, ExitCode.NODE_LOST))
             return
+        self._helpers.heard(REAPER)
         for report in reports:
             match report:
                 case orders.Swept(generation=generation, stuck=stuck):
                     self._handle(GenerationSwept(generation, tuple(stuck)))
+                case orders.ForkserverStarted(pid=pid):
+                    self._helpers.forkserver_started(pid)
                 case orders.ForkserverExited(status=status):
-                    how = process.render_status(status)
+                    self._helpers.forkserver_ended()
                     when = "" if self._has_imported else " during its imports"
-                    self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
+                    how = f"the forkserver {process.render_status(status)}{when}"
+                    how = self._helpers.given_up.get(FORKSERVER, how)
+                    self._handle(TreeLost(how, ExitCode.NODE_LOST))
 
     def _on_forkserver(self) -> None:
         self._keep_time()
@@ -338,6 +381,7 @@ class Agent:
             # Its parent, the reaper, reports how it ended.
             self._loop.forget(forkserver.fileno())
             return
+        self._helpers.heard(FORKSERVER)
         for report in reports:
             match report:
                 case orders.Ready():
@@ -408,6 +452,7 @@ class Agent:
         self._perform(self._state.handle(event, now=self._loop.now()))
 
     def _perform(self, actions: list[Action]) -> None:
+        self._helpers.wake_for(actions)
         for action in actions:
             match action:
                 case Join(register=register):

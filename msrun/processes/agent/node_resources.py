@@ -22,7 +22,7 @@ from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
 from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
-from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise import affinity, containment, node_plan, process
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import LOOPBACK, Placement
@@ -246,7 +246,11 @@ class NodeResources:
         if order := self.mindspore.order(generation, start):
             self.tree.forkserver.send(order)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan, until, output) for plan in plans]
+        try:
+            return [self._order_worker(generation, plan, until, output) for plan in plans]
+        except OSError as error:
+            msg = f"generation {generation} cannot be started: {error.filename}: {error.strerror}"
+            raise MsrunError(msg, hint="see `ulimit -n` and free space") from error
 
     def _make_generation_dir(self, generation: int) -> None:
         """Make the private directory of a generation, and that of the job if it was removed.
@@ -336,9 +340,16 @@ class NodeResources:
         """Have Python workers write where they are, each into its `stack_file`."""
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
 
-    def kill_by_force(self) -> None:
-        """Kill the rest of the tree after its reaper has ended."""
-        self.tree.kill_by_force(run_dir.cookie(self._dir))
+    def kill_by_force(self) -> list[str]:
+        """Kill the rest of the tree after its reaper has ended; return the processes that stay.
+
+        What the reaper had adopted is ours now, in whatever session and environment it runs.
+        """
+        return self.tree.kill_by_force(run_dir.cookie(self._dir), self._adopted)
+
+    def _adopted(self) -> list[int]:
+        own = self.pids
+        return [pid for pid in process.descendants(os.getpid()) if pid not in own]
 
     def close(self) -> list[str]:
         """End all processes and remove their files; return those that could not be killed."""
@@ -348,7 +359,7 @@ class NodeResources:
             timeout = SCHEDULER_SECONDS if is_alone else FAREWELL_SECONDS
             self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
-            stuck = self.tree.end(TREE_SECONDS)
+            stuck = self.tree.end(TREE_SECONDS, run_dir.cookie(self._dir), self._adopted)
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
         self._context.destroy(linger=0)
         if self.scheduler:
