@@ -44,6 +44,7 @@ from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.processes import ending, first_process
 from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.line_filter import LineFilters
+from msrun.processes.agent.log_limit import LogLimit
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
@@ -117,7 +118,8 @@ class Agent:
         first_process.reap_orphans(loop, lambda: self._node.pids)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
-        self._output = NodeOutput(plan.job, loop)
+        self._limit = LogLimit(plan.job.log_limit)
+        self._output = NodeOutput(plan.job, loop, self._limit.gap)
         tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._output.show_with(self._console.pump)
@@ -125,7 +127,7 @@ class Agent:
         if terminal.is_foreground():
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
-        self._filters = LineFilters(plan.job, node)
+        self._filters = LineFilters(plan.job, node, self._limit.gap)
         is_watching = tails or self._console.is_live or plan.job.filters
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
@@ -135,8 +137,9 @@ class Agent:
         self._scheduler = SchedulerWatch(
             self._node, loop, self._console, tell=self._handle, greet=self._greet
         )
+        send, gap_of = self._tell_scheduler, self._limit.gap
         self._control = NodeControl(
-            self._job, self._node, loop, self._console, send=self._tell_scheduler
+            self._job, self._node, loop, self._console, send=send, gap_of=gap_of
         )
         self._uplink = Uplink(
             job_id=self._job.job_id,
@@ -191,6 +194,7 @@ class Agent:
             stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
+            self._limit.close_up()
         verdict = msgspec.structs.replace(
             self._verdict,
             stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
@@ -202,7 +206,9 @@ class Agent:
         return verdict
 
     def _start(self) -> None:
+        self._limit.check(self._job.log_dir)
         self._filters.open()
+        self._limit.follow("the copy of lines", self._filters.paths, now=self._began_at)
         self._node.open()
         job = self._job
         self._console.say(
@@ -224,6 +230,7 @@ class Agent:
             self._uplink.deadline(),
             self._scheduler.deadline(),
             self._control.deadline(),
+            self._limit.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -236,6 +243,8 @@ class Agent:
             self._console.show(self._status())
         self._scheduler.tick()
         self._control.tick()
+        for warning in self._limit.tick(now=self._loop.now()):
+            self._console.say(warning)
         self._keep_time()
         self._handle(Tick())
 
@@ -410,6 +419,8 @@ class Agent:
             )
         }
         self._filters.follow((w.plan, action.generation) for w in self._workers.values())
+        for rank, worker in self._workers.items():
+            self._limit.follow(f"rank {rank}", worker.plan.logs, now=self._loop.now())
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             workers = self._workers.values()
