@@ -65,15 +65,27 @@ def claim(path: str) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     descriptor = _open_regular(path, flags)
     try:
+        _lock(descriptor)
+        if not _is_private(os.fstat(descriptor)):
+            os.unlink(path)  # noqa: PTH108 - of this file all paths are text
+            os.close(descriptor)
+            descriptor = _open_regular(path, flags | os.O_EXCL)
+            _lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
         raise
     except OSError:
         # Some network file systems have no locks; the name of the directory must do.
-        pass
-    os.ftruncate(descriptor, 0)
-    return descriptor
+        return
 
 
 def create(path: str) -> int:
@@ -82,8 +94,33 @@ def create(path: str) -> int:
     Raises:
         OSError: It cannot be made.
     """
+    _forget_others(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
     return _open_regular(path, flags)
+
+
+def create_or_reopen(path: str) -> int:
+    """Open a log of ours to go on with it; make it where there is none.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    _forget_others(path)
+    return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+
+
+def _forget_others(path: str) -> None:
+    """Remove a file that others may read or write, or have a name for, from where a log goes."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(status.st_mode) and not _is_private(status):
+        os.unlink(path)  # noqa: PTH108 - of this file all paths are text
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink <= 1
 
 
 def reopen(path: str) -> int:

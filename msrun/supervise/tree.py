@@ -14,6 +14,7 @@ from msrun import entry
 from msrun.supervise import containment, process
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
+from msrun.supervise.reaper import DEAF_TO
 
 _STRAYS_SECONDS = 1.0
 _STRAYS_LISTS = 10
@@ -45,14 +46,15 @@ class ProcessTree:
         descriptors = [reaper_there.fileno(), forkserver_there.fileno(), lock]
         descriptors += [sock.fileno() for sock in listen]
         self._cgroup = configure.cgroup
-        self._process = subprocess.Popen(
-            python_command("msrun.processes.node:main", *map(str, descriptors)),
-            pass_fds=descriptors,
-            start_new_session=True,
-            env=dict(env),
-            stderr=stderr,
-            preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
-        )
+        with process.signals_held(DEAF_TO):
+            self._process = subprocess.Popen(
+                python_command("msrun.processes.node:main", *map(str, descriptors)),
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=dict(env),
+                stderr=stderr,
+                preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
+            )
         reaper_there.close()
         forkserver_there.close()
         self.reaper: Channel[ReaperReport] = Channel(reaper_here, ReaperReport)

@@ -154,6 +154,7 @@ class FakeWorld:
     own: tuple[str, ...] = ("10.0.0.1", "fd00::1")
     terminal: bool = False
     cards: list[Card] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
@@ -207,6 +208,10 @@ class FakeWorld:
 
     def jobs(self):
         return self.cards
+
+    def clean(self):
+        left, self.left = self.left, []
+        return left
 
     def has_node(self, job):
         return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)

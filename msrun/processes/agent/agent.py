@@ -132,7 +132,7 @@ class Agent:
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
         for note in own.notes:
-            self._console.say(f"msrun: {note}")
+            self._console.say(note)
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
         self._scheduler = SchedulerWatch(
             self._node, loop, self._console, tell=self._handle, greet=self._greet
