@@ -562,6 +562,14 @@ def config_dir() -> Path | None:
         return None
 
 
+def cache_dir() -> Path | None:
+    """Return where this user's programs keep what they can make again; None without a home."""
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return None
+
+
 def error_file() -> str | None:
     """Return where this worker is to leave its exception."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -158,6 +158,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         cwd: Working directory of every worker.
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
+        log_limit: Bytes of all log files of a worker together; None sets no limit.
         tail: Ranks shown on the console; None shows rank 0 at a terminal, no rank in a pipe, and
             in both the worker of a process that was started by hand.
         tail_local: Local ranks that may appear on the console; None sets no limit.
@@ -217,6 +218,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     framework: Framework = Framework.AUTO
     worker_log_name: str = "worker_{rank}"
+    log_limit: int | None = None
     tail: frozenset[int] | None = None
     tail_local: frozenset[int] | None = None
     tee: dict[int, int] = msgspec.field(default_factory=dict)

@@ -65,6 +65,9 @@ class System(Protocol):
     def jobs(self) -> list[Card]:
         """Return this user's jobs on this machine, one for each launcher."""
 
+    def clean(self) -> list[str]:
+        """Remove what killed launchers of this user have left; return the names of their jobs."""
+
     def has_node(self, job: JobSpec) -> bool:
         """Tell whether another launcher of `job` runs on this machine."""
 
@@ -184,6 +187,12 @@ class RealSystem:
         from msrun.processes import control_file
 
         return control_file.jobs()
+
+    def clean(self) -> list[str]:
+        """Remove private directories whose lock nobody holds."""
+        from msrun.processes import run_dir
+
+        return run_dir.clean()
 
     def has_node(self, job: JobSpec) -> bool:
         """Look into the private directories."""

@@ -12,6 +12,7 @@ import msgspec
 from msrun.cluster.verdict import RankExit, Verdict, render, render_seconds
 from msrun.errors import ExitCode, MsrunError
 from msrun.processes.console import Console
+from msrun.supervise import logs
 
 VERDICT_FILE = "verdict.json"
 _BYTES_MAX = 1 << 20
@@ -89,7 +90,7 @@ def in_words(error: Exception) -> Exception:
 def read(log_dir: str, job_id: str) -> Verdict | None:
     """Return the result that a launcher of that job has written; None when it has not, yet."""
     try:
-        with Path(log_dir, VERDICT_FILE).open("rb") as file:
+        with logs.open_to_read(str(Path(log_dir, VERDICT_FILE))) as file:
             verdict = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
     except (OSError, msgspec.MsgspecError):
         return None
@@ -99,9 +100,8 @@ def read(log_dir: str, job_id: str) -> Verdict | None:
 def _write(verdict: Verdict, path: Path) -> None:
     """Replace `path` in one step, so that a reader never sees half of it."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+        with os.fdopen(logs.create(str(draft)), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n")
         draft.replace(path)
     except OSError:

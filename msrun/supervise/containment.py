@@ -23,9 +23,14 @@ def describe(cgroup: str | None) -> str:
 
 
 def create(parent: str, name: str) -> str | None:
-    """Make the directory of a job below `parent`; None when the kernel refuses."""
+    """Make the directory of a job below `parent`; None when the kernel refuses.
+
+    One without processes that an earlier job of that name has left is removed first.
+    """
     directory = Path(parent, name)
     try:
+        if directory.exists():
+            remove(str(directory))
         directory.mkdir()
     except OSError:
         return None

@@ -57,6 +57,19 @@ def open_standard_streams() -> None:
     os.close(descriptor)
 
 
+@contextlib.contextmanager
+def signals_held(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Hold `signals` back, also from what is started meanwhile, which begins with them blocked.
+
+    So a process of ours that is to ignore a signal does not die of it before it can say so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def raise_priority(*, before_all: bool = False) -> None:
     """Give this process more of a busy CPU, where the user may have that: as root.
 

@@ -52,7 +52,7 @@ SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.5
 _PAUSE_MAX = 0.01
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-_DEAF_TO = (
+DEAF_TO = (
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -72,7 +72,10 @@ def ignore_signals() -> dict[signal.Signals, SignalHandler]:
     Returns:
         The handler of each signal before, which a worker must get back.
     """
-    return {signum: signal.signal(signum, signal.SIG_IGN) for signum in _DEAF_TO}
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in DEAF_TO}
+    # Our parent held them back until now; those that came meanwhile are ignored, too.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+    return handlers
 
 
 def wake_on_child() -> int:

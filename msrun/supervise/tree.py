@@ -17,6 +17,7 @@ from msrun import entry
 from msrun.supervise import containment, process
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
+from msrun.supervise.reaper import DEAF_TO
 
 _STRAYS_SECONDS = 1.0
 # As the kernel's `timeval`: seconds, microseconds.
@@ -51,14 +52,15 @@ class ProcessTree:
         self._configure = configure
         self.is_silent = False
         """Whether the reaper did not answer, so that its processes were ended without it."""
-        self._process = subprocess.Popen(
-            python_command("msrun.processes.node:main", *map(str, descriptors)),
-            pass_fds=descriptors,
-            start_new_session=True,
-            env=dict(env),
-            stderr=stderr,
-            preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
-        )
+        with process.signals_held(DEAF_TO):
+            self._process = subprocess.Popen(
+                python_command("msrun.processes.node:main", *map(str, descriptors)),
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=dict(env),
+                stderr=stderr,
+                preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
+            )
         reaper_there.close()
         forkserver_there.close()
         for sock in (reaper_here, forkserver_here):

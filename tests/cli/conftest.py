@@ -158,6 +158,7 @@ class FakeWorld:
         default_factory=lambda: {"auto": 0, "cuda": 0, "npu": 0, "xpu": 0}
     )
     cards: list[Card] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
@@ -217,6 +218,10 @@ class FakeWorld:
 
     def jobs(self):
         return self.cards
+
+    def clean(self):
+        left, self.left = self.left, []
+        return left
 
     def has_node(self, job):
         return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)

@@ -50,6 +50,7 @@ TEXTS = {
     "log-dir": "logs",
     "emit-rank-table": "out.json",
     "worker-log-name": "w{rank}",
+    "log-limit": "1GiB",
     "tail": "0",
     "tee": "3",
     "duplicate-stdout-filters": "loss,acc",

@@ -5,6 +5,8 @@ which of them other options or the machine decide as well.  `peers` has the opti
 torchrun or MindSpore need, accepted with a note or refused.
 """
 
+# tidy: long file, the table of all options is read in one place.
+
 from __future__ import annotations
 
 from msrun.cli.options import parsers
@@ -385,6 +387,15 @@ WORKER_LOG_NAME = Option(
     field="worker_log_name",
     default_text="worker_{rank}",
     unset=frozenset({""}),
+)
+LOG_LIMIT: Option[int | None] = Option(
+    name="log-limit",
+    group=OptionGroup.LOGS,
+    metavar="SIZE|off",
+    help="Bytes of the logs of a rank, such as 1GiB; the beginning and the newest lines stay.",
+    parse=parsers.log_limit,
+    field="log_limit",
+    default_text="off",
 )
 TAIL = Option(
     name="tail",

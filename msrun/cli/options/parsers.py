@@ -11,7 +11,7 @@ from enum import Enum
 
 from msrun.errors import UsageError
 from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, Framework, StartMethod
-from msrun.units import PORT_MAX, parse_duration, quoted
+from msrun.units import PORT_MAX, parse_duration, parse_size, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
 _TRUE = ("true", "1", "yes", "on")
@@ -23,6 +23,8 @@ _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
 _DEVICE = re.compile(r"[a-z][a-z_]{1,31}")
 _RUN_ID_MAX = 256
+# The last lines of a log, which reports show, must always be in one piece.
+_LOG_LIMIT_MIN = 1 << 20
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 # These end a job always, `MORE_SIGNALS` only where they are asked to.
@@ -202,6 +204,16 @@ def idle_timeout(value: str) -> float:
     if seconds < 1:
         raise UsageError(f"{quoted(value)} is too short (choose off, or 1s or more)")
     return seconds
+
+
+def log_limit(value: str) -> int | None:
+    """Return a size of at least a mebibyte, None for `off`."""
+    if value.lower() == "off":
+        return None
+    size = parse_size(value)
+    if size < _LOG_LIMIT_MIN:
+        raise UsageError(f"{quoted(value)} is too small (choose off, or 1MiB or more)")
+    return size
 
 
 def patience(value: str) -> float:

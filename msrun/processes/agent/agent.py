@@ -47,6 +47,7 @@ from msrun.processes.agent import background, place, terminal, worker_end
 from msrun.processes.agent.event_log import EventLog
 from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
+from msrun.processes.agent.log_limit import LogLimit
 from msrun.processes.agent.mindspore import LOG_FILE as MINDSPORE_LOG
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
@@ -124,7 +125,8 @@ class Agent:
         first_process.reap_orphans(loop, lambda: self._node.pids, is_subreaper=True)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
-        self._output = NodeOutput(plan.job, loop)
+        self._limit = LogLimit(plan.job.log_limit)
+        self._output = NodeOutput(plan.job, loop, self._limit.gap)
         tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._output.show_with(self._console.pump)
@@ -132,7 +134,7 @@ class Agent:
         if terminal.is_foreground():
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
-        self._filters = LineFilters(plan.job, node)
+        self._filters = LineFilters(plan.job, node, self._limit.gap)
         self._timers: TimerServer | None = None
         tells_events = plan.job.event_log == "console"
         self._events = EventLog(
@@ -142,7 +144,7 @@ class Agent:
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
         for note in own.notes:
-            self._console.say(f"msrun: {note}")
+            self._console.say(note)
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
         self._open_watches()
         self._stuck: list[str] = []
@@ -168,8 +170,9 @@ class Agent:
         self._scheduler = SchedulerWatch(
             self._node, self._loop, self._console, tell=self._handle, greet=self._greet
         )
+        send, gap_of = self._tell_scheduler, self._limit.gap
         self._control = NodeControl(
-            self._job, self._node, self._loop, self._console, send=self._tell_scheduler
+            self._job, self._node, self._loop, self._console, send=send, gap_of=gap_of
         )
         self._helpers = HelperWatch(
             self._node,
@@ -228,6 +231,7 @@ class Agent:
             stopped = decided.code > ExitCode.DO_NOT_REQUEUE and decided.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
+            self._limit.close_up()
         verdict = msgspec.structs.replace(
             decided,
             stuck=list(dict.fromkeys([*decided.stuck, *stuck])),
@@ -245,7 +249,9 @@ class Agent:
         return self._verdict
 
     def _start(self) -> None:
+        self._limit.check(self._job.log_dir)
         self._filters.open()
+        self._limit.follow("the copy of lines", self._filters.paths, now=self._began_at)
         if self._node.timer_file:
             self._timers = TimerServer(self._node.timer_file, self._loop, self._on_expired)
         self._node.open()
@@ -272,6 +278,7 @@ class Agent:
             self._control.deadline(),
             self._timers.deadline() if self._timers else None,
             self._helpers.deadline(),
+            self._limit.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -287,6 +294,8 @@ class Agent:
         if self._timers:
             self._timers.tick()
         self._helpers.tick()
+        for warning in self._limit.tick(now=self._loop.now()):
+            self._console.say(warning)
         self._keep_time()
         self._handle(Tick())
 
@@ -493,6 +502,8 @@ class Agent:
             )
         }
         self._filters.follow((w.plan, action.generation) for w in self._workers.values())
+        for rank, worker in self._workers.items():
+            self._limit.follow(f"rank {rank}", worker.plan.logs, now=self._loop.now())
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             workers = self._workers.values()

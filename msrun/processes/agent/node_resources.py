@@ -34,7 +34,7 @@ from msrun.supervise.orders import (
     SpawnWorker,
     StoreLeg,
 )
-from msrun.supervise.tree import ProcessTree
+from msrun.supervise.tree import ProcessTree, end_strays
 from msrun.transport.keys import hkdf
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import (
@@ -98,6 +98,7 @@ class NodeResources:
         self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
         self.mindspore = MindSporePort(job)
         self._dir = place.directory
+        self._cgroup: str | None = None
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
             self.scheduler = SchedulerSupervisor(config, listening, self._base)
@@ -146,6 +147,8 @@ class NodeResources:
         try:
             self._open()
         except OSError as error:
+            if error.filename and Path(str(error.filename)).is_relative_to(self._dir):
+                raise _unwritable(str(error.filename), error) from error
             msg = f"{self._plan.machine.host} cannot start another process: {error.strerror}"
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
@@ -169,12 +172,11 @@ class NodeResources:
         try:
             run_dir.write_private(path, self._job.parallel)
         except OSError as error:
-            msg = f"{path} cannot be written: {error.strerror}"
-            raise MsrunError(msg, hint="it holds the parallel configuration") from error
+            raise _unwritable(path, error) from error
 
     def _open(self) -> None:
         env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
-        cgroup = self._make_cgroup()
+        cgroup = self._cgroup = self._make_cgroup()
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
             _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
@@ -201,14 +203,18 @@ class NodeResources:
             workers=self._job.workers_per_node,
             began=Loop.now(),
         )
-        control_file.write(self._dir, card)
+        try:
+            control_file.write(self._dir, card)
+        except OSError as error:
+            raise _unwritable(str(self._dir), error) from error
 
     def _make_cgroup(self) -> str | None:
-        parent = self._plan.machine.cgroup
-        cgroup = containment.create(parent, f"msrun-{self._dir.name}") if parent else None
-        if cgroup:
-            run_dir.note_cgroup(self._dir, cgroup)
-        return cgroup
+        if self._plan.machine.cgroup is None:
+            return None
+        try:
+            return run_dir.make_cgroup(self._dir, self._plan.machine.cgroup)
+        except OSError as error:
+            raise _unwritable(str(self._dir), error) from error
 
     def let_live(self, generation: int, until: float | None) -> None:
         """Let the workers live until then and no longer; None for ever."""
@@ -360,6 +366,7 @@ class NodeResources:
             self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
             stuck = self.tree.end(TREE_SECONDS, run_dir.cookie(self._dir), self._adopted)
+        self._end_what_is_left()
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
         self._context.destroy(linger=0)
         if self.scheduler:
@@ -369,6 +376,19 @@ class NodeResources:
         self.mindspore.close()
         self._place.release()
         return stuck
+
+    def _end_what_is_left(self) -> None:
+        """Do what the reaper could not: it may never have begun, or was killed."""
+        if self._cgroup is None or not Path(self._cgroup).exists():
+            return
+        end_strays(run_dir.cookie(self._dir), self._cgroup)
+        if Path(self._cgroup).exists():
+            containment.note_remains(self._cgroup, str(self._dir))
+
+
+def _unwritable(path: str, error: OSError) -> MsrunError:
+    hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
+    return MsrunError(f"{path} cannot be written: {error.strerror}", hint=hint)
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:

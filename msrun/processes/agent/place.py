@@ -20,7 +20,7 @@ from msrun.backend import LaunchPlan
 from msrun.errors import UsageError
 from msrun.job import LOOPBACK, JobSpec
 from msrun.processes import control_file, run_dir
-from msrun.processes.launcher import STOPS, open_journal
+from msrun.processes.launcher import STOPS, open_journal, whose
 from msrun.processes.rendezvous import listen_or_refuse
 
 _BESIDE_MAX = 1024
@@ -38,7 +38,7 @@ class Place:
         journal: Descriptor of the launcher's own log.
         listening: The scheduler's socket; None where another node has the scheduler.
         store: The socket at which this node's workers find the store.
-        notes: What the user should know, one sentence each.
+        notes: What the user should know, one line each.
         signals: Signals that were blocked before `take`, which also blocks those that end a job:
             one that comes before there are handlers would leave the directory.
     """
@@ -122,7 +122,8 @@ def _take_directory(plan: LaunchPlan) -> Place:
                 raise
             continue
         own = msgspec.structs.replace(plan, job=job)
-        return Place(plan=own, directory=directory, lock=lock)
+        notes = [run_dir.why_elsewhere(directory)]
+        return Place(plan=own, directory=directory, lock=lock, notes=list(filter(None, notes)))
     msg = f"{job.job_id} has {_BESIDE_MAX} nodes on this machine already"
     raise UsageError(msg, hint="choose another --job-id")
 
@@ -167,9 +168,11 @@ def _take_logs(place: Place) -> None:
     plan = place.plan
     before = plan.job.log_dir
     place.journal, log_dir = open_journal(plan.job, journal_name(plan))
+    if warning := whose(before):
+        place.notes.append(warning)
     if log_dir == before:
         return
     job = msgspec.structs.replace(plan.job, log_dir=log_dir)
     workers = tuple(worker.in_directory(log_dir) for worker in plan.workers)
     place.plan = msgspec.structs.replace(plan, job=job, workers=workers)
-    place.notes.append(f"logs are in {log_dir}: another job writes to {before}")
+    place.notes.append(f"msrun: logs are in {log_dir}: another job writes to {before}")

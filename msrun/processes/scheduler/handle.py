@@ -18,6 +18,7 @@ from msrun.errors import signal_name
 from msrun.processes.scheduler.config import REASON_BYTES_MAX, SchedulerConfig
 from msrun.supervise import logs, process
 from msrun.supervise.channel import dump
+from msrun.supervise.reaper import DEAF_TO
 from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
 
@@ -52,18 +53,19 @@ class SchedulerProcess:
             config = msgspec.structs.replace(
                 config, listen_fd=listening.fileno(), began_fd=theirs.fileno()
             )
-            self._process = subprocess.Popen(
-                python_command("msrun.processes.scheduler.scheduler:main"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listening.fileno(), theirs.fileno()],
-                start_new_session=True,
-                env=dict(env),
-                # A `preexec_fn` is unsafe beside threads, which this process has by the second
-                # time; the scheduler also asks the kernel for this itself.
-                preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
-            )
+            with process.signals_held(DEAF_TO):
+                self._process = subprocess.Popen(
+                    python_command("msrun.processes.scheduler.scheduler:main"),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listening.fileno(), theirs.fileno()],
+                    start_new_session=True,
+                    env=dict(env),
+                    # A `preexec_fn` is unsafe beside threads, which this process has by the second
+                    # time; the scheduler also asks the kernel for this itself.
+                    preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
+                )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
         # If it has ended already, its pidfd says so.
         with contextlib.suppress(BrokenPipeError):
