@@ -33,6 +33,8 @@ _TAIL_LINE_CHARS_MAX = 400
 _READ_BYTES = 64 * 1024
 _SAMPLES_BYTES_MAX = 1 << 20
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+# What others may not have: any access to a new log, writing to one that goes on.
+_OPEN, _WRITABLE = 0o077, 0o022
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -76,7 +78,7 @@ def claim(path: str) -> int:
     descriptor = _open_regular(path, flags)
     try:
         _lock(descriptor)
-        if not _is_private(os.fstat(descriptor)):
+        if not _is_ours(os.fstat(descriptor), _OPEN):
             os.unlink(path)  # noqa: PTH108 - of this file all paths are text
             os.close(descriptor)
             descriptor = _open_regular(path, flags | os.O_EXCL)
@@ -104,7 +106,7 @@ def create(path: str) -> int:
     Raises:
         OSError: It cannot be made.
     """
-    _forget_others(path)
+    _forget_others(path, _OPEN)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
     return _open_regular(path, flags)
 
@@ -112,25 +114,28 @@ def create(path: str) -> int:
 def create_or_reopen(path: str) -> int:
     """Open a log of ours to go on with it; make it where there is none.
 
+    One that its user has let others read goes on: what it says must not be lost.
+
     Raises:
         OSError: It cannot be made.
     """
-    _forget_others(path)
+    _forget_others(path, _WRITABLE)
     return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
 
 
-def _forget_others(path: str) -> None:
-    """Remove a file that others may read or write, or have a name for, from where a log goes."""
+def _forget_others(path: str, modes: int) -> None:
+    """Remove a file of others, or to which others have any of `modes`, from where a log goes."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    if stat.S_ISREG(status.st_mode) and not _is_private(status):
+    if stat.S_ISREG(status.st_mode) and not _is_ours(status, modes):
         os.unlink(path)  # noqa: PTH108 - of this file all paths are text
 
 
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o077 and status.st_nlink <= 1
+def _is_ours(status: os.stat_result, modes: int) -> bool:
+    is_own = status.st_uid == os.geteuid() and status.st_nlink <= 1
+    return is_own and not status.st_mode & modes
 
 
 def reopen(path: str) -> int:
