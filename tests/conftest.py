@@ -67,6 +67,7 @@ THOROUGH = (
     "tests/torch/checkpoint/test_checkpoint_layouts.py",
     "tests/torch/checkpoint/test_packed_parameters.py",
     "tests/torch/checkpoint/test_resume.py",
+    "tests/torch/checkpoint/test_shared_by_stages.py",
     "tests/torch/data_parallel/test_batch_norm.py",
     "tests/torch/data_parallel/test_clip.py",
     "tests/torch/data_parallel/test_copies.py",
@@ -117,6 +118,8 @@ THOROUGH = (
     "tests/torchrun/test_terminals.py",
     "tests/torchrun/test_verdicts.py",
     "tests/torch/verify/test_verify.py",
+    "tests/torch/weights/test_state_dicts.py",
+    "tests/torch/weights/test_pretrained.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
 )
