@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.pipeline.model import PipelineModel
+    from msrun.parallel.weights.origin import Origin
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -210,9 +211,11 @@ class ShardedModel:
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
         verifier: Compares the first steps with one process; None without `verify`.
+        origin: Names and library of the model before `shard`.
     """
 
     verifier: _Verifier | None = None
+    origin: Origin | None = None
 
     def __init__(
         self,
