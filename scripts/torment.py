@@ -51,6 +51,8 @@ from msrun.errors import ExitCode  # noqa: E402
 PATIENCE = 60.0
 # Seconds in which what a killed launcher started must be gone.
 GONE = 10.0
+# Seconds in which each role has a process, on a busy machine.
+COMES = 10.0
 # Whoever looks finds the process that entered a host, too.
 ENTERS = "namespaces.py"
 _FINDING_CHARS = 400
@@ -74,6 +76,7 @@ FAMILY = """
     setsid sleep 601 &
     (setsid setsid sleep 602 &)
     echo up
+    bash -c ": < /dev/tcp/$MASTER_ADDR/$MASTER_PORT"  # without a client there is no store
     sleep {seconds} & wait $!
     echo done $MSRUN_GENERATION
 """
@@ -84,8 +87,8 @@ class Blow:
     """One signal.
 
     Args:
-        at: Seconds after the start, or after the blow before.
-        role: Preferred role; another one where there is none yet.
+        at: Seconds after a process of the role is there, or after the blow before.
+        role: Whom it hits; another one where that role does not come.
         signum: The signal.
         choice: Which of several processes of that role, from 0 to 1.
     """
@@ -162,10 +165,9 @@ def play(here: Round, folder: Path) -> Outcome:
     with started(here, folder) as jobs:
         frozen: list[psutil.Process] = []
         killed: set[str] = set()
-        at = time.monotonic()
+        await_role(here.blows[0].role, jobs)
         for blow in here.blows:
-            at += blow.at
-            pause_until(at)
+            pause_until(time.monotonic() + blow.at)
             strike(blow, jobs, outcome, frozen, killed)
         if frozen:
             pause_until(time.monotonic() + 0.3)
@@ -199,6 +201,16 @@ def started(here: Round, folder: Path) -> Iterator[list[Job]]:
     size += ["--join-timeout", "10s"]  # for nodes whose peers are gone before they have met
     with hosts.Lab(folder, *names) as lab:
         yield [Node(host, [*size, *words]) for host in lab.hosts]
+
+
+def await_role(role: str, jobs: Sequence[Job]) -> None:
+    """Wait until there is a process of that role, or no job any more."""
+
+    def may_come() -> bool:
+        return role not in by_role(jobs) and any(job.process.poll() is None for job in jobs)
+
+    if role != "host":
+        pause_while(may_come, COMES)
 
 
 def strike(

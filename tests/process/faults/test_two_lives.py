@@ -30,7 +30,9 @@ def launch(msrun, tmp_path):
         own = ["--nnodes", 2, "--node-rank", node_rank, "--master-addr", "127.0.0.1"]
         own += ["--master-port", port, "--job-id", "two-lives", "--lease", "3s", "--grace", "1s"]
         own += ["--secret-file", tmp_path / "secret", "--tail", "none", *words, *shell(ALONE)]
-        return msrun(*own, env={"XDG_RUNTIME_DIR": str(place)})
+        job = msrun(*own, env={"XDG_RUNTIME_DIR": str(place)})
+        job.runtime = place
+        return job
 
     return start
 
@@ -58,6 +60,20 @@ def test_a_second_launcher_is_refused_while_the_first_lives(launch):
     assert text(b, 1) == "up 0\n"
 
 
+def test_a_scheduler_that_is_slow_to_answer_is_waited_for(launch):
+    """What listens there may be another program or a busy scheduler, and both are said."""
+    a = launch(0, "a")
+    scheduler = a.find("msrun scheduler")
+    a.until_begun()
+    scheduler.suspend()
+    b = launch(1, "b")
+    b.until_said("does not answer as a scheduler does: it is overloaded or stopped, or another")
+    scheduler.resume()
+    until(lambda: "up 0" in text(b, 1), "for both nodes", seconds=60)
+
+    assert go(a, b) == [0, 0]
+
+
 def test_one_that_is_started_again_after_a_kill_takes_its_place(launch):
     a, b = launch(0, "a", "--max-restarts", 1), launch(1, "b", "--max-restarts", 1)
     until(lambda: "up 0" in text(b, 1), "for both nodes")
@@ -74,6 +90,7 @@ def test_a_frozen_first_is_fenced_before_the_second_begins(launch):
     a, b = launch(0, "a", "--max-restarts", 1), launch(1, "b", "--max-restarts", 1)
     until(lambda: "up 0" in text(b, 1), "for both nodes")
     workers = [each for each in b.members() if each.name() == "sh"]
+    assert workers
     b.send(signal.SIGSTOP)
     again = launch(1, "c", "--max-restarts", 1)
     until(lambda: "up 1" in text(again, 1), "for the second life", seconds=60)
