@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -132,12 +133,13 @@ def _guarded(parent: Path) -> Iterator[None]:
 def make_cgroup(directory: Path, parent: str) -> str | None:
     """Make the cgroup of a job below `parent`, and note it; None when the kernel refuses.
 
-    It is noted first, for the launcher that cleans up if we are killed in between.
+    It is noted first, for the launcher that cleans up if we are killed in between.  Its name is no
+    other job's: one of the same id may run in a session with another place for its directory.
 
     Raises:
         OSError: It cannot be noted.
     """
-    name = f"msrun-{directory.name}"
+    name = f"msrun-{directory.name}.{secrets.token_hex(3)}"
     note = directory / _CGROUP
     note.write_text(str(Path(parent, name)))
     cgroup = containment.create(parent, name)

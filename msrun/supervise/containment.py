@@ -1,6 +1,6 @@
 """Cgroup v2 around a job, where the user may make one.
 
-The layout is `<own cgroup>/msrun-<job>/g<generation>`: the forkserver sits in the
+The layout is `<own cgroup>/msrun-<job>.<random>/g<generation>`: the forkserver sits in the
 first, the workers of a generation in the second, so that one write to `cgroup.kill`
 ends a generation or the whole job, fork bombs included.  The reaper stays outside:
 leaving at the end would make it wait for the kernel for some 40 ms.
@@ -23,14 +23,9 @@ def describe(cgroup: str | None) -> str:
 
 
 def create(parent: str, name: str) -> str | None:
-    """Make the directory of a job below `parent`; None when the kernel refuses.
-
-    One without processes that an earlier job of that name has left is removed first.
-    """
+    """Make the directory of a job below `parent`; None when the kernel refuses."""
     directory = Path(parent, name)
     try:
-        if directory.exists():
-            remove(str(directory))
         directory.mkdir()
     except OSError:
         return None

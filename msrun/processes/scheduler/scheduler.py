@@ -41,6 +41,7 @@ from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, Refused, Register, Start
 from msrun.errors import ExitCode, MsrunError, ProtocolError, UsageError, VersionError
 from msrun.processes.scheduler.config import REASON_BYTES_MAX, SchedulerConfig
+from msrun.processes.scheduler.contest import Contests
 from msrun.processes.scheduler.dropped_messages import Dropped
 from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
@@ -113,6 +114,7 @@ class Scheduler:
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
             self._admission.expect(member.node_id, member.incarnation)
+        self._contests = Contests()
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
         self._perform([])  # if the verdict is in the log, it leaves when all nodes know it
@@ -177,23 +179,41 @@ class Scheduler:
             if envelope.job_id != self._config.job_id:
                 self._refuse_stranger(envelope)
                 continue
-            events, frames = self._peers.receive(envelope, now=self._loop.now())
-            self._send(frames)
-            for event in events:
-                if isinstance(event, Lost):
-                    self._lose(event)
-                    continue
-                log.info(
-                    "node=%s generation=%d received %s",
-                    event.node_id,
-                    event.generation,
-                    type(event.body).__name__,
-                )
-                self._admit(event)
+            if self._peers.has_earlier_life(envelope):
+                self._contest(envelope)
+                continue
+            self._take(envelope)
         for asked in self._socket.asked():
             self._answer(asked)
         if self._leave_by is not None and self._has_told_all:
             self._loop.stop()
+
+    def _take(self, envelope: Envelope) -> None:
+        events, frames = self._peers.receive(envelope, now=self._loop.now())
+        self._send(frames)
+        for event in events:
+            if isinstance(event, Lost):
+                self._lose(event)
+                continue
+            log.info(
+                "node=%s generation=%d received %s",
+                event.node_id,
+                event.generation,
+                type(event.body).__name__,
+            )
+            self._admit(event)
+
+    def _contest(self, envelope: Envelope) -> None:
+        """Hold the registration of a node back whose earlier life may not be over."""
+        node_id, now = envelope.node_id, self._loop.now()
+        silence = self._peers.silence(node_id, now=now) or 0.0
+        if refused := self._contests.claim(envelope, heard_at=now - silence, now=now):
+            log.warning("node=%s refused: %s", node_id, refused.reason)
+            term = self._peers.term
+            answer = msgspec.structs.replace(envelope, seq=1, ack=1, term=term, body=refused)
+            self._socket.send(answer)
+        elif self._contests.must_watch(node_id, now=now):
+            self._watch_end(node_id)
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
         """Tell a node of another job that its scheduler is not here."""
@@ -233,13 +253,17 @@ class Scheduler:
     def _on_broken(self) -> None:
         """Find out whether a node whose connection ended is still there."""
         for node_id in self._socket.broken():
-            if node_id in self._peers and node_id in self._addresses:
-                incarnation, host, port = self._addresses[node_id]
-                self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
+            self._watch_end(node_id)
+
+    def _watch_end(self, node_id: str) -> None:
+        if node_id in self._peers and node_id in self._addresses:
+            incarnation, host, port = self._addresses[node_id]
+            self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
 
     def _on_end(self, node_id: str, incarnation: int) -> None:
         # The agent and all that it started held that socket, so nothing of them lives.
-        for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
+        reason = "it was started anew" if node_id in self._contests else "its launcher has ended"
+        for loss in self._peers.lose(node_id, incarnation, reason):
             self._lose(loss)
 
     # Actions.
@@ -248,6 +272,8 @@ class Scheduler:
         log.warning("node=%s lost: %s", loss.node_id, loss.reason)
         self._admission.lose(loss)
         self._handle(loss)
+        if envelope := self._contests.over(loss.node_id):
+            self._take(envelope)
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()

@@ -397,7 +397,7 @@ def test_a_port_that_keeps_silent_is_named_within_seconds(lonely, serve):
     """S-07."""
     node = lonely(serve(b""))
     began_at = node.until_begun()
-    node.until_said("does not answer as a scheduler does; is that the port of another program?")
+    node.until_said("does not answer as a scheduler does: it is overloaded or stopped, or another")
     took = time.monotonic() - began_at
     node.send(signal.SIGTERM)
 

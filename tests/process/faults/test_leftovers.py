@@ -28,7 +28,7 @@ def parent_cgroup():
 
 
 def cgroups(parent, job):
-    return list(parent.glob(f"msrun-{job.name}"))
+    return list(parent.glob(f"msrun-{job.name}.*"))
 
 
 def ls_clean(runtime, *words):
@@ -117,16 +117,26 @@ def test_a_start_that_fails_leaves_no_cgroup(msrun, parent_cgroup):
     assert codes - {0}
 
 
-def test_an_empty_cgroup_of_an_earlier_job_is_used_again(msrun, parent_cgroup):
+def test_two_jobs_of_one_name_have_a_cgroup_each(msrun, parent_cgroup, tmp_path):
+    """In sessions with other places for private directories; cleaning up hits one of them alone."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
     name = f"test-{uuid.uuid4().hex[:8]}"
-    left = parent_cgroup / f"msrun-{name}"
-    left.mkdir()
+    jobs = [
+        msrun("--job-id", name, "--log-dir", tmp_path / session, *SLEEP, env=env)
+        for session, env in (("one", {}), ("two", {"XDG_RUNTIME_DIR": str(other)}))
+    ]
+    for job, session in zip(jobs, ("one", "two"), strict=True):
+        job.logs = tmp_path / session
+        job.until_logged("up")
+    assert len(cgroups(parent_cgroup, jobs[0])) == 2
+    kill_all(jobs[0])
+    ls_clean(jobs[0].runtime)
 
-    job = msrun("--job-id", name, *shell("true"))
-
-    assert job.wait() == 0
-    assert "contained by cgroup2" in job.err
-    assert not left.exists()
+    assert jobs[1].process.poll() is None
+    jobs[1].send(signal.SIGTERM)
+    assert jobs[1].wait() == 143
+    assert cgroups(parent_cgroup, jobs[0]) == []
 
 
 def test_nothing_is_left_when_store_and_reaper_die_together(msrun, parent_cgroup):
