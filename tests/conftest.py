@@ -119,7 +119,9 @@ THOROUGH = (
     "tests/torchrun/test_verdicts.py",
     "tests/torch/verify/test_verify.py",
     "tests/torch/weights/test_state_dicts.py",
+    "tests/torch/weights/test_adapters.py",
     "tests/torch/weights/test_pretrained.py",
+    "tests/torch/weights/test_pretrained_files.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
 )
