@@ -263,7 +263,7 @@ class Runtime:
         if state.is_pipeline:
             setattr(result, WHOLE_NAMES, origin.first)
         if is_divided(result, is_pipeline=state.is_pipeline):
-            prepare_state_dicts(result, origin, is_pipeline=state.is_pipeline)
+            prepare_state_dicts(result, origin, state.replicas, is_pipeline=state.is_pipeline)
         if self.config.verify:
             from msrun.parallel.verify.verifier import Verifier
 

@@ -8,13 +8,15 @@ rank, so it refuses to be pickled, and with it to be written by `torch.save`.
 `model.load_state_dict` takes such a dict, or the whole one of an unmodified model, which each rank
 passes: of a whole tensor the rank's part is taken, and of names those of its stage.  Missing and
 unexpected names are those of the whole model, and torch reports them as it does everywhere.
+Loading is not collective, so that a rank which was given another dict, or none, is noticed where
+replicas are compared: in the next step.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,9 @@ from msrun.errors import ModelError
 from msrun.parallel.checkpoint.state import clean
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.weights.origin import Origin
+
+if TYPE_CHECKING:
+    from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 
 _HINT = (
     "on all ranks: rt.save_pretrained(model, DIR), rt.save(model, step=N, path=DIR), or "
@@ -60,10 +65,19 @@ def is_divided(model: nn.Module, *, is_pipeline: bool) -> bool:
     return is_pipeline or any(map(is_sharded, (*model.parameters(), *model.buffers())))
 
 
-def prepare_state_dicts(model: nn.Module, origin: Origin, *, is_pipeline: bool) -> None:
-    """Have `state_dict` and `load_state_dict` of a divided model do what this module says."""
+def prepare_state_dicts(
+    model: nn.Module, origin: Origin, replicas: ReplicaDigest | None, *, is_pipeline: bool
+) -> None:
+    """Have `state_dict` and `load_state_dict` of a divided model do what this module says.
+
+    Args:
+        model: A result of `rt.shard`.
+        origin: The model as it was before.
+        replicas: Compares later whether all ranks were given the same; None on one rank.
+        is_pipeline: Whether it is a stage.
+    """
     model.register_state_dict_post_hook(_Marking(origin.kind))
-    model.register_load_state_dict_pre_hook(_Dividing(origin, is_pipeline=is_pipeline))
+    model.register_load_state_dict_pre_hook(_Dividing(origin, replicas, is_pipeline=is_pipeline))
     if hasattr(model, "save_pretrained") or origin.library.config is not None:
         model.save_pretrained = _Refusing(origin.kind)  # type: ignore[assignment]
 
@@ -96,9 +110,16 @@ class _Marking:
 class _Dividing:
     """Turns the state dict of an unmodified model into that of this rank's model, before a load."""
 
-    def __init__(self, origin: Origin, *, is_pipeline: bool) -> None:
+    def __init__(
+        self, origin: Origin, replicas: ReplicaDigest | None, *, is_pipeline: bool
+    ) -> None:
         self._origin = origin
+        self._replicas = replicas
         self._is_pipeline = is_pipeline
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model is no model of `rt.shard`, whose ranks are compared.
+        return vars(self) | {"_replicas": None}
 
     def __call__(
         self,
@@ -114,10 +135,14 @@ class _Dividing:
         own = model.state_dict(keep_vars=True)
         if self._is_pipeline:
             self._take_stage(state, prefix, {clean(name) for name in own}, missing, unexpected)
+        whole = []
         for name, like in own.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and not is_sharded(value) and is_sharded(like):
+                whole.append(value)
                 state[prefix + name] = _divided(value, like)
+        if whole and self._replicas:
+            self._replicas.note_given(whole)
 
     def _take_stage(
         self,

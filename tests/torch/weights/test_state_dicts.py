@@ -8,7 +8,7 @@ import torch
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 
 import msrun
-from msrun.errors import ModelError
+from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.local import full_tensor
 
 pytestmark = [
@@ -184,3 +184,20 @@ def _averages(layout):
 @pytest.mark.parametrize("layout", ["dp", "tp"])
 def test_an_average_of_the_model_loads_whole_tensors(layout):
     run_warm(_averages, LAYOUTS[layout][0], layout)
+
+
+def _given_to_one(layout):
+    rt, model = started(layout)
+    update = rt.optimizer(OPTIMIZERS["adamw"](model.parameters()))
+    if rt.rank == 0:
+        model.load_state_dict(trained()[0].state_dict())
+    with pytest.raises(RanksDisagreeError) as caught:
+        goes_on(rt, model, update)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "tp"])
+def test_a_state_dict_that_one_rank_alone_was_given_is_noticed(layout):
+    for said in run_warm(_given_to_one, LAYOUTS[layout][0], layout):
+        assert said.startswith("ranks have other values of ")
+        assert layout == "tp" or "the state dict that load_state_dict was given (rank" in said
