@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
-from msrun.parallel.losses.mixing import Columns, columns, has_pairs
+from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
 from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
@@ -155,6 +155,8 @@ class LossWatch(TorchFunctionMode):
         shape = tuple(tensors[0].shape)
         if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
             kind, shown = "opaque", "samples in a random order"
+        if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
+            kind, shown = "opaque", "pairs of samples"
         if has_pairs(name, args, shape, self._samples, is_sample, products_only=self._takes_all):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():

@@ -110,11 +110,11 @@ REFUSED = {
 }
 
 
-def read(loss_fn):
+def read(loss_fn, samples=SAMPLES):
     torch.manual_seed(0)
-    output = torch.randn(SAMPLES, CLASSES, requires_grad=True)
-    target = torch.tensor([0, 3, 3, 5])
-    watch = LossWatch(SAMPLES, [output, target])
+    output = torch.randn(samples, CLASSES, requires_grad=True)
+    target = torch.tensor([0, 3, 3, 5])[:samples]
+    watch = LossWatch(samples, [output, target])
     with watch:
         loss = loss_fn(output, target)
     return watch.read(loss)
@@ -128,6 +128,12 @@ def test_a_loss_that_mixes_samples_is_refused(loss_fn):
 
     assert REFUSED[loss_fn] in caught.value.message
     assert "rt.gather" in caught.value.hint
+
+
+@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced])
+def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
+    with pytest.raises(ModelError, match="pairs of samples"):
+        read(loss_fn, samples=1)
 
 
 def means_of_columns(output, target):
