@@ -53,7 +53,7 @@ def has_pairs(
     samples: int,
     is_sample: Callable[[Tensor], bool],
     *,
-    products_only: bool,
+    in_model: bool,
 ) -> bool:
     """Return whether the result has a value for each pair of samples.
 
@@ -63,15 +63,21 @@ def has_pairs(
         shape: Of its result.
         samples: Samples of this part of the batch.
         is_sample: Whether a tensor is computed from samples.
-        products_only: Whether only products of matrices count.
+        in_model: Whether the function may be of the model itself, where dims may be equal by
+            chance: of products only those of matrices count, of others those of trained values
+            with samples in their first and in their second dim.
     """
     if shape[:2] != (samples, samples) or name in _PLACING:
         return False
     if samples == 1 and (name not in _PRODUCTS or len(shape) > 2):  # noqa: PLR2004 - a matrix
         return False
-    if products_only and (name not in _PRODUCTS or len(shape) > 2):  # noqa: PLR2004 - a matrix
-        return False
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if in_model and name in _PRODUCTS and len(shape) > 2:  # noqa: PLR2004 - a matrix
+        return False
+    if in_model and name not in _PRODUCTS:
+        dims = {tuple(tensor.shape[:2]) for tensor in tensors if tensor.requires_grad}
+        if not {(samples, 1), (1, samples)} <= dims:
+            return False
     if any(tuple(tensor.shape[:2]) == (samples, samples) for tensor in tensors):
         return False  # with one sample, also a product of single numbers
     return sum(map(is_sample, tensors)) > 1

@@ -157,7 +157,7 @@ class LossWatch(TorchFunctionMode):
             kind, shown = "opaque", "samples in a random order"
         if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
             kind, shown = "opaque", "pairs of samples"
-        if has_pairs(name, args, shape, self._samples, is_sample, products_only=self._takes_all):
+        if has_pairs(name, args, shape, self._samples, is_sample, in_model=self._takes_all):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():
             term = Term(name=shown, total=tensor, is_opaque=kind == "opaque", columns=kind)
@@ -167,7 +167,7 @@ class LossWatch(TorchFunctionMode):
         """Return whether a loss of each element broadcasts samples over samples."""
         shape = tuple(torch.broadcast_shapes(values.shape, target.shape))
         args = (values, target)
-        return has_pairs("", args, shape, self._samples, lambda _: True, products_only=False)
+        return has_pairs("", args, shape, self._samples, lambda _: True, in_model=False)
 
     def _is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is computed from the samples of the part."""

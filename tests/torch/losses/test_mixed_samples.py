@@ -136,6 +136,28 @@ def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
         read(loss_fn, samples=1)
 
 
+@pytest.mark.parametrize("loss_fn", [differences, angles, similarities])
+def test_pairs_in_a_model_that_returns_its_loss_are_refused(loss_fn):
+    torch.manual_seed(0)
+    output = torch.randn(SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        loss = loss_fn(output, torch.tensor([0, 3, 3, 5]))
+    with pytest.raises(ModelError, match="pairs of samples"):
+        watch.read(loss)
+
+
+def test_positions_in_a_model_are_no_pairs():
+    places = torch.arange(SAMPLES)
+    scale = nn.Parameter(torch.ones(SAMPLES, 1))
+    x = torch.randn(SAMPLES, SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        bias = (places[:, None] - places[None]).to(x.dtype) * scale
+        loss = (torch.einsum("btc,bsc->bts", x, x) + bias).mean()
+    assert watch.read(loss).kind == "counted"
+
+
 def means_of_columns(output, target):
     one = functional.one_hot(target, CLASSES)
     return (output - one).square().mean(0).mean()
