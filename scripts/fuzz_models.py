@@ -193,7 +193,8 @@ def _compare(case: Case, found: Learned, expected: Learned) -> str:
         if name in expected.tensors
     ]
     for name, own, other in pairs:
-        gap = float((own - other).abs().max()) if own.numel() else 0.0
+        size = float(other.abs().max().clamp(min=1)) if own.numel() else 1.0
+        gap = float((own - other).abs().max()) / size if own.numel() else 0.0
         if not gap <= allowed:
             return f"wrong: {name} off by {gap:.1e}"
     # A stage may have a shared weight under another of its names.

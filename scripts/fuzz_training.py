@@ -120,10 +120,12 @@ def _batches(case: Case) -> list[tuple[Tensor, Tensor]]:
         return found
 
 
-def _between_steps(model: nn.Module, step: int) -> None:
-    for module in model.modules():
-        if hasattr(module, "temperature"):
-            module.temperature = 1.0 + step  # type: ignore[assignment]
+def _between_steps(case: Case, model: nn.Module, step: int) -> None:
+    """Change an attribute of blocks, also where a stage has another module in their place."""
+    modules = dict(model.named_modules())
+    for index, name in enumerate(case.blocks):
+        if name == "temperature" and (block := modules.get(f"blocks.{index}")) is not None:
+            block.__dict__["temperature"] = 1.0 + step
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class _Training:
         random.seed(11)
         for step, batch in enumerate(_batches(self.case)):
             x, y = (value.chunk(self.count)[self.share] for value in batch)
-            _between_steps(self.model, step)
+            _between_steps(self.case, self.model, step)
             self.loop.before(self.optimizer, step)
             is_step = self.rt is not None and not self.loop.is_plain
             loss = self._step(x, y) if is_step else self._by_hand(x, y)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.parallel import torch_compat
@@ -101,3 +101,13 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     # An element that is no number, and stays none, was not changed.
     are_none = one.isnan() & other.isnan() if one.is_floating_point() else False
     return bool(((one == other) | are_none).all())
+
+
+def numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers in attributes of the modules of `model`, by their full names."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float)
+    }

@@ -408,6 +408,22 @@ def hooks_of(module: nn.Module) -> set[str]:
     return {kind for kind, hooks in kinds.items() if hooks}
 
 
+def count_hooks(module: nn.Module) -> int:
+    """Return how many hooks of the kinds of `hooks_of` a module has."""
+    return (
+        len(module._forward_pre_hooks)  # noqa: SLF001 - there is no public form
+        + len(module._forward_hooks)  # noqa: SLF001
+        + len(module._backward_pre_hooks)  # noqa: SLF001
+        + len(module._backward_hooks)  # noqa: SLF001
+    )
+
+
+def function_of(step: Any) -> type | None:
+    """Return the `torch.autograd.Function` that a step of autograd's graph runs; None if none."""
+    kind: type | None = getattr(type(step), "_forward_cls", None)
+    return kind
+
+
 @contextmanager
 def fake_tensors(mode: Any) -> Iterator[None]:
     """Inside, new tensors have shapes and devices, and no values.

@@ -202,12 +202,36 @@ class ReadsConstants(Quirk):
         return h * 2 if torch.equal(mask, mask.T) else h
 
 
+class Member(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h):
+        self.calls = self.calls + 1
+        return h * self.calls
+
+
+class ReboundInside(Quirk):
+    """Sets a buffer of modules within, which are equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList([Member(), Member(), Member()])
+
+    def between(self, h):
+        for member in self.members:
+            h = member(h)
+        return h
+
+
 RIGHT = {
     kind.__name__: kind
     for kind in (
         *(NoGrad, NoGradView, NoGradInAutocast, GradInNoGrad, Filled, Narrowed, Turned),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound),
         *(Normalized, NormalizedInput, NormalizedFrozen, NormalizedInstance, ReadsConstants),
+        *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound, ReboundInside),
     )
 }
 
@@ -296,6 +320,54 @@ class Counts(Dropping):
         return h / self.temperature
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        del ctx
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return gradient * 2
+
+
+class OwnGradient(Dropping):
+    def between(self, h):
+        return Doubled.apply(h)
+
+
+class Applying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, h):
+        return Doubled.apply(self.linear(h))
+
+
+class OwnGradientsInside(Dropping):
+    """Has it in modules that are equal, of which a trace follows one."""
+
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList([Applying(), Applying(), Applying()])
+
+    def between(self, h):
+        for member in self.members:
+            h = member(h)
+        return h
+
+
+class LooksSparse(Dropping):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16, sparse=True)
+
+    def between(self, h):
+        return h + self.table(h.argmax(-1))
+
+
 class ReturnsNumber(Dropping):
     def forward(self, x):
         loss = super().forward(x)
@@ -317,8 +389,22 @@ REFUSED = {
     "has",
     TracksInstances: "instance_norm with running statistics, as norm does",
     DrawsInPlace: "exponential_, as the model does",
+    OwnGradient: "a forward that calls Doubled, which has a gradient of its own",
+    OwnGradientsInside: "a forward that calls Doubled, which has a gradient of its own",
+    LooksSparse: "embedding with sparse gradients, as table does",
     Counts: "a forward that changes Counts.temperature from 1.5 to 2.0",
 }
+
+
+class Mapped(Dropping):
+    def between(self, h):
+        return torch.vmap(lambda row: row / (1 + row.square().sum()))(h)
+
+
+class Chosen(Dropping):
+    def between(self, h):
+        chosen = (h[:, 0] > 0).nonzero().flatten()
+        return h.index_add(0, chosen, h[chosen])
 
 
 class Reading(Dropping):

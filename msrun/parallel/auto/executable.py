@@ -10,7 +10,7 @@ from torch import nn
 from msrun.errors import ModelError
 from msrun.parallel.auto.plain_values import PlainValues
 from msrun.parallel.auto.trace import Evaluation, Traced, trace
-from msrun.parallel.torch_compat import hooks_of
+from msrun.parallel.torch_compat import count_hooks, hooks_of
 
 _HINT = "choose a configuration without mode: auto, under which the model's own forward runs"
 
@@ -34,6 +34,9 @@ def _check(model: nn.Module, traced: Traced, *, forwards: int, stages: int) -> N
     if traced.written and (forwards > 1 or stages > 1):
         name = next(iter(traced.written))
         raise _refusal(f"a forward that writes to buffer {name} in micro-batches or stages")
+    for step in traced.program.steps:
+        if step.attrs.get("sparse") is True:
+            raise _refusal(f"{step.packet} with sparse gradients, as {step.module} does")
     own = hooks_of(model)
     if "forward_pre" in own:
         raise _refusal(f"the forward pre-hook of {type(model).__name__}, the model itself,")
@@ -77,6 +80,9 @@ class TracedBehaviour:
         _check(model, traced, forwards=forwards, stages=stages)
         self._values = PlainValues(model)
         modules = {} if stages > 1 else dict(model.named_modules())
+        # The model itself is called, and runs its own hooks.  What stages hold runs none.
+        self._hooks = [(name, part, count_hooks(part)) for name, part in modules.items() if name]
+        self._has_stages = stages > 1
         self._modes = [(name, part, part.training) for name, part in modules.items()]
         self.evaluation = _evaluation(model, traced, sample)
 
@@ -90,6 +96,12 @@ class TracedBehaviour:
             ModelError: A plain value changed, or modules are in another mode.
         """
         self._values.check(stage)
+        hooks = self._hooks
+        if self._has_stages:
+            hooks = [(name, part, 0) for name, part in stage.named_modules() if name]
+        for name, part, count in hooks:
+            if count_hooks(part) != count:
+                raise _refusal(f"hooks of {name} that were registered or removed after rt.shard")
         is_training = stage.training
         if not is_training and (difference := self.evaluation.difference):
             raise ModelError(

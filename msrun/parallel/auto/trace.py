@@ -223,6 +223,12 @@ class Traced:
 
     def _add_value(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and name not in self._values:
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise ModelError(
+                    f"search: the shape of {name} depends on values of tensors, and mode auto "
+                    "plans with shapes",
+                    hint="compute on all samples and choose with torch.where",
+                )
             self.dtypes[name] = value.dtype
             self._values[name] = Value(
                 tuple(int(size) for size in value.shape),
@@ -238,6 +244,12 @@ class Traced:
                 self._names[node.name] = f"{source.name}.{index}"
             return
         target = str(node.target)
+        if "functorch" in str(getattr(node.target, "__module__", "")):
+            raise ModelError(
+                f"search: the forward of {_module(node) or 'the model'} uses torch.func or "
+                "torch.vmap, which mode auto does not follow",
+                hint="choose a configuration without mode: auto",
+            )
         packet = target.split(".")[1] if "." in target else target
         if packet in _NOTHING:
             return

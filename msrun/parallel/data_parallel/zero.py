@@ -311,6 +311,12 @@ def named_errors(model: nn.Module, level: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "RegisterPostBackwardFunction is a view and is being modified" in str(error):
+            raise ModelError(
+                f"{ROOT}.optimizer.zero: a module writes its input in place, which is a view of "
+                "what torch watches there",
+                hint="write a copy: x = x.clone()",
+            ) from None
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         names = [

@@ -1,4 +1,4 @@
-"""Batches as scripts have them: tensors in tuples, named tuples, lists and mappings of any depth.
+"""Batches as scripts have them: tensors in tuples, lists, mappings and data classes of any depth.
 
 Mappings keep their type, such as the `BatchEncoding` of a tokenizer.  A tensor whose first dim is
 the number of samples is cut; numbers, strings and tensors of another first dim are for every
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,10 @@ class StepBatch(NamedTuple):
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """Return `value` with everything of `kind` in its tuples, lists and mappings changed."""
+    """Return `value` with everything of `kind` in its structure changed.
+
+    Structure are tuples, lists, mappings and data classes.
+    """
     match value:
         case _ if isinstance(value, kind):
             return change(value)
@@ -49,14 +53,32 @@ def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) ->
             return like(value, [map_leaves(change, item, kind) for item in value])
         case Mapping():
             changed = {key: map_leaves(change, item, kind) for key, item in value.items()}
-            if type(value) is dict or not isinstance(value, MutableMapping):
-                return changed
-            result = copy.copy(value)
-            for key, item in changed.items():
-                result[key] = item
-            return result
+            return with_items(value, changed)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            items = {field.name: getattr(value, field.name) for field in fields(value)}
+            return with_fields(value, {k: map_leaves(change, x, kind) for k, x in items.items()})
         case _:
             return value
+
+
+def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return `items` in a mapping of the type of `value`, if it can be written."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    result = copy.copy(value)
+    for key, item in items.items():
+        result[key] = item
+    return result
+
+
+def with_fields(value: Any, items: Mapping[str, Any]) -> Any:
+    """Return a data class like `value` with other fields, which may be frozen."""
+    if all(getattr(value, key) is item for key, item in items.items()):
+        return value
+    result = copy.copy(value)
+    for key, item in items.items():
+        object.__setattr__(result, key, item)
+    return result
 
 
 def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:

@@ -53,7 +53,7 @@ def has_pairs(
     samples: int,
     is_sample: Callable[[Tensor], bool],
     *,
-    products_only: bool,
+    in_model: bool,
 ) -> bool:
     """Return whether the result has a value for each pair of samples.
 
@@ -63,16 +63,36 @@ def has_pairs(
         shape: Of its result.
         samples: Samples of this part of the batch.
         is_sample: Whether a tensor is computed from samples.
-        products_only: Whether only products of matrices count.
+        in_model: Whether the function may be of the model itself, where dims may be equal by
+            chance: of products only those of matrices count, of others those of trained values
+            with samples in their first and in their second dim.
     """
-    if samples == 1 or shape[:2] != (samples, samples) or name in _PLACING:
+    if shape[:2] != (samples, samples) or name in _PLACING:
         return False
-    if products_only and (name not in _PRODUCTS or len(shape) > 2):  # noqa: PLR2004 - a matrix
+    if samples == 1 and (name not in _PRODUCTS or len(shape) > 2):  # noqa: PLR2004 - a matrix
         return False
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if any(tuple(tensor.shape[:2]) == (samples, samples) for tensor in tensors):
+    if in_model and name in _PRODUCTS and len(shape) > 2:  # noqa: PLR2004 - a matrix
         return False
+    if in_model and name not in _PRODUCTS:
+        dims = {tuple(tensor.shape[:2]) for tensor in tensors if tensor.requires_grad}
+        if not {(samples, 1), (1, samples)} <= dims:
+            return False
+    if any(tuple(tensor.shape[:2]) == (samples, samples) for tensor in tensors):
+        return False  # with one sample, also a product of single numbers
     return sum(map(is_sample, tensors)) > 1
+
+
+def moves_samples(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function moves the dim of samples behind a new one, as for pairs of them.
+
+    Of one sample, pairs have the shape of the sample.
+    """
+    at = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    if name == "unsqueeze":
+        return bool(at == 0)
+    first = at[0] if isinstance(at, tuple) and at else at
+    return name == "__getitem__" and len(args) > 1 and first is None
 
 
 def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> Columns:

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
-from msrun.parallel.losses.mixing import Columns, columns, has_pairs
+from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
 from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
@@ -155,7 +155,9 @@ class LossWatch(TorchFunctionMode):
         shape = tuple(tensors[0].shape)
         if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
             kind, shown = "opaque", "samples in a random order"
-        if has_pairs(name, args, shape, self._samples, is_sample, products_only=self._takes_all):
+        if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
+            kind, shown = "opaque", "pairs of samples"
+        if has_pairs(name, args, shape, self._samples, is_sample, in_model=self._takes_all):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():
             term = Term(name=shown, total=tensor, is_opaque=kind == "opaque", columns=kind)
@@ -165,7 +167,7 @@ class LossWatch(TorchFunctionMode):
         """Return whether a loss of each element broadcasts samples over samples."""
         shape = tuple(torch.broadcast_shapes(values.shape, target.shape))
         args = (values, target)
-        return has_pairs("", args, shape, self._samples, lambda _: True, products_only=False)
+        return has_pairs("", args, shape, self._samples, lambda _: True, in_model=False)
 
     def _is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is computed from the samples of the part."""

@@ -122,6 +122,40 @@ def test_a_number_made_of_tensors_is_refused():
     assert "computes from tensors" in message or "cannot be traced" in message
 
 
+def test_functions_over_samples_and_shapes_by_values_are_refused():
+    (message,) = run_warm(said, 1, auto_quirks.Mapped)
+    assert message == (
+        "search: the forward of the model uses torch.func or torch.vmap, which mode auto does not "
+        "follow"
+    )
+    (message,) = run_warm(said, 1, auto_quirks.Chosen)
+    assert message.startswith("search: the shape of nonzero depends on values of tensors")
+
+
+def hooked_later(mesh, change):
+    """Return what the first call after a change of hooks says."""
+    torch.manual_seed(0)
+    settings = {"pipeline": {"stages": "auto", "microbatches": 2}} if "pp" in mesh else {}
+    rt, net = msrun.init({"mode": "auto", "mesh": mesh, **settings}), Dropping()
+    hook = net.down.register_forward_hook(lambda _, __, output: output * 2)
+    net = rt.shard(net, sample=(given(),))
+    if change == "removed":
+        hook.remove()
+    elif "down" in dict(net.named_children()):
+        net.down.register_forward_hook(lambda _, __, output: output * 2)
+    update = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(msrun.ModelError) as caught:
+        rt.step(net, update, given())
+    return caught.value.message
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_hooks_that_change_after_the_trace_are_refused(change):
+    for message in run_warm(hooked_later, 2, {"dp": 2}, change):
+        hooks = "hooks of down that were registered or removed after rt.shard"
+        assert message == f"parallel.mode: auto cannot run {hooks}"
+
+
 def hooked(kind, register):
     """Return what refuses a model with a hook."""
     torch.manual_seed(0)

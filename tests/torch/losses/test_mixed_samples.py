@@ -110,11 +110,11 @@ REFUSED = {
 }
 
 
-def read(loss_fn):
+def read(loss_fn, samples=SAMPLES):
     torch.manual_seed(0)
-    output = torch.randn(SAMPLES, CLASSES, requires_grad=True)
-    target = torch.tensor([0, 3, 3, 5])
-    watch = LossWatch(SAMPLES, [output, target])
+    output = torch.randn(samples, CLASSES, requires_grad=True)
+    target = torch.tensor([0, 3, 3, 5])[:samples]
+    watch = LossWatch(samples, [output, target])
     with watch:
         loss = loss_fn(output, target)
     return watch.read(loss)
@@ -128,6 +128,34 @@ def test_a_loss_that_mixes_samples_is_refused(loss_fn):
 
     assert REFUSED[loss_fn] in caught.value.message
     assert "rt.gather" in caught.value.hint
+
+
+@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced])
+def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
+    with pytest.raises(ModelError, match="pairs of samples"):
+        read(loss_fn, samples=1)
+
+
+@pytest.mark.parametrize("loss_fn", [differences, angles, similarities])
+def test_pairs_in_a_model_that_returns_its_loss_are_refused(loss_fn):
+    torch.manual_seed(0)
+    output = torch.randn(SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        loss = loss_fn(output, torch.tensor([0, 3, 3, 5]))
+    with pytest.raises(ModelError, match="pairs of samples"):
+        watch.read(loss)
+
+
+def test_positions_in_a_model_are_no_pairs():
+    places = torch.arange(SAMPLES)
+    scale = nn.Parameter(torch.ones(SAMPLES, 1))
+    x = torch.randn(SAMPLES, SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        bias = (places[:, None] - places[None]).to(x.dtype) * scale
+        loss = (torch.einsum("btc,bsc->bts", x, x) + bias).mean()
+    assert watch.read(loss).kind == "counted"
 
 
 def means_of_columns(output, target):

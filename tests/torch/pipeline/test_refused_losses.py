@@ -51,6 +51,31 @@ class CountsFirst(Layers):
         self.layers[0] = Counts()
 
 
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+class WritesReceived(Layers):
+    """Writes in place what another stage differentiates."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2] = Writes()
+
+
+class WritesInput(Layers):
+    """Writes the input, of which micro-batches are views."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Writes()
+
+
 def root(output, target):
     return functional.mse_loss(output, target).sqrt()
 
@@ -118,3 +143,34 @@ def test_a_loss_that_one_data_parallel_rank_refuses_all_refuse():
 
 def refused_with(loss_fn, mesh, options):
     return refused(Layers, loss_fn, mesh, "1f1b", **options)
+
+
+def losses_of_writes():
+    """Return the losses under a pipeline and in one process, and the inputs after them."""
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    stages = {"stages": "auto", "microbatches": 2, "schedule": "gpipe"}
+    rt = msrun.init({"mesh": {"pp": 2}, "pipeline": stages})
+    found = []
+    for is_sharded in (True, False):
+        torch.manual_seed(0)
+        model, given = WritesInput(), x.clone()
+        model = rt.shard(model, (x,)) if is_sharded else model
+        update = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            if is_sharded:
+                loss = rt.step(model, update, functional.mse_loss, x.clone(), y)
+            else:
+                update.zero_grad()
+                loss = functional.mse_loss(model(given.clone()), y)
+                loss.backward()
+                update.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+def test_a_model_may_write_its_input():
+    for found, expected in run_warm(losses_of_writes, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
