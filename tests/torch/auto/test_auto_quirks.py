@@ -341,3 +341,30 @@ def test_sparse_gradients_learn_what_they_do_in_one_process(kind):
         assert found == pytest.approx(losses, rel=1e-9)
     for said in run_warm(looked_up, 2, kind, auto, "SparseAdam"):
         assert isinstance(said, list) or said.startswith("SparseAdam takes sparse gradients")
+
+
+class Pairs(torch.nn.Module):
+    """Scores of all pairs of samples, as CLIP has them; an executor runs it, since it drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = functional.dropout(self.up(x), 1e-9, training=self.training)
+        return h @ h.t()
+
+
+def paired():
+    rt = msrun.init({"mode": "auto", "mesh": {"dp": 2}})
+    with pytest.raises(msrun.ModelError) as caught:
+        rt.shard(Pairs(), sample=(given().chunk(2)[rt.rank],))
+    return caught.value.message
+
+
+def test_outputs_of_pairs_of_samples_are_refused():
+    said = (
+        "parallel.mode: auto gives a rank samples of the whole batch, and an output of Pairs has "
+        "the shape [4, 4] for those of one rank and [8, 8] for all"
+    )
+    assert run_warm(paired, 2) == [said] * 2
