@@ -54,6 +54,7 @@ _LOSS_GAP, _WEIGHT_GAP = 1e-8, 1e-6
 _ROUNDED_LOSS_GAP = 1e-6
 _SENTENCE = 300
 
+_STAGES = {"stages": "auto", "microbatches": 2}
 # Column -> ranks, and the configuration for a model.
 Make = Callable[[ZooModel, nn.Module], dict[str, Any] | None]
 COLUMNS: dict[str, tuple[int, Make]] = {
@@ -64,18 +65,22 @@ COLUMNS: dict[str, tuple[int, Make]] = {
     "tp": (2, lambda entry, _: _tensor_parallel(entry)),
     "pp": (
         2,
-        lambda *_: {"mesh": {"pp": 2}, "pipeline": {"stages": "auto", "microbatches": 2}},
+        lambda *_: {"mesh": {"pp": 2}, "pipeline": _STAGES},
     ),
     "recompute": (2, lambda entry, model: _recompute(entry, model)),  # noqa: PLW0108 - see below
     "accumulate": (2, lambda *_: {"accumulate": 2}),
     "auto": (2, lambda *_: {"mode": "auto", "mesh": "auto"}),
     "dp x tp, zero 1": (
         4,
-        lambda entry, _: _tensor_parallel(entry, dp=2, optimizer={"zero": 1}),
+        lambda entry, _: (
+            _tensor_parallel(entry, dp=2, optimizer={"zero": 1}) if entry.is_combined else None
+        ),
     ),
     "dp x pp": (
         4,
-        lambda *_: {"mesh": {"pp": 2, "dp": 2}, "pipeline": {"stages": "auto", "microbatches": 2}},
+        lambda entry, _: (
+            {"mesh": {"pp": 2, "dp": 2}, "pipeline": _STAGES} if entry.is_combined else None
+        ),
     ),
 }
 
@@ -368,20 +373,28 @@ def run(only: Iterable[str], limit: float, *, is_again: bool, file: Path = CELLS
 
 _HEAD = """# Real models in every configuration
 
-Each cell trains a small model with random weights for three steps of AdamW, on two ranks of gloo
-and in float64, and compares losses, weights and buffers with plain torch in one process on the same
-global batches. *equal* is a difference below 1e-8 of the loss and 1e-6 of each weight. A refusal is
-one sentence before any weight changes; the numbers lead to the sentences below the table.
-`python scripts/model_table.py run` makes the cells, `... page` writes this page.
+Each cell trains a small model with random weights for three steps, on ranks of gloo and in float64,
+and compares losses, weights and buffers with plain torch in one process on the same global batches.
+*equal* is a difference below 1e-8 of the loss (1e-6 where the model itself computes logits or loss
+in float32) and 1e-6 of each weight. A refusal is one sentence before any weight changes; the
+numbers lead to the sentences below the table.
+
+`scripts/model_table.py` makes this page, from the models of `scripts/zoo_text.py` and
+`scripts/zoo_others.py`. `python scripts/model_table.py run --again` trains all cells anew, or with
+`--only 'Llama:tp'` one of them, and `... page` writes the page. The nightly workflow runs every row
+again and compares (`.ci/run slow`), and each change a sample of the cells.
 
 """
 _NOTES = """
 - `dp`, `zero 1` to `zero 3`, `recompute` (of every block) and `accumulate` (of 2) have two
-  data-parallel ranks. `tp` has the rules that a user writes by hand (`colwise` and `rowwise` of
-  `scripts/model_zoo.py`); `-` is a model without such a plan. `pp` has `stages: auto` and two
-  micro-batches. `auto` is `mode: auto` with `mesh: auto`.
-- Decoders of transformers have `use_cache=False`. Losses are computed from the logits, and targets
-  hold padding of -100.
+  data-parallel ranks. `pp` has `stages: auto` and two micro-batches. `auto` is `mode: auto` with
+  `mesh: auto`. The last two columns have four ranks, 2 x 2, and some of the models.
+- `tp` has the plans that ship: `plan: llama` and other names of families, and `plan: auto_tp` for
+  models of no family. Only LSTM and DLRM have rules that were written for them; `-` is a model in
+  which nothing is to be sharded.
+- Optimizers are AdamW, and SGD where gradients are sparse. Losses are computed from the logits, and
+  targets hold padding of -100. Decoders have `use_cache=False`; the rows with `labels` have their
+  default cache, padding and a mask, and return the loss that transformers computes.
 """
 
 

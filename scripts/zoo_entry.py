@@ -72,6 +72,7 @@ class ZooModel:
         blocks: Names of the lists whose members are recomputed.
         plan: Of tensor parallel.
         optimizer: Makes the optimizer of its parameters.
+        is_combined: Whether it is trained in the configurations of two techniques, too.
     """
 
     needs: str
@@ -82,6 +83,7 @@ class ZooModel:
     blocks: Sequence[str] = ()
     plan: Plan = field(default_factory=list)
     optimizer: Optimizer = _ADAMW
+    is_combined: bool = False
 
 
 def styles(**patterns: Sequence[str]) -> list[dict[str, str]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
-from msrun.parallel.auto.executable import TracedBehaviour
+from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
@@ -192,12 +192,14 @@ def _find_plan(
     problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
     rules = traced.rules | {node.name: node.rule for node in problem.nodes}
     lowering, behaviour = None, None
+    part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
         planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
-        part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
         lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
     if lowering is None:
+        if context.layout.size(DATA_AXIS) > 1:
+            check_outputs(model, traced, setting.batch, lambda: trace(model, part))
         behaviour = TracedBehaviour(
             model, traced, whole, forwards=answer.microbatches, stages=chunks.count
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -117,6 +117,35 @@ class TracedBehaviour:
                     f"now is in {now} mode beside a model in {('eval', 'train')[is_training]} mode",
                     hint="set the modes of modules before rt.shard",
                 )
+
+
+def check_outputs(model: nn.Module, whole: Traced, batch: int, local: Callable[[], Traced]) -> None:
+    """Refuse outputs of which a rank has another part than its own forward would make.
+
+    Args:
+        model: The model.
+        whole: Its forward of all samples.
+        batch: How many these are.
+        local: Returns its forward of the samples of one rank.
+
+    Raises:
+        ModelError: An output has samples in more than its first dim, such as scores of pairs.
+    """
+    values = whole.program.values
+    shapes = [values[name].shape for name in whole.program.outputs]
+    if not any(batch in shape[1:] for shape in shapes):
+        return
+    other = local().program
+    for shape, name in zip(shapes, other.outputs, strict=True):
+        part = other.values[name].shape
+        if part[1:] != shape[1:]:
+            raise ModelError(
+                "parallel.mode: auto gives a rank samples of the whole batch, and an output of "
+                f"{type(model).__name__} has the shape {list(part)} for those of one rank and "
+                f"{list(shape)} for all",
+                hint="compute the loss inside of the model, or choose a configuration without "
+                "mode: auto",
+            )
 
 
 def _evaluation(model: nn.Module, traced: Traced, sample: Sequence[Any]) -> Evaluation:

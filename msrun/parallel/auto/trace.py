@@ -133,6 +133,9 @@ class Traced:
             return item
 
         args = [filled(x, names[at] if names else str(at)) for at, x in enumerate(node.args)]
+        if "sparse" in names[: len(args)]:
+            # Sparse gradients cannot be redistributed.  `rt.optimizer` refuses what needs them.
+            args[names.index("sparse")] = False
         return args, {key: filled(item, key) for key, item in node.kwargs.items()}
 
     def mode(self, name: str) -> StepMode:

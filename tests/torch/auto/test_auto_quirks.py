@@ -338,3 +338,67 @@ def test_outputs_of_any_structure_come_back():
         net, x = want
         assert loss == pytest.approx(float(net.down(net.up(x)).square().mean().detach()))
         assert message == "parallel.mode: auto does not compute the Cache that the model returns"
+
+
+class Rows(torch.nn.Module):
+    """A table with sparse gradients."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.table, self.head = kind(32, 16, sparse=True), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        found = self.table(x)
+        return self.head(found if found.dim() == 2 else found.mean(1))
+
+
+def looked_up(kind, config, name="SGD"):
+    """Return losses, or what refuses the optimizer."""
+    torch.manual_seed(0)
+    rt, net = msrun.init(config), Rows(kind).double()
+    words = torch.randint(0, 32, (16, 4), generator=torch.Generator().manual_seed(1))
+    count, share = rt.layout.axes.get("dp", 1), rt.coordinate.get("dp", 0)
+    x, y = (part.chunk(count)[share] for part in (words, words[:, 0] % 8))
+    net = rt.shard(net, sample=(x,))
+    try:
+        optimizer = rt.optimizer(getattr(torch.optim, name)(net.table.parameters(), lr=0.5))
+    except msrun.ModelError as error:
+        return error.message
+    return [rt.step(net, optimizer, functional.cross_entropy, x, y).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_gradients_learn_what_they_do_in_one_process(kind):
+    auto = {"mode": "auto", "mesh": {"dp": 2}}
+    (losses,) = run_warm(looked_up, 1, kind, {})
+    for found in run_warm(looked_up, 2, kind, auto):
+        assert found == pytest.approx(losses, rel=1e-9)
+    for said in run_warm(looked_up, 2, kind, auto, "SparseAdam"):
+        assert isinstance(said, list) or said.startswith("SparseAdam takes sparse gradients")
+
+
+class Pairs(torch.nn.Module):
+    """Scores of all pairs of samples, as CLIP has them; an executor runs it, since it drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = functional.dropout(self.up(x), 1e-9, training=self.training)
+        return h @ h.t()
+
+
+def paired():
+    rt = msrun.init({"mode": "auto", "mesh": {"dp": 2}})
+    with pytest.raises(msrun.ModelError) as caught:
+        rt.shard(Pairs(), sample=(given().chunk(2)[rt.rank],))
+    return caught.value.message
+
+
+def test_outputs_of_pairs_of_samples_are_refused():
+    said = (
+        "parallel.mode: auto gives a rank samples of the whole batch, and an output of Pairs has "
+        "the shape [4, 4] for those of one rank and [8, 8] for all"
+    )
+    assert run_warm(paired, 2) == [said] * 2
