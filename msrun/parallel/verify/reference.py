@@ -224,7 +224,7 @@ def _alone(
 
 def _loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: StepBatch) -> Tensor:
     output = model(*batch.inputs, **batch.named)
-    loss = own_loss(output) if loss_fn is None else loss_fn(output, batch.target)
+    loss = own_loss(output, is_whole=True) if loss_fn is None else loss_fn(output, batch.target)
     if isinstance(loss, tuple):  # its sum and count
         loss = loss[0] / loss[1]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
