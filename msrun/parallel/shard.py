@@ -49,6 +49,7 @@ from msrun.parallel.sharded_model import (
     Reduction,
     ShardedModel,
     entered,
+    refuse_compiled,
     refuse_copies,
     refuse_hooks,
 )
@@ -203,15 +204,11 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
+    if torch_compat.is_compiled(model):
+        refuse_compiled(config, is_zero=context.layout.size(DATA_AXIS) > 1)
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
-        if torch_compat.is_compiled(model):
-            raise ModelError(
-                f"{ROOT}.plan: rt.shard got what torch.compile returned, of which the plan would "
-                "shard nothing that is compiled",
-                hint="give rt.shard the model itself, and compile modules without a rule inside",
-            )
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
@@ -220,6 +217,9 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+        from msrun.parallel.data_parallel.zero import check_dropped_layers
+
+        check_dropped_layers(model)
         sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
     return _ResolvedPlan(
         config=config,

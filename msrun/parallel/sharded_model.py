@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel.config import ROOT, ParallelConfig
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -136,6 +137,28 @@ class OriginalParameters:
     def references(self) -> list[weakref.ref[Parameter]]:
         """Return weak references to all of them."""
         return self._weak or [weakref.ref(param) for param in self._strong]
+
+
+def refuse_compiled(config: ParallelConfig, *, is_zero: bool) -> None:
+    """Refuse what `torch.compile` returned, where modules inside would have to change.
+
+    Args:
+        config: The configuration.
+        is_zero: Whether there are ranks over which `optimizer.zero` would shard.
+    """
+    needs = {
+        "plan": bool(config.plan),
+        "pipeline": config.pipeline is not None,
+        "optimizer.zero": is_zero and config.optimizer.zero > 0,
+    }
+    for key in [key for key, is_set in needs.items() if is_set]:
+        inside = "modules without a rule inside" if key == "plan" else "modules inside of it"
+        raise ModelError(
+            f"{ROOT}.{key}: rt.shard got what torch.compile returned, of which it can shard "
+            "nothing that is compiled",
+            hint=f"give rt.shard the model itself, and compile {inside} in place: "
+            "model.layer.compile()",
+        )
 
 
 def refuse_copies(model: nn.Module, reason: str) -> None:

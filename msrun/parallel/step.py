@@ -22,6 +22,7 @@ from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
+    check_target,
     move,
     own_loss,
     read_batch,
@@ -55,6 +56,8 @@ def run_step(
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
+    parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
+    check_target(values, parts)
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
@@ -221,7 +224,9 @@ def _loss(
 ) -> PartLoss:
     """Return the loss of one micro-batch."""
     if loss_fn is None:
-        return tally.measure(lambda: own_loss(model(*part.inputs, **part.named)), samples)
+        whole = tally.is_whole
+        run = partial(model, *part.inputs, **part.named)
+        return tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
     output = model(*part.inputs, **part.named)
     data = tensors_in([output, part.target])
     return tally.measure(partial(loss_fn, output, part.target), samples, data)

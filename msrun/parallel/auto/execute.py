@@ -112,7 +112,7 @@ class Executor:
         self._part = part or divide(self._program, self._uses, [0])[0]
         self._producers = {name: step for step in self._program.steps for name in step.outputs}
         self.dropout_rng = DropoutRng(self._program, seed)
-        self._blocks, self._behaviour = blocks, behaviour
+        self._blocks, self.behaviour = blocks, behaviour
         modes = {step.name: traced.mode(step.name) for step in self._program.steps}
         self._modes = {name: mode for name, mode in modes.items() if mode != StepMode()}
         self._stored: dict[str, Row] = {}
@@ -167,8 +167,8 @@ class Executor:
         A stage also takes what it receives, after the inputs; all but the last return what they
         send.
         """
-        if self._behaviour:
-            self._behaviour.check(self._model)
+        if self.behaviour:
+            self.behaviour.check(self._model)
         if self._model.training:
             self.dropout_rng.begin()
         part, own = self._part, len(args) - len(self._part.received)

@@ -118,6 +118,9 @@ class PlannedModel(PipelineModel):
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what stages send, which follows from the plan."""
+        # Before a stage waits for another, so that all of them raise.
+        if self._any.behaviour:
+            self._any.behaviour.check(self)
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
         self._any.read(split.padded(inputs, 0), {})
         return split, self._borders

@@ -64,6 +64,8 @@ from msrun.parallel.tensor.plan import ModulePlan
 SUM_LEVEL = 1
 RESHARD_LEVEL = 3
 _NAMES_SHOWN = 3
+# Attributes and keys of configurations that drop whole layers in training.
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) -> list[str]:
@@ -145,6 +147,24 @@ def _is_shared(part: nn.Module, model: nn.Module) -> bool:
         for param in module.parameters(recurse=False)
     }
     return any(id(param) in others for param in part.parameters())
+
+
+def check_dropped_layers(model: nn.Module) -> None:
+    """Refuse layers that a rank drops at random, as encoders of transformers do in training.
+
+    Raises:
+        ModelError: A rate is above 0, so ranks would gather different layers.
+    """
+    for name, module in model.named_modules():
+        for owner in (module, getattr(module, "config", None)):
+            for key in _LAYER_DROPS:
+                rate = getattr(owner, key, 0.0)
+                if isinstance(rate, int | float) and rate > 0:
+                    raise ModelError(
+                        f"{ROOT}.optimizer.zero: {name or type(model).__name__} drops layers at "
+                        f"random ({key} {rate}), and all ranks must gather the same ones",
+                        hint=f"set {key} to 0, or choose zero 0",
+                    )
 
 
 def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]:

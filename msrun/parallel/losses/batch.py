@@ -180,15 +180,37 @@ def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return bool(names.intersection(batch)) or len(required) != 1
 
 
-def own_loss(output: Any) -> Any:
+def check_target(batch: StepBatch, parts: int) -> None:
+    """Refuse a target that `parts` micro-batches could not have their own part of.
+
+    Raises:
+        ModelError: It has rows, and not as many as the first input, so it would not be cut.
+    """
+    samples = batch_size(batch)
+    rows = [len(tensor) for tensor in tensors_in(batch.target) if tensor.dim()]
+    if parts > 1 and max(rows, default=1) > 1 and samples not in rows:
+        raise ModelError(
+            f"the first input has {samples} rows and the target {max(rows)}, so {parts} "
+            "micro-batches cannot have their own part of both",
+            hint="put samples first in inputs and target: transpose a batch with the sequence "
+            "first, and flatten targets in the loss function",
+        )
+
+
+def own_loss(output: Any, *, is_whole: bool = False) -> Any:
     """Return the loss that a model returned: itself, or its field `loss`.
+
+    Args:
+        output: Of the model.
+        is_whole: Whether it is of the whole batch of all ranks.
 
     Raises:
         ModelError: There is none, or it has a term over the whole batch.
     """
     if isinstance(output, Tensor):
         return output
-    if _field(output, "aux_loss") is not None and _field(output, "aux_loss").requires_grad:
+    balancing = None if is_whole else _field(output, "aux_loss")
+    if balancing is not None and balancing.requires_grad:
         raise ModelError(
             "the loss of the model has a term that balances experts over a whole batch (aux_loss),"
             " and each rank and micro-batch has a part of it",

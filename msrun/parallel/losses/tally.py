@@ -109,6 +109,11 @@ class LossTally:
         self._host: _HostCopy | None = None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the only part is the whole batch of all ranks."""
+        return self._ranks.size == self._parts == 1
+
     def measure(
         self, compute: Callable[[], Any], samples: int, data: Sequence[Tensor] | None = None
     ) -> PartLoss:
@@ -122,7 +127,7 @@ class LossTally:
         Raises:
             ModelError: It cannot be combined with that of other parts, or is not one number.
         """
-        if self._ranks.size == self._parts == 1:
+        if self.is_whole:
             loss = compute()
             if pair := self._pair(loss):
                 return pair

@@ -109,7 +109,8 @@ class Work:
                     f"{self.split.parts} equal micro-batches, as a model that returns its loss "
                     "needs"
                 )
-            loss = self.tally.measure(lambda: own_loss(run()), samples)
+            whole = self.tally.is_whole
+            loss = self.tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
         else:
             output = self.split.trim(run(), part)
             target = self.split.real(self.target, part)

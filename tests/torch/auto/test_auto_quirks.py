@@ -11,6 +11,7 @@ import pytest
 import torch
 from auto_quirks import REFUSED, RIGHT, Dropping, Evaluating, Quirk, Reading, Structured, given
 from ranks import run_warm
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
@@ -180,6 +181,29 @@ def test_hooks_that_no_plan_runs_are_refused():
     (message,) = run_warm(hooked, 1, Dropping, with_pre_hook)
     pre_hook = "the forward pre-hook of Dropping, the model itself,"
     assert message == f"parallel.mode: auto cannot run {pre_hook}"
+
+
+class OfWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.up = nn.EmbeddingBag(32, 8, sparse=True, mode="sum"), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.up(self.words(x))
+
+
+def sparse_table():
+    with pytest.raises(msrun.ModelError) as caught:
+        msrun.init({"mode": "auto", "mesh": {"dp": 1}}).shard(
+            OfWords(), sample=(torch.zeros(4, 3, dtype=torch.long),)
+        )
+    return caught.value.message
+
+
+def test_sparse_gradients_are_refused():
+    assert run_warm(sparse_table, 1) == [
+        "parallel.mode: auto computes no sparse gradients, as words asks for"
+    ]
 
 
 def hooks_run():

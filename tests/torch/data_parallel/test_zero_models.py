@@ -277,3 +277,72 @@ def test_a_model_without_a_forward_is_refused():
         "gathered"
     )
     assert run_warm(learned, 2, zero(1), nn.ModuleList) == [sentence] * 2
+
+
+class Dropping(nn.Module):
+    """Drops layers at random, as encoders of transformers do in training."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.layers, self.layerdrop = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]), rate
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not (self.training and torch.rand([]) < self.layerdrop):
+                x = x + layer(x)
+        return x
+
+
+def dropping(config, rate):
+    try:
+        model = msrun.init(config).shard(Dropping(rate), sample=(torch.ones(4, 16),))
+    except UsageError as error:
+        return error.message, error.hint
+    return type(model).__name__
+
+
+def test_layers_dropped_at_random_are_refused_where_ranks_gather_them():
+    sentence = (
+        "parallel.optimizer.zero: Dropping drops layers at random (layerdrop 0.1), and all ranks "
+        "must gather the same ones"
+    )
+    expected = [(sentence, "set layerdrop to 0, or choose zero 0")] * 2
+    assert run_warm(dropping, 2, zero(3), 0.1) == expected
+    assert run_warm(dropping, 2, zero(3), 0.0) == ["FSDPDropping"] * 2
+    assert run_warm(dropping, 2, {}, 0.1) == ["Dropping"] * 2
+
+
+def test_stages_refuse_layers_dropped_at_random():
+    stages = {"layers.0": 0, "layers.1": 1}
+    config = {"mesh": {"pp": 2}, "pipeline": {"stages": stages, "microbatches": 2}}
+    for message, hint in run_warm(dropping, 2, config, 0.1):
+        assert message.startswith(
+            "parallel.pipeline.stages: forward reads the value of a tensor (__bool__), which other "
+            "stages do not have (test_zero_models.py, line "
+        )
+        assert hint.endswith("; layers dropped at random (layerdrop) need a rate of 0")
+
+
+def compiled(config):
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10)), backend="eager")
+    try:
+        msrun.init(config).shard(model)
+    except UsageError as error:
+        return error.message
+    return None
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (zero(1), "optimizer.zero"),
+        ({"mesh": {"tp": 2}, "plan": [{"match": "*", "style": "colwise"}]}, "plan"),
+        (
+            {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2}},
+            "pipeline",
+        ),
+    ],
+)
+def test_what_torch_compile_returned_is_refused(config, key):
+    expected = f"parallel.{key}: rt.shard got what torch.compile returned, of which it can shard "
+    assert run_warm(compiled, 2, config) == [expected + "nothing that is compiled"] * 2

@@ -303,7 +303,8 @@ class ForwardRecorder(TorchFunctionMode):
     def _refuse_read(self, name: str) -> NoReturn:
         self.refuse(
             f"forward reads the value of a tensor ({name}), which other stages do not have",
-            "move what depends on values into a module of its own, and give that one a stage",
+            "move what depends on values into a module of its own, and give that one a stage; "
+            "layers dropped at random (layerdrop) need a rate of 0",
         )
 
     def _node(
