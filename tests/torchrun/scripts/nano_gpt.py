@@ -80,6 +80,9 @@ def main():
         if is_master:
             print(f"iter {step}: loss {losses[-1]:.4f}")
     Path(f"said-{rank}").write_text(f"{local_rank} {losses}")
+    # torch 2.13 may hang where DDP's reducer is the last to hold a group of gloo: its end joins a
+    # thread that waits for the interpreter's lock, under any launcher.
+    del model
     dist.destroy_process_group()
 
 
