@@ -71,6 +71,9 @@ class System(Protocol):
     def has_node(self, job: JobSpec) -> bool:
         """Tell whether another launcher of `job` runs on this machine."""
 
+    def is_beside(self, job: JobSpec) -> bool:
+        """Tell whether any node of a job of this name is on this machine."""
+
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Return a connection to a job, whose answers may take `patience` seconds."""
 
@@ -199,6 +202,12 @@ class RealSystem:
         from msrun.processes import control_file
 
         return control_file.has_node(job)
+
+    def is_beside(self, job: JobSpec) -> bool:
+        """Look into the private directories."""
+        from msrun.processes import control_file
+
+        return control_file.is_beside(job)
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Connect to the scheduler of `card`."""

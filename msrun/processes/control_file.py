@@ -105,7 +105,7 @@ def has_node(job: JobSpec, *, but: Path | None = None) -> bool:
     return False
 
 
-def is_beside(job: JobSpec, own: Path) -> bool:
+def is_beside(job: JobSpec, own: Path | None = None) -> bool:
     """Tell whether another node of `job` has a private directory on this machine, besides `own`."""
     others = (directory.name for directory in run_dir.held() if directory != own)
     return any(name == job.job_id or name.startswith(f"{job.job_id}.") for name in others)

@@ -223,6 +223,9 @@ class FakeWorld:
         left, self.left = self.left, []
         return left
 
+    def is_beside(self, job):
+        return self.has_node(job)
+
     def has_node(self, job):
         return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)
 

@@ -133,6 +133,8 @@ def check_port(rendezvous: Rendezvous, job: JobSpec, system: System) -> None:
         return
     hint = "a further node of a job on this machine needs the same command or --job-id"
     _check_port(rendezvous.listen_host, rendezvous.port, system, hint=hint)
+    if job.store_port and not system.is_beside(job):
+        _check_port(LOOPBACK, rendezvous.port, system, hint=hint)
 
 
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:

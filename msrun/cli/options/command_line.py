@@ -115,10 +115,14 @@ def _expanded(name: str, table: Table) -> str:
     if name in known or name in _OWN or not name.startswith("--") or name == "--":
         return name
     begun = {s: option for s, option in known.items() if s.startswith(name)}
-    meant = {s: option for s, option in begun.items() if option.torchrun} or begun
+    meant = {s: option for s, option in begun.items() if s == _of_torchrun(option)} or begun
     if len(set(meant.values())) > 1:
         raise UsageError(f"{name} may mean {choose(sorted(meant)).removeprefix('choose ')}")
     return min(meant, key=len, default=name)
+
+
+def _of_torchrun(option: Option[object]) -> str:
+    return "--" + option.torchrun.replace("_", "-")
 
 
 def _split(word: str, known: Container[str]) -> tuple[str, str | None]:
