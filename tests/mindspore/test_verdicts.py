@@ -66,8 +66,6 @@ TABLE = {
     f"{BOTH} --worker_n=2 --jo=True P": Verdict(),
     # The time to join is the option's; the variable is for processes that are started by hand.
     f"{BOTH} --join=True P ": Verdict(env={"MS_TOPO_TIMEOUT": "5"}),
-    # The code is the worker's own, and 1 there.
-    f"{BOTH} --join=True P  ": Verdict(ours=7, theirs=1, env={"CODE": "7"}),
     "--worker_num=0 --log_dir=logs P": Verdict(2, 1, **NONE),
     "--worker_num=2 --local_worker_num=4 --log_dir=logs P": Verdict(2, 1, **NONE),
     "--worker_num=two --log_dir=logs P": Verdict(2, 2, **NONE),
@@ -132,6 +130,15 @@ def test_a_line_means_the_same(both, line):
     assert [logs(side) for side in sides if verdict.workers] == [verdict.logs] * 2 * bool(
         verdict.workers
     )
+
+
+def test_the_exit_code_of_a_worker_is_that_of_the_job(launch, tmp_path):
+    """On purpose: MindSpore has 1 for every failure."""
+    words = [*BOTH.split(), "--join=True", script(tmp_path, SAYS)]
+
+    sides = [launch(command, words, env={"CODE": "7"}) for command in (OURS, THEIRS)]
+
+    assert [side.wait() for side in sides] == [7, 1]
 
 
 def test_workers_without_their_local_number_are_all_here(launch, tmp_path):
