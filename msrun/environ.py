@@ -24,6 +24,9 @@ OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
 # Directory with the function that a worker calls, until it has been loaded.
 CALL = "MSRUN_CALL"
+# The FIFO of torch's file timers, and whether a server of them is wanted.
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -377,6 +380,21 @@ def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, s
     return {OMP_THREADS: str(threads), **_LARGE_PAGES, **base, RUN_DIR: run_dir}
 
 
+def timer_file(env: Mapping[str, str], run_dir: str) -> str:
+    """Return the FIFO of torch's file timers, empty where `env` asks for no server of them.
+
+    Args:
+        env: The launcher's own, with what the job adds.
+        run_dir: The job's private directory.
+    """
+    if env.get(_TIMERS) != "1":
+        return ""
+    given = env.get(TIMER_FILE, "")
+    # That of a job around this one has a server already.
+    is_outer = bool(env.get(RUN_DIR)) and given.startswith(f"{env[RUN_DIR]}/")
+    return given if given and not is_outer else f"{run_dir}/timers"
+
+
 def rank_identity(env: Mapping[str, str]) -> RankIdentity:
     """Return who the process with environment `env` is; alone when nothing says so.
 
@@ -540,6 +558,14 @@ def config_dir() -> Path | None:
         return Path(named)
     try:
         return Path.home() / ".config"
+    except RuntimeError:
+        return None
+
+
+def cache_dir() -> Path | None:
+    """Return where this user's programs keep what they can make again; None without a home."""
+    try:
+        return Path.home() / ".cache"
     except RuntimeError:
         return None
 

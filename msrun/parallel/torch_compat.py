@@ -6,9 +6,11 @@ tests of this one file show what broke.
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -436,6 +438,30 @@ def with_values() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """Return a context in which functions compute values, inside of `torch.export`."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+@contextmanager
+def without_graph_dumps() -> Iterator[None]:
+    """Inside, keep `torch.export` from printing the graph that a forward had before an error."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    printed, before, dump = io.StringIO(), log.disabled, ""
+    log.disabled = True
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        dump = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        log.disabled = before
+        sys.stderr.write(printed.getvalue().replace(dump, ""))
 
 
 def is_fake(tensor: Tensor) -> bool:

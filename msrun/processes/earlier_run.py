@@ -85,7 +85,7 @@ def _pattern(worker_log_name: str) -> str:
 def _is_held(journal: Path) -> bool:
     """Tell whether the launcher that writes `journal` still runs."""
     try:
-        descriptor = os.open(journal, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = logs.reopen(str(journal))
     except OSError:
         return False
     try:

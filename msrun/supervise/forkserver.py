@@ -41,6 +41,8 @@ from msrun.supervise.orders import (
     Configure,
     Exited,
     ForkserverOrder,
+    Ping,
+    Pong,
     Ready,
     SignalWorkers,
     Spawned,
@@ -190,6 +192,8 @@ class Forkserver:
                 self._fork_mindspore(order)
             case SignalWorkers():
                 self._signal(order)
+            case Ping():
+                self.channel.send(Pong())
 
     def _fork_worker(self, order: SpawnWorker) -> None:
         streams = self.channel.take_descriptors(order.descriptors)
@@ -405,4 +409,6 @@ def run(
     except Forked as child:
         return child.become
     except ChannelClosed:
+        # The agent is gone.  If somebody has stopped the reaper, nobody else can tell it to go on.
+        process.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)

@@ -69,7 +69,7 @@ def expected(job: JobSpec, run_dir: str) -> Placement:
         nnodes=nnodes,
         first_rank=node_rank * job.workers_per_node,
         world_size=job.world_size or nnodes * job.workers_per_node,
-        store=(LOOPBACK, UNKNOWN),
+        store=(LOOPBACK, str(job.store_port or UNKNOWN)),
         rank0_address=job.address if is_first else UNKNOWN_HOST,
         scheduler=(LOOPBACK, UNKNOWN),
         run_dir=run_dir,

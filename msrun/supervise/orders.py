@@ -67,6 +67,10 @@ class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
     at: float
 
 
+class Ping(Order, frozen=True, tag=True, kw_only=True):
+    """Answer with `Pong`: the agent asks whether the process still does its work."""
+
+
 class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     """Start one rank.
 
@@ -184,6 +188,16 @@ class Swept(Order, frozen=True, tag=True, kw_only=True):
     stuck: list[str] = []
 
 
+class Pong(Order, frozen=True, tag=True, kw_only=True):
+    """The answer to `Ping`."""
+
+
+class ForkserverStarted(Order, frozen=True, tag=True, kw_only=True):
+    """The reaper has forked the forkserver, process `pid`."""
+
+    pid: int
+
+
 class ForkserverExited(Order, frozen=True, tag=True, kw_only=True):
     """The forkserver ended, which it never does by itself; `status` as of `waitpid`."""
 
@@ -239,7 +253,7 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
     is_mindspore: bool = False
 
 
-ReaperOrder = Configure | LiveUntil | Sweep
-ReaperReport = Swept | ForkserverExited
-ForkserverOrder = SpawnWorker | SpawnStore | SpawnMindSpore | SignalWorkers
-ForkserverReport = Ready | Spawned | Exited
+ReaperOrder = Configure | LiveUntil | Sweep | Ping
+ReaperReport = Swept | ForkserverStarted | ForkserverExited | Pong
+ForkserverOrder = SpawnWorker | SpawnStore | SpawnMindSpore | SignalWorkers | Ping
+ForkserverReport = Ready | Spawned | Exited | Pong

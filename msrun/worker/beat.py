@@ -47,7 +47,9 @@ def _share(path: str) -> mmap.mmap:
     """Return the memory of the file at `path`, which is made for this user alone."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.ftruncate(fd, LAYOUT.size)
+        # Where the file system is full, an error; a file without a block would end this process
+        # at its first beat.
+        os.posix_fallocate(fd, 0, LAYOUT.size)
         return mmap.mmap(fd, LAYOUT.size)
     finally:
         os.close(fd)

@@ -215,7 +215,7 @@ class Job:
 
     def cgroups(self) -> list[Path]:
         own = read_machine({}).cgroup
-        return list(Path(own).glob(f"msrun-{self.name}")) if own else []
+        return list(Path(own).glob(f"msrun-{self.name}.*")) if own else []
 
     def leftovers(self) -> list[str]:
         """Describe what an ended job has left on the machine."""

@@ -154,11 +154,60 @@ class Rebound(Quirk):
         return h
 
 
+class Normalized(Quirk):
+    """Three times: twice by one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.image_norm = nn.BatchNorm1d(16), nn.BatchNorm2d(4)
+
+    def between(self, h):
+        return self.norm(self.image_norm(self.norm(h).view(-1, 4, 2, 2)).flatten(1) * h)
+
+
+class NormalizedInput(Quirk):
+    """Of what no parameter has a part in, and by a function that keeps no statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, affine=False, momentum=0.3)
+
+    def forward(self, x):
+        return super().forward(functional.batch_norm(self.norm(x), None, None, training=True))
+
+
+class NormalizedFrozen(Quirk):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).eval()
+
+    def between(self, h):
+        return self.norm(h + 1)
+
+
+class NormalizedInstance(Quirk):
+    def between(self, h):
+        return functional.instance_norm(h.view(-1, 4, 4)).flatten(1) * h
+
+
+class ReadsConstants(Quirk):
+    """Values that follow from shapes alone, of tensors that are written in part."""
+
+    def between(self, h):
+        mask = torch.ones(len(h), len(h)).triu(1)
+        view = mask[0]
+        view[1] = 3.0
+        if (mask.sum(1) > 3).any() and int(mask[0, 1]) == 3:
+            h = h * mask.sum().item()
+        return h * 2 if torch.equal(mask, mask.T) else h
+
+
 RIGHT = {
     kind.__name__: kind
     for kind in (
         *(NoGrad, NoGradView, NoGradInAutocast, GradInNoGrad, Filled, Narrowed, Turned),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound),
+        *(Normalized, NormalizedInput, NormalizedFrozen, NormalizedInstance, ReadsConstants),
     )
 }
 
@@ -221,6 +270,21 @@ class DrawsNumpy(Dropping):
         return h * float(np.random.rand())  # noqa: NPY002 - as people write it
 
 
+class NormalizesByComputed(Dropping):
+    def between(self, h):
+        mean = self.count.expand(16) * 1
+        return functional.batch_norm(h, mean, torch.ones_like(mean), training=True)
+
+
+class TracksInstances(Dropping):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def between(self, h):
+        return self.norm(h.view(-1, 4, 4)).flatten(1)
+
+
 class DrawsInPlace(Dropping):
     def between(self, h):
         return h + torch.empty_like(h).exponential_()
@@ -249,6 +313,9 @@ REFUSED = {
     WritesUnfolded: "a forward that writes to a tensor through unfold",
     DrawsPython: "a forward that draws numbers from Python's random",
     DrawsNumpy: "a forward that draws numbers from numpy.random",
+    NormalizesByComputed: "a batch norm with statistics that the forward computes, as the model "
+    "has",
+    TracksInstances: "instance_norm with running statistics, as norm does",
     DrawsInPlace: "exponential_, as the model does",
     Counts: "a forward that changes Counts.temperature from 1.5 to 2.0",
 }

@@ -42,8 +42,10 @@ EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Destination of events, null or console: the console has them in any case.",
+    help="Events of torchelastic's form, a line of JSON each on stderr: console, or null.",
     parse=parsers.words("null", "console"),
+    field="event_log",
+    default_text="null",
     torchrun="event_log_handler",
 )
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel.auto.plain_values import PlainValues
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.trace import Evaluation, Traced, trace
 from msrun.parallel.torch_compat import hooks_of
 
 _HINT = "choose a configuration without mode: auto, under which the model's own forward runs"
@@ -29,6 +29,8 @@ def _check(model: nn.Module, traced: Traced, *, forwards: int, stages: int) -> N
     """
     if traced.refused:
         raise _refusal(f"a forward that {traced.refused}")
+    if reason := _statistics(traced, is_whole=forwards == 1 and stages == 1):
+        raise _refusal(reason)
     if traced.written and (forwards > 1 or stages > 1):
         name = next(iter(traced.written))
         raise _refusal(f"a forward that writes to buffer {name} in micro-batches or stages")
@@ -56,6 +58,9 @@ class TracedBehaviour:
         forwards: How often a step runs the forward, for one micro-batch after the other.
         stages: Of a pipeline.
 
+    Attributes:
+        evaluation: What the model does in evaluation.
+
     Raises:
         ModelError: There is something that only the model's own forward does.
     """
@@ -73,7 +78,7 @@ class TracedBehaviour:
         self._values = PlainValues(model)
         modules = {} if stages > 1 else dict(model.named_modules())
         self._modes = [(name, part, part.training) for name, part in modules.items()]
-        self._evaluation = _difference(model, traced, sample)
+        self.evaluation = _evaluation(model, traced, sample)
 
     def check(self, stage: nn.Module) -> None:
         """Refuse a call whose forward would not be the one that was traced.
@@ -86,9 +91,9 @@ class TracedBehaviour:
         """
         self._values.check(stage)
         is_training = stage.training
-        if not is_training and self._evaluation:
+        if not is_training and (difference := self.evaluation.difference):
             raise ModelError(
-                f"the forward does something else in evaluation ({self._evaluation}), and mode "
+                f"the forward does something else in evaluation ({difference}), and mode "
                 "auto runs the one of training",
                 hint="evaluate in another process, from a checkpoint",
             )
@@ -102,14 +107,29 @@ class TracedBehaviour:
                 )
 
 
-def _difference(model: nn.Module, traced: Traced, sample: Sequence[Any]) -> str:
-    """Return what a model does otherwise in evaluation than in training, but for dropout."""
+def _evaluation(model: nn.Module, traced: Traced, sample: Sequence[Any]) -> Evaluation:
+    """Return what a model does otherwise in evaluation than in training."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
-        return traced.difference(trace(model, sample))
+        return traced.evaluation(trace(model, sample))
     except ModelError as error:
-        return error.message
+        return Evaluation(error.message)
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _statistics(traced: Traced, *, is_whole: bool) -> str:
+    """Return why a batch norm cannot have the statistics of one process; empty if all can."""
+    for step in traced.program.steps:
+        if step.packet != "batch_norm" or not step.attrs.get("training"):
+            continue
+        name = step.module or "the model"
+        if not is_whole:
+            return f"a batch norm in micro-batches or stages, as {name} has"
+        running = [value for slot, value in step.inputs.items() if slot.startswith("running")]
+        buffers = [traced.buffers.get(value, "") for value in running]
+        if not all(buffers) or not traced.written.keys().isdisjoint(buffers):
+            return f"a batch norm with statistics that the forward computes, as {name} has"
+    return ""

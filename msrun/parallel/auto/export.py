@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
+from msrun.parallel.auto.data_dependence import KnownValues, reads_values
 from msrun.parallel.auto.functional import is_write, make_functional
 from msrun.parallel.auto.labels import Labels
 from msrun.parallel.auto.modes import enters_autocast, inlined, recorded_modes
@@ -35,7 +36,11 @@ from msrun.parallel.auto.module_dedup import (
     tensors_of,
 )
 from msrun.parallel.auto.structure import OutputForm, leaf_tensors
-from msrun.parallel.torch_compat import without_forward_hooks, without_stack_traces
+from msrun.parallel.torch_compat import (
+    without_forward_hooks,
+    without_graph_dumps,
+    without_stack_traces,
+)
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -122,9 +127,19 @@ def _traced(
 
     hook = model.register_forward_hook(flattened)
     try:
-        program = torch.export.export(model, tuple(sample), strict=False)
-        if enters_autocast(program.graph_module):  # alone needs notes, which cost 8 % of a trace
-            with recorded_modes():
+        # What few forwards need comes second: notes of modes alone cost 8 % of a trace.
+        reading: AbstractContextManager[Any] = nullcontext()
+        try:
+            with without_graph_dumps():
+                program = torch.export.export(model, tuple(sample), strict=False)
+        except Exception as error:
+            if not reads_values(error):
+                raise
+            reading = KnownValues()
+            with reading, without_graph_dumps():
+                program = torch.export.export(model, tuple(sample), strict=False)
+        if enters_autocast(program.graph_module):
+            with recorded_modes(), reading:
                 program = torch.export.export(model, tuple(sample), strict=False)
     finally:
         hook.remove()

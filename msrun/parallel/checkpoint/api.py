@@ -107,6 +107,11 @@ class Checkpoints:
         self._extra: Extra = None
         self._due: Callable[[], None] | None = None
 
+    @property
+    def peers(self) -> HostGroup:
+        """All ranks; free after `finish`."""
+        return self._peers
+
     def save(
         self,
         path: str | Path | None,

@@ -25,6 +25,7 @@ Invariants:
   their unit, those whose first dim packs several projections that a plan shards, and those that
   `reduce.exclude` matches.  `reducer` reduces all but the last like
   plain data parallelism.
+- A member of a list of which the module around takes a part is no unit (`used_outside`).
 - A module without a forward, such as a list, is no unit: nothing would gather its parameters.
 - All ranks must run units in the same order; `collective_order` checks that.
 
@@ -54,6 +55,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.data_parallel.used_outside import units_used_outside
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
@@ -68,7 +70,7 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
     """Return the names of the units, outermost first.
 
     Without patterns, units are the members of each outermost `ModuleList` or `Sequential`, or the
-    children of the model if it has none.
+    children of the model if it has none; not members whose inside other modules use.
 
     Args:
         config: The parallel configuration.
@@ -96,6 +98,8 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
                 hint="name its members",
             )
     chosen = {inside for name in chosen for inside in _called_in(modules, name)}
+    if not config.optimizer.modules:
+        chosen -= units_used_outside(model, chosen)
     return [
         name
         for name in modules

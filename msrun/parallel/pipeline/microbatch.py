@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -163,11 +163,12 @@ class WrittenBuffers:
         self.is_checked = parts == 1
 
     @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
+    def watched(self, model: nn.Module, refuse: Callable[[ModelError], None]) -> Iterator[None]:
         """Run a chunk of `model` on a micro-batch.
 
-        Raises:
-            ModelError: It writes a buffer that another micro-batch has written.
+        Args:
+            model: The stage.
+            refuse: Called if it writes a buffer that another micro-batch has written.
         """
         if self.is_checked:
             yield
@@ -177,11 +178,11 @@ class WrittenBuffers:
         written = {name for name, now in model.named_buffers() if _differs(before.get(name), now)}
         again = sorted(written & self._written)
         if again:
-            raise ModelError(
+            problem = (
                 f"{MICROBATCHES}: each of {self._parts} micro-batches changes {again[0]}, which "
-                "one process changes once a step",
-                hint="say `batch_norm: local` if that is meant",
+                "one process changes once a step"
             )
+            refuse(ModelError(problem, hint="say `batch_norm: local` if that is meant"))
         self._written |= written
 
 

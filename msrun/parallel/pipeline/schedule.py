@@ -35,7 +35,9 @@ from msrun.parallel.pipeline.border import (
     Border,
     Borders,
     join_graph,
+    nothing,
     ready_to_send,
+    stand_ins,
     with_dense_gradient,
 )
 from msrun.parallel.pipeline.chunks import MICROBATCHES
@@ -80,12 +82,24 @@ class Work:
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
 
-    def loss(self, run: Callable[[], Any], part: int) -> Tensor:
+    def loss(self, run: Callable[[], Any], part: int, received: Sequence[Tensor]) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
 
-        Raises:
-            ModelError: The loss is not one number.
+        If the loss is refused, zero, so that other stages get the gradients they wait for.
         """
+        outputs: list[Any] = []
+
+        def output() -> Any:
+            outputs.append(run())
+            return outputs[0]
+
+        try:
+            return self._loss(output, part)
+        except UsageError as error:
+            self.tally.refuse(error)
+            return nothing([*tensors_in(outputs), *received])
+
+    def _loss(self, run: Callable[[], Any], part: int) -> Tensor:
         samples, loss_fn = self.split.count(part), self.loss_fn
         if loss_fn is None:
             if self.split.repeats:
@@ -134,14 +148,18 @@ class Runner(nn.Module):
         index = int(part.item())
         inputs = self.work.split.padded(self.work.inputs, index)
         tensors = [with_dense_gradient(tensor) for tensor in received]
-        run = partial(self._watched, self.work.buffers, [*inputs, *tensors])
+        run = partial(self._watched, self.work, [*inputs, *tensors])
         if self._sent is _LOSS:
-            return join_graph([self.work.loss(run, index)], tensors)[0]
-        return ready_to_send(run(), self._sent, tensors)
+            return join_graph([self.work.loss(run, index, tensors)], tensors)[0]
+        try:
+            return ready_to_send(run(), self._sent, tensors)
+        except UsageError as error:
+            self.work.tally.refuse(error)
+            return join_graph(stand_ins(self._sent, tensors, self.work.tally.device), tensors)
 
-    def _watched(self, buffers: WrittenBuffers, inputs: Sequence[Any]) -> Any:
+    def _watched(self, work: Work, inputs: Sequence[Any]) -> Any:
         model: Any = self._run.func
-        with buffers.watched(model):
+        with work.buffers.watched(model, work.tally.refuse):
             return self._run(*inputs)
 
 

@@ -29,7 +29,7 @@ from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.console import Console
 from msrun.supervise import logs, process
-from msrun.supervise.logs import open_to_read
+from msrun.supervise.logs import LogGap, open_to_read
 from msrun.transport.loop import Loop
 from msrun.worker.beat import LAYOUT
 from msrun.worker.stacks import AGENT_SIGNAL
@@ -64,6 +64,7 @@ class NodeControl:
         loop: This process's loop.
         console: Takes messages to the user.
         send: Takes messages to the scheduler about the generation that runs here.
+        gap_of: As of `Tail`.
     """
 
     def __init__(
@@ -72,9 +73,12 @@ class NodeControl:
         node: NodeResources,
         loop: Loop,
         console: Console,
+        *,
         send: Callable[[FromAgent], None],
+        gap_of: Callable[[str], LogGap | None],
     ) -> None:
         self._job = job
+        self._gap_of = gap_of
         self._node = node
         self._loop = loop
         self._console = console
@@ -185,7 +189,7 @@ class NodeControl:
             return LogPart(inquiry=asked.inquiry, problem=f"rank {asked.rank} has no log here yet")
         path = worker.plan.error_log
         try:
-            data, offset = read_part(path, asked.offset, asked.lines)
+            data, offset = read_part(path, asked.offset, asked.lines, self._gap_of(path))
         except OSError as error:
             problem = f"{path} cannot be read: {error.strerror}"
             return LogPart(inquiry=asked.inquiry, problem=logs.printable(problem))
@@ -251,10 +255,12 @@ class NodeControl:
         return Stack(inquiry=inquiry, worker=who, frames=frames or [], problem=problem)
 
 
-def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
+def read_part(
+    path: str, offset: int | None, lines: int, gap: LogGap | None = None
+) -> tuple[bytes, int]:
     """Return a bounded part of a log from `offset` on, and the offset of the byte after it.
 
-    Without an offset these are its last `lines` lines.
+    Without an offset these are its last `lines` lines.  In place of a `gap` there is a line.
 
     Raises:
         OSError: It cannot be read.
@@ -262,9 +268,15 @@ def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - LOG_BYTES_MAX) if offset is None else max(0, min(offset, size))
+        most, missed = LOG_BYTES_MAX, b""
+        if gap and start < gap.start:
+            most = min(most, gap.start - start)
+        elif gap and start < gap.end <= size:
+            start, missed = gap.end, LogGap(start, gap.end).note()
         file.seek(start)
-        data = file.read(LOG_BYTES_MAX)
+        data = file.read(most - len(missed))
     end = start + len(data)
+    data = missed + data
     if offset is None:
         kept = data.splitlines(keepends=True)[-lines:] if lines > 0 else []
         data = b"".join(kept)

@@ -53,6 +53,21 @@ def test_each_stream_of_each_rank_stays_what_it_is(msrun, tmp_path, method):
     assert by_rank(job.err) == {rank: lines("err", rank) for rank in range(3)}
 
 
+OPENED = """
+    import subprocess, sys
+    look = "import os; print(*sorted(map(int, os.listdir('/proc/self/fd'))))"
+    subprocess.run([sys.executable, "-c", look], close_fds=False)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_programs_that_a_worker_starts_inherit_the_standard_streams_alone(msrun, tmp_path, method):
+    job = msrun("--start-method", method, script(tmp_path, OPENED))
+
+    assert job.wait() == 0
+    assert job.log(0) == "0 1 2 3\n"  # the last is that of the look
+
+
 def test_torchrun_keeps_the_streams_of_the_same_program_apart(msrun, tmp_path, torchrun):
     """Their lines are equal, but for the rank in front; only torchrun's own words are left out."""
     program = script(tmp_path, BOTH)

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.data_parallel.used_outside import units_used_outside
 
 pytestmark = pytest.mark.torch
 
@@ -91,7 +92,45 @@ class Outside(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x):
-        return self.head(functional.linear(x, self.first.weight, self.first.bias))
+        first = self.first
+        return self.head(functional.linear(x, first.weight, first.bias))
+
+
+class Seen(nn.Module):
+    """Uses parts of its blocks and of its head, and its code says so."""
+
+    class Layer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(16, width)
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def bent(self, x):
+            return self.linear(x).relu()
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(16) for _ in range(4)])
+        self.head = self.Layer(10)
+
+    def forward(self, x):
+        x = self.layers[0].linear(x)
+        for layer in self.layers[1:3]:
+            x = x + layer(x)
+        return self.head.bent(self.layers[-1].bent(x)) + self.head.linear.bias
+
+
+class SeenAlone(nn.Module):
+    """Uses the weight of a layer that is no member of a list, before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.first(x @ self.first.weight))
 
 
 class Method(nn.Module):
@@ -111,7 +150,7 @@ class Method(nn.Module):
         return x
 
 
-RIGHT = (Nested, Scalar, ChannelsLast, Types, Lists)
+RIGHT = (Nested, Scalar, ChannelsLast, Types, Lists, Seen, SeenAlone)
 
 
 def built(kind):
@@ -163,6 +202,13 @@ def test_a_method_of_a_block_may_use_what_stays_gathered():
     assert run_warm(learned, 2, zero(3), Method) == 2 * [
         NOT_GATHERED.format(3, "layers.0, layers.1")
     ]
+
+
+def test_what_code_uses_by_itself_is_no_unit():
+    layers = {f"layers.{at}" for at in range(4)}
+    assert units_used_outside(Seen(), layers) == {"layers.0", "layers.3"}
+    assert units_used_outside(SeenAlone(), {"first", "head"}) == {"first"}
+    assert units_used_outside(Nested(), {"layers.0.0", "layers.2.last", "head"}) == set()
 
 
 def test_parameters_of_no_unit_are_gathered_all_through_forward():
