@@ -228,6 +228,6 @@ def log_file(job: JobSpec, machine: Machine, rank: int | str, local_rank: int) -
         local_rank=local_rank,
         host=machine.host,
         hostname=machine.host,
-        ip=machine.address,
+        ip=job.address,
     )
     return str(Path(job.log_dir, f"{name}.log"))

@@ -28,8 +28,6 @@ from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import Configure, Ready, SpawnMindSpore
 from msrun.supervise.reaper import Next
 from msrun.worker import stdio
-from msrun.worker.store import wire
-from msrun.worker.store.keys import MINDSPORE_KEY
 
 _IMPORT = r"^[ \t]*(?:import|from)[ \t]+{}(?![\w])"
 _USES_MINDSPORE = re.compile(_IMPORT.format("mindspore").encode(), re.MULTILINE)
@@ -121,6 +119,9 @@ def ask_store() -> None:
     Raises:
         OSError: The store does not answer, or the node of rank 0 runs no such scheduler.
     """
+    from msrun.worker.store import wire  # Other workers have no use for it.
+    from msrun.worker.store.keys import MINDSPORE_KEY
+
     address = environ.master(environ.current())
     if address is None:
         raise OSError("there is no store that knows MindSpore's scheduler")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from msrun.job import Binding, BindMode, ProgramKind, StartMethod, WorkerProgram
+from msrun.job import Binding, BindMode, Framework, ProgramKind, StartMethod, WorkerProgram
 from msrun.topology import DeviceKind
 
 AUTO = Binding(mode=BindMode.AUTO)
@@ -95,6 +95,11 @@ def test_torchrun(msrun, words, expected):
         ("--rank_table_file '' --log_dir '' --worker_log_name '' train.py", {}),
         ("--worker_num 2 --tail_worker_log=-1 train.py", {"tail": frozenset({0, 1})}),
         ("--worker_num 4 --tail_worker_log=0,3 train.py", {"tail": frozenset({0, 3})}),
+        (
+            "--framework mindspore train.py",
+            {"framework": Framework.MINDSPORE, "start_method": StartMethod.EXEC},
+        ),
+        ("--worker_n=2 --jo=False train.py", {"workers_per_node": 2, "detach": True}),
         (
             "--worker_log_name w_{ip}_{hostname} train.py",
             {"worker_log_name": "w_{ip}_{hostname}_{rank}"},

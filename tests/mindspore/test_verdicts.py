@@ -59,6 +59,7 @@ TABLE = {
     f"{BOTH} --join=True --tail_worker_log=0 P": Verdict(),
     f"{BOTH} --join=True --tail_worker_log=5 P": Verdict(),
     f"{BOTH} --join=True --bind_core=True P": Verdict(),
+    f'{BOTH} --join=True --bind_core={{"device0":["0"],"device1":["1"]}} P': Verdict(),
     f"{BOTH} --join=True --rank_table_file=TABLE P": Verdict(),
     f"{BOTH} --join=True --worker_log_name={{ip}}_x P": Verdict(
         logs=("127.0.0.1_x_0.log", "127.0.0.1_x_1.log")
@@ -66,8 +67,6 @@ TABLE = {
     f"{BOTH} --worker_n=2 --jo=True P": Verdict(),
     # The time to join is the option's; the variable is for processes that are started by hand.
     f"{BOTH} --join=True P ": Verdict(env={"MS_TOPO_TIMEOUT": "5"}),
-    # The code is the worker's own, and 1 there.
-    f"{BOTH} --join=True P  ": Verdict(ours=7, theirs=1, env={"CODE": "7"}),
     "--worker_num=0 --log_dir=logs P": Verdict(2, 1, **NONE),
     "--worker_num=2 --local_worker_num=4 --log_dir=logs P": Verdict(2, 1, **NONE),
     "--worker_num=two --log_dir=logs P": Verdict(2, 2, **NONE),
@@ -134,6 +133,15 @@ def test_a_line_means_the_same(both, line):
     )
 
 
+def test_the_exit_code_of_a_worker_is_that_of_the_job(launch, tmp_path):
+    """On purpose: MindSpore has 1 for every failure."""
+    words = [*BOTH.split(), "--join=True", script(tmp_path, SAYS)]
+
+    sides = [launch(command, words, env={"CODE": "7"}) for command in (OURS, THEIRS)]
+
+    assert [side.wait() for side in sides] == [7, 1]
+
+
 def test_workers_without_their_local_number_are_all_here(launch, tmp_path):
     """On purpose: MindSpore takes 8 for each number that is not given, and refuses the two."""
     words = ["--worker_num=2", "--log_dir=logs", "--join=True", script(tmp_path, SAYS)]
@@ -152,6 +160,19 @@ def test_options_of_the_script_are_its_own(launch, tmp_path):
 
     assert [side.wait() for side in sides] == [0, 2]
     assert json.loads(sides[0].written()["said-0"])["args"] == ["--b=1"]
+
+
+def test_devices_may_be_bound_in_any_order(launch, tmp_path):
+    """On purpose: MindSpore goes by the order of the keys, and binds nothing if it is another."""
+    binding = '--bind_core={"device1":["1"],"device0":["0"]}'
+    words = [*BOTH.split(), "--join=True", binding, script(tmp_path, SAYS)]
+
+    sides = [launch(command, words) for command in (OURS, THEIRS)]
+
+    assert [side.wait() for side in sides] == [0, 0]
+    bound = [[json.loads(said)["cpus"] for said in side.written().values()] for side in sides]
+    assert bound[0] == [[0], [1]]
+    assert all(len(cpus) > 1 for cpus in bound[1])
 
 
 def test_no_cluster_is_simulated(launch, tmp_path):

@@ -407,9 +407,11 @@ def _start_method(
         reason = "a command is always exec'ed"
     elif chosen.program.interpreter_options:
         reason = f"python {' '.join(chosen.program.interpreter_options)} needs its own interpreter"
+    elif (framework := settings.get(FRAMEWORK)) and framework.value is Framework.MINDSPORE:
+        reason = f"{framework.cite()} loads no torch to fork with"
     notes = []
     if reason and given.value is StartMethod.FORK:
-        if given.text or chosen.program.kind is not ProgramKind.COMMAND:
+        if given.text or chosen.program.interpreter_options:
             notes.append(f"--start-method exec is used: {reason}")
         given = Given(StartMethod.EXEC, given.source, given.text)
     preload = settings.get(options.PRELOAD)

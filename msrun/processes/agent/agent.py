@@ -11,7 +11,6 @@ import secrets
 import signal
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -43,12 +42,11 @@ from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
 from msrun.errors import ExitCode, MsrunError, VersionError, signal_name
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent import background, mindspore, place, terminal, worker_end
 from msrun.processes.agent.event_log import EventLog
 from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
 from msrun.processes.agent.log_limit import LogLimit
-from msrun.processes.agent.mindspore import LOG_FILE as MINDSPORE_LOG
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
@@ -435,14 +433,10 @@ class Agent:
             self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
 
     def _on_mindspore_end(self, end: orders.Exited) -> None:
-        if end.generation != self._state.generation or self._state.phase is not AgentPhase.RUNNING:
-            return
-        if end.reason:
-            self._handle(TreeLost(end.reason, ExitCode.USAGE))
-        elif end.status:  # else the workers have left it
-            how = process.render_status(end.status)
-            log = Path(self._job.log_dir, MINDSPORE_LOG)
-            self._handle(TreeLost(f"MindSpore's scheduler {how}; log: {log}", ExitCode.NODE_LOST))
+        is_needed = self._state.phase is AgentPhase.RUNNING
+        lost = mindspore.loss(end, self._job.log_dir)
+        if lost and is_needed and end.generation == self._state.generation:
+            self._handle(lost)
 
     def _on_worker_end(self, end: orders.Exited) -> None:
         if end.generation != self._state.generation or end.rank is None:

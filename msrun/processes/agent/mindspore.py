@@ -6,11 +6,13 @@ import socket
 from pathlib import Path
 
 from msrun import environ
+from msrun.cluster.agent.events import TreeLost
 from msrun.cluster.wire.messages import Start
-from msrun.errors import UsageError
+from msrun.errors import ExitCode, UsageError
 from msrun.job import LOOPBACK, Framework, JobSpec
+from msrun.supervise import process
 from msrun.supervise.node_plan import join_seconds
-from msrun.supervise.orders import SpawnMindSpore
+from msrun.supervise.orders import Exited, SpawnMindSpore
 
 LOG_FILE = "mindspore_scheduler.log"
 _NOT_ASKED_FOR = "--framework torch leaves it without a scheduler"
@@ -83,6 +85,22 @@ class MindSporePort:
         """Give the port free."""
         for sock in self._sockets:
             sock.close()
+
+
+def loss(end: Exited, log_dir: str) -> TreeLost | None:
+    """Return what the end of the scheduler means for workers that run; None if they have left it.
+
+    Args:
+        end: Its end, or the reason why there is none.
+        log_dir: Directory of the job's logs.
+    """
+    if end.reason:
+        return TreeLost(end.reason, ExitCode.USAGE)
+    if not end.status:
+        return None
+    how = process.render_status(end.status)
+    log = Path(log_dir, LOG_FILE)
+    return TreeLost(f"MindSpore's scheduler {how}; log: {log}", ExitCode.NODE_LOST)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from mindspores import install_fake
-from support import script, shell
+from support import script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -149,3 +149,17 @@ def test_other_connections_start_nothing_and_end_nothing(msrun, tmp_path, mindsp
     assert job.wait() == 0
     assert job.log().splitlines() == ["KNOCKED b''"] * 3
     assert not (job.logs / LOG).exists()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, 137)])
+def test_it_ends_with_the_launcher(msrun, tmp_path, mindspore, signum, code):
+    waiting = MEET.replace("import os", "import os, signal") + "    signal.pause()\n"
+    job = msrun("-n", 2, script(tmp_path, waiting), env=mindspore)
+    job.until_logged("MET", 0, 1)
+    scheduler = job.find("mindspore-scheduler")
+
+    job.send(signum)
+
+    assert job.wait() == code
+    until(lambda: not scheduler.is_running(), "for the end of the scheduler")
+    until(lambda: not job.leftovers(), "for the end of all else")
