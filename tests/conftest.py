@@ -50,6 +50,7 @@ THOROUGH = (
     "tests/process/commands/test_verify.py",
     "tests/process/faults/test_attacks.py",
     "tests/process/faults/test_frozen.py",
+    "tests/process/faults/test_hang_blame.py",
     "tests/process/faults/test_hangs.py",
     "tests/process/faults/test_security.py",
     "tests/sim/test_fresh_seeds.py",
