@@ -335,7 +335,8 @@ def _work(pid: int) -> WorkDone:
     return WorkDone(
         cpu=process.tree_cpu_seconds(pid),
         wakes=process.main_thread_wakes(pid),
-        in_disk=process.state(pid) in _IN_DISK,
+        goes_on=process.state(pid) in _IN_DISK or process.sleeps(pid),
+        moved=process.tree_bytes(pid),
     )
 
 
