@@ -23,6 +23,7 @@ THOROUGH = (
     "tests/cluster/test_faults.py",
     "tests/cluster/test_fleet.py",
     "tests/cluster/test_forming.py",
+    "tests/cluster/test_frozen.py",
     "tests/cluster/test_lab.py",
     "tests/cluster/test_living.py",
     "tests/cluster/test_scheduler.py",
