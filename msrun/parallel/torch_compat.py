@@ -7,6 +7,7 @@ tests of this one file show what broke.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -506,6 +507,21 @@ def follow_log_variables() -> None:
 
     _internal.log_state.clear()  # the variable may be gone
     _internal._init_logs()  # noqa: SLF001 - `set_logs` gives way to the variable, which it read before
+
+
+def collectives_entered() -> list[tuple[str, int, str]]:
+    """Return the latest collective of each process group that this rank has entered.
+
+    Group, number and name each; none where torch keeps no record of its flight.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    latest: dict[str, tuple[str, int, str]] = {}
+    for entry in json.loads(c10d._dump_fr_trace_json())["entries"]:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public form
+        group, number = entry["process_group"][0], entry["collective_seq_id"]
+        if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
+            latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
+    return list(latest.values())
 
 
 def follow_jit_variable() -> None:

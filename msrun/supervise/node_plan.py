@@ -99,6 +99,12 @@ def stack_file(run_dir: str, generation: int, rank: int) -> str:
     return str(Path(run_dir, f"g{generation}", f"stack_{rank}"))
 
 
+def collective_files(run_dir: str, generation: int, rank: int) -> tuple[str, str]:
+    """Return where a worker is asked for its collectives, and where it answers."""
+    directory = Path(run_dir, f"g{generation}")
+    return str(directory / f"ask_{rank}"), str(directory / f"collectives_{rank}")
+
+
 def config_file(run_dir: str) -> str:
     """Return where the parallel configuration is handed to the workers."""
     return str(Path(run_dir, "parallel.json"))

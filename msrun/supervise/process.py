@@ -169,20 +169,43 @@ def main_thread_wakes(pid: int) -> int:
     return int(next(found, "0").split()[-1])
 
 
+def sleeps(pid: int) -> bool:
+    """Return whether the main thread of `pid` sleeps for a time, as far as the kernel tells."""
+    try:
+        return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text(errors="replace")
+    except OSError:
+        return False
+
+
 def tree_cpu_seconds(pid: int) -> float:
     """Return the CPU time of `pid` and of all its children, those that have ended included."""
-    ticks, pending, seen = 0, [pid], set()
-    while pending:
-        one = pending.pop()
-        if one in seen:
-            continue
-        seen.add(one)
+    ticks = 0
+    for one in _tree(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
             text = Path(f"/proc/{one}/stat").read_text(errors="replace")
             ticks += sum(map(int, text.rpartition(")")[2].split()[11:15]))
-            for task in Path(f"/proc/{one}/task").iterdir():
-                pending += map(int, (task / "children").read_text().split())
     return float(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def tree_bytes(pid: int) -> int:
+    """Return the bytes that `pid` and its children have read and written, in files and pipes."""
+    count = 0
+    for one in _tree(pid):
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path(f"/proc/{one}/io").read_text(errors="replace").splitlines()
+            count += sum(int(line[7:]) for line in lines if line.startswith(("rchar: ", "wchar: ")))
+    return count
+
+
+def _tree(pid: int) -> set[int]:
+    """Return `pid` and all its descendants."""
+    pending, seen = [pid], set()
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            pending += children(one)
+    return seen
 
 
 def catches(pid: int, signum: int) -> bool:

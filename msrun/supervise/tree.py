@@ -132,11 +132,15 @@ class ProcessTree:
                 and all below them.
         """
         with process.patiently():
+            if self._process.returncode is None:
+                # It may have closed its channel and still be on its way: what is below it comes
+                # to us only when it has ended.
+                process.kill_and_wait([self.pid], _STRAYS_SECONDS)
             stuck = process.kill_all(adopted, _STRAYS_SECONDS)
             stuck |= end_strays(job_id_variable, cgroup := self._configure.cgroup)
         if cgroup and Path(cgroup).exists():
             containment.note_remains(cgroup, self._configure.run_dir)
-        if process.is_alive(self.pid):
+        if self._process.returncode is None and process.is_alive(self.pid):
             stuck.add(self.pid)
         return [process.describe(pid) for pid in sorted(stuck)]
 

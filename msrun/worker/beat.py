@@ -8,6 +8,7 @@ into shared memory, so neither side waits for the other, and they outlive the wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import mmap
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from msrun import environ
+from msrun.worker import collectives
 
 LAYOUT = struct.Struct("=QQ")
 
@@ -37,6 +39,9 @@ def _writer() -> Callable[[], None]:
         memory = None if path is None else _share(path)
     except OSError:
         memory = None
+    if memory is not None:
+        with contextlib.suppress(OSError, RuntimeError):
+            collectives.answer_questions()
     if memory is None:
         return lambda: None
     write, count, now = LAYOUT.pack_into, itertools.count(1), time.monotonic_ns

@@ -58,9 +58,8 @@ class HelperWatch:
         """Name of each process that was killed because it was silent, and the words for that."""
 
     def start(self) -> None:
-        """Begin to watch; the reaper can be asked at once."""
+        """Begin to watch; each process can be asked from its first report on."""
         self._look_at = self._loop.now() + heartbeat.LOOK_SECONDS
-        self._life(REAPER, self._node.tree.pid).hear(now=self._loop.now())
 
     def forkserver_started(self, pid: int) -> None:
         """Take the pid of the forkserver, which answers only when its imports are done."""

@@ -328,6 +328,7 @@ class NodeResources:
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
             beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
             stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
+            collective_files=node_plan.collective_files(str(self._dir), generation, plan.rank),
             log_starts=starts,
         )
         self.tree.forkserver.send(order, streams)
