@@ -76,7 +76,8 @@ FAMILY = """
     setsid sleep 601 &
     (setsid setsid sleep 602 &)
     echo up
-    bash -c ": < /dev/tcp/$MASTER_ADDR/$MASTER_PORT"  # without a client there is no store
+    # Without a client there is no store.
+    bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT; exec sleep 603" &
     sleep {seconds} & wait $!
     echo done $MSRUN_GENERATION
 """

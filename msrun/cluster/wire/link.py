@@ -26,7 +26,7 @@ RESEND_SECONDS = 1.0
 RESEND_SECONDS_MAX = 4.0
 # Seconds a scheduler takes for each node, if all of them come at once.
 _RESEND_SECONDS_EACH = 0.002
-# Times a body is sent again before its sender gives up: it arrives, and is refused, if anything does.
+# Times a body is sent again before its sender gives up: what can arrive has arrived long before.
 RESENDS_MAX = 60
 # Bodies that are sent again at once; the rest follows when these have arrived.
 RESEND_MAX = 64
