@@ -55,6 +55,7 @@ GONE = 10.0
 COMES = 10.0
 # Whoever looks finds the process that entered a host, too.
 ENTERS = "namespaces.py"
+NOBODY = "nobody was there"
 _FINDING_CHARS = 400
 ROLES = {
     "msrun reaper": "reaper",
@@ -76,7 +77,8 @@ FAMILY = """
     setsid sleep 601 &
     (setsid setsid sleep 602 &)
     echo up
-    bash -c ": < /dev/tcp/$MASTER_ADDR/$MASTER_PORT"  # without a client there is no store
+    # Without a client there is no store.
+    bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT; exec sleep 603" &
     sleep {seconds} & wait $!
     echo done $MSRUN_GENERATION
 """
@@ -231,7 +233,7 @@ def strike(
     found = {role: victims for role, victims in by_role(jobs).items() if victims}
     victims = found.get(blow.role) or [each for all_ in found.values() for each in all_]
     if not victims:
-        outcome.done.append("nobody was there")
+        outcome.done.append(NOBODY)
         return
     role, job, victim = victims[min(int(blow.choice * len(victims)), len(victims) - 1)]
     since = time.monotonic() - jobs[0].started_at
@@ -274,6 +276,10 @@ def check(jobs: Sequence[Job], outcome: Outcome, killed: set[str]) -> None:
             continue
         outcome.codes.append(128 - code if code < 0 else code)
         check_verdict(job, outcome.codes[-1], outcome, killed)
+    # A lease may end on a busy machine, which costs a job of several hosts a node.
+    was_left_alone = set(outcome.done) == {NOBODY} and outcome.round.hosts == 1
+    if was_left_alone and outcome.codes != [0]:
+        outcome.findings.append(f"exit code {outcome.codes} although nothing was done to it")
     if 0 in outcome.codes:
         check_success(jobs, outcome)
     check_leftovers(jobs, outcome, killed)
@@ -282,8 +288,8 @@ def check(jobs: Sequence[Job], outcome: Outcome, killed: set[str]) -> None:
 def check_verdict(job: Job, code: int, outcome: Outcome, killed: set[str]) -> None:
     """Note where a launcher's console, exit code and verdict do not agree."""
     own = "\n".join(line for line in job.err.splitlines() if not line.startswith("[rank"))
-    # Python itself shows one if it is interrupted before it has come to our first line.
-    is_early = own.endswith("KeyboardInterrupt") and "__main__.py" not in own
+    # Python itself shows one if it is interrupted before our first lines are done.
+    is_early = own.endswith("KeyboardInterrupt") and "msrun/cli" not in own
     if ("Traceback" in own and not is_early) or "bug in msrun" in own:
         outcome.findings.append("a traceback or a bug on the console")
     was_killed = any(mark.startswith("launcher") and mark.endswith(str(id(job))) for mark in killed)

@@ -162,3 +162,20 @@ def test_a_signal_to_everybody_while_the_reaper_starts_is_a_stop(msrun, signum):
     os.kill(job.pid, signum)
 
     assert job.wait() == 128 + signum
+
+
+def test_a_fifo_in_place_of_a_log_delays_neither_start_nor_restart(msrun, tmp_path):
+    """Whoever opens one to write waits for a reader: the launcher its journal, a worker its log."""
+    logs = tmp_path / "logs"
+    logs.mkdir(mode=0o700)
+    os.mkfifo(logs / "msrun_elsewhere.log")
+    program = f"""
+        [ "$MSRUN_GENERATION" = 0 ] || exit 0
+        rm {logs}/worker_0.log
+        mkfifo {logs}/worker_0.log
+        exit 3
+    """
+    job = msrun("--log-dir", logs, "--max-restarts", 1, *shell(program))
+
+    assert job.wait(60) == 126
+    assert "cannot start rank 0" in job.err
