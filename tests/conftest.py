@@ -134,6 +134,7 @@ THOROUGH = (
     "tests/torch/weights/test_adapters.py",
     "tests/torch/weights/test_pretrained.py",
     "tests/torch/weights/test_pretrained_files.py",
+    "tests/torch/weights/test_pretrained_kinds.py",
     "tests/unit/search/test_mesh_choice.py",
     "tests/unit/search/test_search.py",
     "tests/torchrun/test_master_port.py",

@@ -462,7 +462,7 @@ class Runtime:
 
         Raises:
             CheckpointError: The files cannot be read or do not fit; then nothing was changed,
-                unless a file turned out damaged in the middle.
+                unless a file turned out damaged in the middle, or has two values of one tensor.
         """
         from msrun.parallel.weights.load import load_pretrained
 
@@ -477,7 +477,7 @@ class Runtime:
     ) -> None:
         """Write the weights of `model` in a directory that `from_pretrained` loads.
 
-        All ranks call it.  A rank needs memory for one whole tensor.  Of a model of peft the
+        All ranks call it.  A rank needs memory to gather one whole tensor.  Of a model of peft the
         adapters are written.
 
         Args:

@@ -130,9 +130,14 @@ class Exporter:
                 folder.mkdir(parents=True, exist_ok=True)
         planned = _plan(self._origin, self._held(own), shard_bytes)
         failure = self._write(folder, planned, own)
-        with self._peers.together():
-            if failure is not None:
-                raise failure
+        with contextlib.ExitStack() as leftovers:
+            own_files = [file for file in planned if file.writer == self._peers.rank]
+            for file in own_files:
+                leftovers.callback(_discard, folder / _hidden(file.name))
+            with self._peers.together():
+                if failure is not None:
+                    raise failure
+            leftovers.pop_all()  # all are written
         with self._peers.together():
             if self._peers.rank == 0:
                 _finish(folder, planned, self._origin)
@@ -305,10 +310,13 @@ def _written(path: Path, file: _PlannedFile, gathering: Iterator[Tensor]) -> Exc
     try:
         write_file(path, plan_file(file.slots), take)
     except Exception as error:  # noqa: BLE001 - the other ranks of the stage wait to gather
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
         return error
     return None
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _finish(folder: Path, planned: Sequence[_PlannedFile], origin: Origin) -> None:

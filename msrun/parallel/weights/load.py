@@ -51,7 +51,8 @@ def load_pretrained(
         strict: Refuse names that do not match.
 
     Raises:
-        CheckpointError: The files cannot be read or do not fit; then nothing was changed.
+        CheckpointError: The files cannot be read or do not fit; then nothing was changed, unless a
+            file turned out damaged in the middle, or has two values of one tensor.
     """
     with peers.together():
         files = WeightFiles(path)

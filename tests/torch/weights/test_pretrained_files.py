@@ -260,3 +260,19 @@ def test_one_tensor_has_one_value(tmp_path):
             "HERE/other.safetensors has other values for head.weight than for embed.weight, "
             "which are one tensor of the model"
         )
+
+
+def _cannot_write(path):
+    rt = msrun.init(ZERO)
+    model = rt.shard(Wide())
+    (path / ".model.safetensors.partial").mkdir(parents=True, exist_ok=True)
+    rt.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        rt.save_pretrained(model, path)
+    return caught.value.message.removeprefix("rank 0: ")
+
+
+def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(tmp_path):
+    expected = f"{tmp_path}/.model.safetensors.partial: Is a directory"
+    assert run_warm(_cannot_write, 2, tmp_path) == [expected] * 2
+    assert [file.name for file in tmp_path.iterdir()] == [".model.safetensors.partial"]
