@@ -471,7 +471,7 @@ class Executor:
 
     def _left_out(self) -> Evaluation:
         """Return what this forward leaves out, if it is one of evaluation."""
-        behaviour = None if self._model.training else self._behaviour
+        behaviour = None if self._model.training else self.behaviour
         return behaviour.evaluation if behaviour else Evaluation()
 
     def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
