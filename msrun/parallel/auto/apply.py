@@ -21,8 +21,8 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
-from msrun.parallel.auto.structure import leaf_tensors
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.tracing.structure import leaf_tensors
+from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
 from msrun.parallel.layout import rules_of
 from msrun.parallel.losses.batch import Sample

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.plain_values import PlainValues
-from msrun.parallel.auto.trace import Evaluation, Traced, trace
+from msrun.parallel.auto.tracing.plain_values import PlainValues
+from msrun.parallel.auto.tracing.trace import Evaluation, Traced, trace
 from msrun.parallel.torch_compat import count_hooks, hooks_of
 
 _HINT = "choose a configuration without mode: auto, under which the model's own forward runs"

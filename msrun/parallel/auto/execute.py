@@ -36,14 +36,14 @@ from msrun.errors import ModelError
 from msrun.parallel.auto.batch_norms import BatchNorms
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour
-from msrun.parallel.auto.modes import StepMode
 from msrun.parallel.auto.native import loss_sum
 from msrun.parallel.auto.redistribute import (
     Redistributor,
     redistribute_both_ways,
     with_gradient_share,
 )
-from msrun.parallel.auto.trace import Evaluation, Traced
+from msrun.parallel.auto.tracing.modes import StepMode
+from msrun.parallel.auto.tracing.trace import Evaluation, Traced
 from msrun.parallel.local import replace_parameter
 from msrun.parallel.search.graph.axis_placement import (
     PARTIAL,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.local import full_tensor
 from msrun.parallel.search.graph.program import Step

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch

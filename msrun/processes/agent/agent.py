@@ -39,10 +39,17 @@ from msrun.cluster.agent.uplink import Uplink, UplinkEvent
 from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
-from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
-from msrun.errors import ExitCode, MsrunError, VersionError, signal_name
+from msrun.cluster.wire.messages import Envelope, FromAgent, Restarting
+from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, mindspore, place, terminal, worker_end
+from msrun.processes.agent import (
+    background,
+    mindspore,
+    place,
+    sentences,
+    terminal,
+    worker_end,
+)
 from msrun.processes.agent.event_log import EventLog
 from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
@@ -54,7 +61,7 @@ from msrun.processes.agent.place import Place
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
 from msrun.processes.agent.timers import TimerServer
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
-from msrun.processes.console import Console, NodeStatus, open_console
+from msrun.processes.console import Console, open_console
 from msrun.processes.launcher import STOPS
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
@@ -134,10 +141,7 @@ class Agent:
         node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
         self._filters = LineFilters(plan.job, node, self._limit.gap)
         self._timers: TimerServer | None = None
-        tells_events = plan.job.event_log == "console"
-        self._events = EventLog(
-            plan.job, plan.machine.host, self._console.say if tells_events else None
-        )
+        self._events = EventLog(plan.job, plan.machine.host, self._console.say)
         is_watching = tails or self._console.is_live or plan.job.filters
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
@@ -155,7 +159,7 @@ class Agent:
         )
         self._state = AgentState(
             job_id=self._job.job_id,
-            register=self._register(),
+            register=self._node.register(),
             grace=self._job.grace,
             forwarded=tuple(signum for signum in FORWARDED if signum not in self._stops),
             form_by=self._began_at + self._job.join_timeout,
@@ -178,19 +182,6 @@ class Agent:
             self._console,
             ask_scheduler=self._greet,
             workers=lambda: {worker.pid for worker in self._workers.values() if worker.pid},
-        )
-
-    def _register(self) -> Register:
-        return Register(
-            host=self._plan.machine.host,
-            slots=self._job.workers_per_node,
-            store_host=self._node.store[0],
-            store_port=int(self._node.store[1]),
-            node_rank=self._job.node_rank,
-            serves=self._job.serves,
-            shares_host=bool(self._job.node_name),
-            formation=self._node.formation,
-            devices=self._node.devices(),
         )
 
     def run(self) -> Verdict:
@@ -254,10 +245,8 @@ class Agent:
             self._timers = TimerServer(self._node.timer_file, self._loop, self._on_expired)
         self._node.open()
         job = self._job
-        self._console.say(
-            f"msrun: {job.job_id}: {_count(job.workers_per_node)} on {self._plan.machine.host}, "
-            f"contained by {self._node.containment}; logs: {job.log_dir}"
-        )
+        host, containment = self._plan.machine.host, self._node.containment
+        self._console.say(sentences.begun(job, host, containment))
         self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
@@ -286,7 +275,11 @@ class Agent:
             self._refresh_at = self._loop.now() + REFRESH_SECONDS
             self._filters.copy()
             self._console.pump()
-            self._console.show(self._status())
+            elapsed, workers = self._loop.now() - self._began_at, self._job.workers_per_node
+            status = sentences.status(
+                self._state, workers=workers, running=self._running, elapsed=elapsed
+            )
+            self._console.show(status)
         self._scheduler.tick()
         self._control.tick()
         if self._timers:
@@ -310,10 +303,7 @@ class Agent:
         self._handle(Signalled(signum))
 
     def _on_expired(self, pid: int, name: str, signum: int) -> None:
-        ranks = (w.plan.rank for w in self._workers.values() if w.pid == pid)
-        who = next((f"rank {rank} (pid {pid})" for rank in ranks), f"process {pid}")
-        what = f"it gets {signal_name(signum)}" if signum else "it gets no signal"
-        self._console.say(f"warning: {who}: timer {name!r} has expired; {what}")
+        self._console.say(sentences.expired(self._workers.values(), pid, name, signum))
 
     def _on_resized(self) -> None:
         if self._output.terminal:
@@ -507,34 +497,4 @@ class Agent:
 
     def _announce(self, restarting: Restarting) -> None:
         self._known = restarting.reason
-        when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
-        log = f"; log: {restarting.log_file}" if restarting.log_file else ""
-        if not restarting.restart:
-            self._console.say(f"msrun: {restarting.reason}: starting again {when}")
-            return
-        self._console.say(
-            f"warning: {restarting.reason}{log}\n"
-            f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
-        )
-
-    def _status(self) -> NodeStatus:
-        workers = self._job.workers_per_node
-        phase = self._state.phase.value
-        if self._state.phase is AgentPhase.JOINING:
-            phase = "forming"
-        elif self._state.phase is AgentPhase.RUNNING and self._running < workers:
-            phase = "starting" if not self._some_ended() else "running"
-        return NodeStatus(
-            phase=phase,
-            running=self._running,
-            workers=workers,
-            generation=self._state.generation,
-            elapsed=self._loop.now() - self._began_at,
-        )
-
-    def _some_ended(self) -> bool:
-        return len(self._state.live) < self._job.workers_per_node
-
-
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' if workers != 1 else ''}"
+        self._console.say(sentences.restarting(restarting))

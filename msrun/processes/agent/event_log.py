@@ -22,13 +22,13 @@ class EventLog:
     Args:
         job: The job.
         host: This node.
-        say: Takes a line; None says nothing.
+        say: Takes a line, where the user asked for them.
     """
 
-    def __init__(self, job: JobSpec, host: str, say: Callable[[str], None] | None) -> None:
+    def __init__(self, job: JobSpec, host: str, say: Callable[[str], None]) -> None:
         self._job = job
         self._host = host
-        self._say = say
+        self._say = say if job.event_log == "console" else None
         self._ends: dict[int, RankExit] = {}
 
     def started(self, worker: RunningWorker, generation: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from msrun import environ
 from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
-from msrun.cluster.wire.messages import Start
+from msrun.cluster.wire.messages import Register, Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.processes import control_file, run_dir
@@ -125,6 +125,20 @@ class NodeResources:
     def lease(self) -> Lease:
         """How long this node may go on without the scheduler."""
         return lease(self.formation.lease)
+
+    def register(self) -> Register:
+        """Return what this node tells the scheduler of itself."""
+        return Register(
+            host=self._plan.machine.host,
+            slots=self._job.workers_per_node,
+            store_host=self.store[0],
+            store_port=int(self.store[1]),
+            node_rank=self._job.node_rank,
+            serves=self._job.serves,
+            shares_host=bool(self._job.node_name),
+            formation=self.formation,
+            devices=self.devices(),
+        )
 
     def devices(self) -> list[tuple[int, str]]:
         """Return the devices of this node's workers, as a rank table has them."""

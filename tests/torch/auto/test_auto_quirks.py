@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.axis_placement import PR, RR, SHARD_CODES
 from msrun.parallel.search.graph.operators import _MAKERS as OPERATORS

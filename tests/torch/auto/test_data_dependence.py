@@ -10,7 +10,7 @@ from auto_quirks import ReadsConstants, given
 from torch import nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.torch_compat import outside_of_tracing, without_graph_dumps
 
 pytestmark = pytest.mark.torch

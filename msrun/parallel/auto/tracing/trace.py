@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.calls import CallForm
-from msrun.parallel.auto.data_dependence import grouped_experts, reads_values
-from msrun.parallel.auto.export import Exported, export
-from msrun.parallel.auto.modes import StepMode, mode_of
-from msrun.parallel.auto.plain_values import Change, PlainValues, without_draws
-from msrun.parallel.auto.structure import leaf_tensors, mapped, with_tensors
+from msrun.parallel.auto.tracing.calls import CallForm
+from msrun.parallel.auto.tracing.data_dependence import grouped_experts, reads_values
+from msrun.parallel.auto.tracing.export import Exported, export
+from msrun.parallel.auto.tracing.modes import StepMode, mode_of
+from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
+from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
 from msrun.parallel.search.plan.lowering import Modules

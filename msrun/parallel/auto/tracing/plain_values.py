@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.labels import HiddenValue
+from msrun.parallel.auto.tracing.labels import HiddenValue
 from msrun.parallel.torch_compat import write_count
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -25,19 +25,19 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.data_dependence import KnownValues, reads_values
-from msrun.parallel.auto.functional import is_write, make_functional
-from msrun.parallel.auto.labels import Labels
-from msrun.parallel.auto.modes import enters_autocast, inlined, recorded_modes
-from msrun.parallel.auto.module_dedup import (
+from msrun.parallel.auto.tracing.data_dependence import KnownValues, reads_values
+from msrun.parallel.auto.tracing.functional import is_write, make_functional
+from msrun.parallel.auto.tracing.labels import Labels
+from msrun.parallel.auto.tracing.modes import enters_autocast, inlined, recorded_modes
+from msrun.parallel.auto.tracing.module_dedup import (
     ENTER,
     LEAVE,
     ModuleDeduplicator,
     NotRepeatableError,
     tensors_of,
 )
-from msrun.parallel.auto.own_gradients import own_gradient
-from msrun.parallel.auto.structure import OutputForm, leaf_tensors
+from msrun.parallel.auto.tracing.own_gradients import own_gradient
+from msrun.parallel.auto.tracing.structure import OutputForm, leaf_tensors
 from msrun.parallel.torch_compat import (
     without_forward_hooks,
     without_graph_dumps,

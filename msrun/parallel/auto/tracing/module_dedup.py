@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msrun.parallel.auto.labels import Labels
-from msrun.parallel.auto.own_gradients import own_gradient
+from msrun.parallel.auto.tracing.labels import Labels
+from msrun.parallel.auto.tracing.own_gradients import own_gradient
 
 # What marks are for.
 ENTER, LEAVE, AGAIN = "enter", "leave", "again"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from msrun.parallel.auto.structure import leaf_tensors, mapped
+from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.torch_compat import outside_of_tracing, write_count
 
