@@ -130,6 +130,7 @@ THOROUGH = (
     "tests/torchrun/test_terminals.py",
     "tests/torchrun/test_verdicts.py",
     "tests/torch/verify/test_verify.py",
+    "tests/torch/verify/test_verify_loop.py",
     "tests/torch/weights/test_state_dicts.py",
     "tests/torch/weights/test_adapters.py",
     "tests/torch/weights/test_pretrained.py",

@@ -267,8 +267,9 @@ class Runtime:
         if self.config.verify:
             from msrun.parallel.verify.verifier import Verifier
 
-            state.verifier = Verifier(self.config, self.context, reference)
-            self._verifiers.append(state.verifier)
+            state.verifier = verifier = Verifier(self.config, self.context, reference)
+            verifier.observe(state)
+            self._verifiers.append(verifier)
         if state.dropout_rngs:
             self._dropout_rngs.append(state.dropout_rngs)
         return result
@@ -295,6 +296,8 @@ class Runtime:
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
+        if self._verify_report:
+            optimizer.register_step_post_hook(lambda *_: self._end_if_verified())
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
         return optimizer
 
@@ -362,11 +365,15 @@ class Runtime:
         if saves:
             self.checkpoints.after_step(model, optimizer)
         beat()
+        self._end_if_verified()
+        return loss
+
+    def _end_if_verified(self) -> None:
+        """End the script of `msrun verify` once every model has taken its step."""
         if self._verify_report:
             from msrun.parallel.verify.report import end_if_verified
 
             end_if_verified(self._verify_report, self._verifiers, self.rank)
-        return loss
 
     @functools.cached_property
     def checkpoints(self) -> Checkpoints:

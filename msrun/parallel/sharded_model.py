@@ -344,8 +344,7 @@ class ShardedModel:
         if self._optimizers.get(optimizer) == count:
             return
         self.check_optimizer(optimizer)
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        if self._own.isdisjoint(held):
+        if not self.holds(optimizer):
             name = type(self._model()).__name__
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
         self._optimizers[optimizer] = count
@@ -362,11 +361,15 @@ class ShardedModel:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Have `optimizer` compare the replicas of this model now and then, before it steps."""
-        held = {param for group in optimizer.param_groups for param in group["params"]}
         replicas = self.replicas
-        if replicas and optimizer not in self._watched and not self._own.isdisjoint(held):
+        if replicas and optimizer not in self._watched and self.holds(optimizer):
             self._watched.add(optimizer)
             optimizer.register_step_pre_hook(lambda *_: replicas.count_step())
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `optimizer` trains a parameter of this model."""
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        return not self._own.isdisjoint(held)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that holds parameters which `shard` replaced."""

@@ -66,7 +66,7 @@ def run_step(
     if sharded.verifier is None:
         loss = compute()
     else:
-        from msrun.parallel.verify.verifier import VerifiedStep
+        from msrun.parallel.verify.verified_step import VerifiedStep
 
         loss = sharded.verifier.run(
             VerifiedStep(

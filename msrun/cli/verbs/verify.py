@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from msrun.cli.system import System
 
 SUMMARY = (
-    "Run SCRIPT, with the options of `msrun run`, up to its first rt.step, and compare loss, "
-    "gradients and buffers with those of one process.  A difference ends the job with its likely "
-    "cause.  The whole model and batch must fit rank 0."
+    "Run SCRIPT, with the options of `msrun run`, up to its first training step, and compare "
+    "loss, gradients and buffers with those of one process.  A difference ends the job with its "
+    "likely cause.  The whole model and batch must fit rank 0.  Of a plain loop one call of the "
+    "model is compared, and not its loss function."
 )
 
 
@@ -46,8 +47,9 @@ def verify(args: Sequence[str], system: System) -> int:
             text = read_bounded(report, "the report", mebibytes=1).decode(errors="replace")
         except UsageError:
             raise UsageError(
-                "nothing was verified: the script ended without rt.step",
-                hint="train with rt.step of the object that msrun.init() returns",
+                "nothing was verified: the script ended without a training step",
+                hint="train with rt.step of the object that msrun.init() returns, or pass the "
+                "optimizer of a plain loop to rt.optimizer",
             ) from None
         is_equal, _, sentence = text.partition("\n")
         if is_equal != "equal":

@@ -37,6 +37,7 @@ class Evidence:
         part: The first micro-batch of rank 0.
         loss_fn: Of the step.
         loss: Of the ranks.
+        loss_hint: What to do if the loss is no mean of its parts; empty without a loss.
     """
 
     config: ParallelConfig
@@ -46,6 +47,7 @@ class Evidence:
     part: StepBatch
     loss_fn: Callable[[Any, Any], Any] | None
     loss: float
+    loss_hint: str
 
 
 def find_cause(seen: Evidence) -> Cause:
@@ -59,11 +61,11 @@ def find_cause(seen: Evidence) -> Cause:
             "or take a module of torch such as nn.BatchNorm2d",
         )
     factor = found.is_scaled()
-    if is_split and (_is_mean_of_parts(seen) if found.loss else factor):
+    if is_split and seen.loss_hint and (_is_mean_of_parts(seen) if found.loss else factor):
         scaled = f", so gradients are {factor:.4g} times as large" if factor else ""
         return Cause(
             f"the loss of the batch is not the mean of the losses of its parts{scaled}",
-            "return (sum, count) from the loss function, or gather the samples with rt.gather",
+            seen.loss_hint,
         )
     if found.buffers and not found.gradients and not found.loss:
         return Cause(

@@ -29,5 +29,7 @@ def warn_of_nothing(verifiers: Collection[Verifier]) -> None:
     """Warn if a script ends and no step was verified, unless a warning said why."""
     if verifiers and not any(verifier.verified or verifier.has_told for verifier in verifiers):
         warnings.warn(
-            f"msrun: {ROOT}.verify: nothing was verified: rt.step trained no model", stacklevel=3
+            f"msrun: {ROOT}.verify: nothing was verified: no step trained a model, by rt.step or "
+            "by an optimizer of rt.optimizer",
+            stacklevel=3,
         )

@@ -16,7 +16,7 @@ both models; whatever it changed is put back.  If the copy draws even so, nothin
 Invariants:
 
 - A step that is compared by itself is the step that trains: nothing is repeated or put back on the
-  sharded side.
+  sharded side.  Of a plain loop one call is repeated (`loop`).
 - Nothing is skipped in silence: a step that cannot be verified is a warning with the reason.
 - All ranks take the same branches, which rank 0 decides and broadcasts.
 - Without `verify` a step tests one attribute.
@@ -27,8 +27,8 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,30 +55,20 @@ from msrun.parallel.verify.gather import (
     to_first_rank,
     whole_batch,
 )
+from msrun.parallel.verify.loop import LoopObserver, loop_step
 from msrun.parallel.verify.randomness import GeneratorStates, without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
+from msrun.parallel.verify.verified_step import VerifiedStep
 
 _NAMES_SHOWN = 3
-LossFunction = Callable[[Any, Any], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifiedStep:
-    """The arguments of one step.
-
-    Args:
-        sharded: The model.
-        optimizer: Its optimizer.
-        loss_fn: Of `rt.step`.
-        batch: Of this rank, on its device.
-        compute: Computes the complete gradients, and returns the loss of all ranks.
-    """
-
-    sharded: ShardedModel
-    optimizer: torch.optim.Optimizer
-    loss_fn: LossFunction | None
-    batch: StepBatch
-    compute: Callable[[], Tensor]
+_NOT_OF_LOOP = (
+    "; a plain loop: gradients are those of the outputs' gradients, and the loss function of the "
+    "script was not compared"
+)
+_NO_CALL = (
+    "nothing was verified: the optimizer stepped, and backward reached no output of a call of the "
+    "model itself on some rank, as in a compiled or wrapped one"
+)
 
 
 class Verifier:
@@ -105,6 +95,9 @@ class Verifier:
         self._context = context
         self._reference = reference
         self._steps = 0
+        self._sharded: Callable[[], ShardedModel | None] = lambda: None
+        self._observer: LoopObserver | None = None
+        self._is_in_step = False
         self._wanted = int(config.verify)
         self.verified = 0
         self.outcome = ""
@@ -123,31 +116,81 @@ class Verifier:
         """
         if self.is_done:
             return step.compute()
+        self._is_in_step = True
         self._steps += 1
-        whole, plan = self._prepare(step)
-        if plan["problem"]:
-            self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
-        elif plan["is_quiet"]:
-            with self._put_back(step), without_dropout(step.sharded.model()):
-                self._compare(step, step.compute(), whole, plan["quiet"])
-        loss = step.compute()
-        if not plan["problem"] and not plan["is_quiet"]:
-            self._compare(step, loss, whole, [])
-        if self._steps == self._wanted:
-            self._reference = None  # the copy is as large as the model
+        with self._unobserved():
+            whole, plan = self._prepare(step)
+            if plan["problem"]:
+                self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
+            elif plan["is_quiet"]:
+                with self._put_back(step), without_dropout(step.sharded.model()):
+                    self._compare(step, step.compute(), whole, plan["quiet"])
+            loss = step.compute()
+            if not plan["problem"] and not plan["is_quiet"]:
+                self._compare(step, loss, whole, [])
+        self._end()
         return loss
 
+    def observe(self, sharded: ShardedModel) -> None:
+        """Observe the calls of a model by the script, for steps of a plain loop."""
+        self._sharded = weakref.ref(sharded)
+        if not sharded.is_pipeline:
+            self._observer = LoopObserver(sharded.model(), self._context.device)
+
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if `optimizer` steps before any `rt.step`: a plain loop is not verified."""
+        """Verify also steps of `optimizer` that the script takes without `rt.step`."""
+        optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer))
 
-        def warn(*_: Any) -> None:
-            if not self._steps and not self.has_told:
-                self._warn(
-                    "nothing was verified: the optimizer stepped without rt.step, and only rt.step "
-                    "is verified"
-                )
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Verify the call that the script made of the model, unless `rt.step` made it.
 
-        optimizer.register_step_pre_hook(warn)
+        Raises:
+            ModelError: It is not that of one process.
+        """
+        is_of_loop, self._is_in_step = not self._is_in_step, False
+        sharded = self._sharded()
+        if self.is_done or not is_of_loop or sharded is None or not sharded.holds(optimizer):
+            return
+        observer = self._observer
+        if observer is None:
+            if not self.verified and not self.has_told:
+                self._warn("nothing was verified: only rt.step of a pipeline is")
+            return
+        call, observer.call = observer.call, None
+        with self._unobserved():
+            step = loop_step(self._context, sharded, optimizer, call)
+            if step is None:
+                if not self.verified and not self.has_told:
+                    self._warn(_NO_CALL)
+                return
+            self._steps += 1
+            whole, plan = self._prepare(step)
+            if plan["problem"]:
+                self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
+            else:
+                with self._put_back(step), contextlib.ExitStack() as stack:
+                    if plan["is_quiet"]:
+                        stack.enter_context(without_dropout(sharded.model()))
+                    self._compare(step, step.compute(), whole, plan["quiet"])
+        self._end()
+
+    @contextlib.contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        """Call the model without being observed."""
+        if self._observer:
+            self._observer.is_paused = True
+        try:
+            yield
+        finally:
+            if self._observer:
+                self._observer.is_paused = False
+
+    def _end(self) -> None:
+        """Release what the last verified step needed."""
+        if self.is_done:
+            self._reference = None  # the copy is as large as the model
+            if self._observer:
+                self._observer.close()
 
     def _warn(self, sentence: str) -> None:
         self.has_told = True
@@ -214,6 +257,7 @@ class Verifier:
         batch.is_whole = True
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(step.around())
                 if is_whole:
                     stack.enter_context(sharded.paused(by_script=True))
                     stack.enter_context(sharded.hooks.suspended())
@@ -253,15 +297,17 @@ class Verifier:
             for key, value in vars(module).items()
             if type(value) in (bool, int, float, str)
         ]
-        yield
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for param, gradient in kept:
-            param.grad = gradient
-        for module, key, value in plain:
-            vars(module)[key] = value
-        state.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for param, gradient in kept:
+                param.grad = gradient
+            for module, key, value in plain:
+                vars(module)[key] = value
+            state.restore()
 
     def _compare(
         self, step: VerifiedStep, loss: Tensor, whole: StepBatch | None, quiet: Sequence[str]
@@ -272,11 +318,12 @@ class Verifier:
             ModelError: They differ.
         """
         gradients, buffers = self._gather_gaps(step)
+        found_value = step.found(loss)
         answer: dict[str, str] = {}
         reference = self._reference
         if reference and whole is not None:
-            expected = reference.loss.detach()
-            of_loss = measure("the loss", loss.detach(), expected)
+            expected = step.expected(reference)
+            of_loss = measure("the loss", found_value, expected)
             dtypes = [param.dtype for param in reference.model.parameters()] or [expected.dtype]
             if torch.float64 in dtypes:
                 # What a model computes in less, float64 cannot tell from rounding below.
@@ -290,7 +337,7 @@ class Verifier:
             elif not gradients:
                 answer = {"nothing": "no gradient was compared"}
             else:
-                self._tell(float(loss), right.largest, (len(gradients), len(buffers)), quiet)
+                self._tell(step, float(loss), right.largest, (len(gradients), len(buffers)), quiet)
         answer = json.loads(self._context.broadcast(json.dumps(answer).encode()))
         self.has_told |= bool(answer)
         if "message" in answer:
@@ -339,6 +386,7 @@ class Verifier:
         """Return the differences that float64 does not explain by rounding."""
         if reference.has_drawn:
             return found
+        narrow_value = step.expected(reference)
         try:
             wide, values = reference.doubled(whole)
             with without_dropout(wide.model) if is_quiet else contextlib.nullcontext():
@@ -355,7 +403,7 @@ class Verifier:
         rounding |= {
             name: measure(name, narrow[name], buffer) for name, buffer in wide.buffers().items()
         }
-        of_loss = measure("the loss", reference.loss.detach(), wide.loss.detach())
+        of_loss = measure("the loss", narrow_value, step.expected(wide))
         return beyond_rounding(found, rounding, of_loss)
 
     def _refusal(
@@ -367,9 +415,7 @@ class Verifier:
         loss: float,
     ) -> dict[str, str]:
         """Return message and hint of the error."""
-        sharded = step.sharded
-        count = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
-        part = StepBatch(*split_batch(tuple(step.batch), count)[0])
+        part = StepBatch(*split_batch(tuple(step.batch), step.parts())[0])
         cause = find_cause(
             Evidence(
                 config=self._config,
@@ -379,10 +425,14 @@ class Verifier:
                 part=part,
                 loss_fn=step.loss_fn,
                 loss=loss,
+                loss_hint=step.loss_hint,
             )
         )
         parts = []
-        if found.loss:
+        if found.loss and step.is_loop:
+            share = f"{found.loss.share:.2g} of their norm"
+            parts.append(f"outputs of the model differ by {share}")
+        elif found.loss:
             parts.append(f"the loss is {loss:.7g}, and {reference.loss.item():.7g} in one process")
         for what, gaps in (("gradient", found.gradients), ("buffer", found.buffers)):
             if gaps:
@@ -396,15 +446,23 @@ class Verifier:
         }
 
     def _tell(
-        self, loss: float, largest: tuple[float, str], counts: tuple[int, int], quiet: Sequence[str]
+        self,
+        step: VerifiedStep,
+        loss: float,
+        largest: tuple[float, str],
+        counts: tuple[int, int],
+        quiet: Sequence[str],
     ) -> None:
         """Print that the step is right."""
         share, name = largest
         off = f", with {', '.join(quiet)} at 0 for the comparison" if quiet else ""
         worst = f"; largest difference {share:.1e} ({name})" if share else ""
+        what, rest = f"loss {loss:.7g}", ""
+        if step.is_loop:
+            what, rest = "outputs of one call of the model", _NOT_OF_LOOP
         self.outcome = (
-            f"step {self._steps} equals one process: loss {loss:.7g}, {counts[0]} gradients and "
-            f"{counts[1]} buffers{worst}{off}"
+            f"step {self._steps} equals one process: {what}, {counts[0]} gradients and "
+            f"{counts[1]} buffers{worst}{off}{rest}"
         )
         self._context.print(f"msrun: {self.outcome}")
 
