@@ -9,6 +9,7 @@ import torch
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import msrun
 from msrun.errors import ModelError
@@ -204,6 +205,38 @@ def autocast(runtime, model, x, y):  # noqa: ARG001 - one form of several
     functional.cross_entropy(output.float(), y).backward()
 
 
+def siamese(runtime, model, x, y):  # noqa: ARG001 - one form of several
+    (model(x) - model(x.flip(1))).square().mean().backward()
+
+
+def recurrent(runtime, model, x, y):  # noqa: ARG001 - one form of several
+    model(model(x)).square().mean().backward()
+
+
+def recomputed(runtime, model, x, y):  # noqa: ARG001 - one form of several
+    functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+
+
+def scaled(runtime, model, x, y):  # noqa: ARG001 - one form of several
+    """Scale the loss and unscale and clip the gradients by torch's own means."""
+    (functional.cross_entropy(model(x), y) * 65536.0).backward()
+    for param in model.parameters():
+        param.grad.div_(65536.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def backward_twice(runtime, model, x, y):  # noqa: ARG001 - one form of several
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_frozen_norm(runtime, model, x, y):
+    model.eval()
+    model[0].requires_grad_(False)  # noqa: FBT003 - torch takes it so
+    plain(runtime, model, x, y)
+
+
 def evaluated(runtime, model, x, y):
     """Call the model without gradients, and a copy of it, before and after."""
     other = copy.deepcopy(model)
@@ -222,6 +255,10 @@ def around(runtime, model, x, y):  # noqa: ARG001 - one form of several
 
 def compiled(runtime, model, x, y):
     plain(runtime, torch.compile(model, backend="eager"), x, y)
+
+
+def normed():
+    return nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
 
 
 LINEAR = functools.partial(nn.Linear, 16, 10)
@@ -257,6 +294,12 @@ def test_a_wrong_loop_is_refused_with_its_cause(config, make, form, cause):
         (LINEAR, accumulated),
         (LINEAR, written_over),
         (LINEAR, autocast),
+        (LINEAR, siamese),
+        (functools.partial(nn.Linear, 16, 16), recurrent),
+        (LINEAR, recomputed),
+        (LINEAR, scaled),
+        (LINEAR, backward_twice),
+        (normed, with_frozen_norm),
     ],
 )
 def test_other_right_loops_are_verified(config, make, form):
