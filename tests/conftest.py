@@ -20,6 +20,7 @@ MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
     "tests/cluster/test_control.py",
+    "tests/cluster/test_data_ports.py",
     "tests/cluster/test_faults.py",
     "tests/cluster/test_fleet.py",
     "tests/cluster/test_forming.py",
