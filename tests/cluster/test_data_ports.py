@@ -8,9 +8,11 @@ the right result or with a verdict that says which rank failed and how.
 
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
-from support import script, until
+from support import script, shell, until
 from test_strangers import USER, stranger
 
 pytestmark = pytest.mark.process
@@ -145,6 +147,22 @@ def attacked(new_lab, form, launch):
         return codes, logs(), verdicts
 
     return run
+
+
+def test_nodes_have_keys_of_one_job(new_lab, form):
+    """Each accepts the other's certificate, and only while the job runs is there a key."""
+    lab = new_lab("a", "b")
+    program = f"cp -r $MSRUN_RUN_DIR/tls {lab.folder}/$RANK; echo $MSRUN_RUN_DIR"
+    nodes = form(lab.hosts, "--data-tls", "--nnodes", 2, *shell(program))
+
+    assert [node.wait(END_SECONDS) for node in nodes] == [0, 0]
+    for own, other in ((0, 1), (1, 0)):
+        words = ["openssl", "verify", "-x509_strict", "-CAfile", f"{own}/ca.pem"]
+        subprocess.run([*words, f"{other}/certificate.pem"], cwd=lab.folder, check=True)
+    keys = [(lab.folder / str(rank) / "key.pem").read_text() for rank in (0, 1)]
+    assert keys[0] != keys[1]
+    for rank, node in enumerate(nodes):
+        assert not Path(node.log(rank).splitlines()[0]).exists()
 
 
 HOSTS = pytest.mark.parametrize("hosts", [("a",), ("a", "b")], ids=["user", "host"])

@@ -13,7 +13,7 @@ from msrun.cluster.liveness.lease import Lease, lease
 from msrun.cluster.wire.messages import Register, Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
-from msrun.processes import control_file, data_tls, run_dir
+from msrun.processes import control_file, run_dir
 from msrun.processes.agent.mindspore import MindSporePort
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name
@@ -197,6 +197,8 @@ class NodeResources:
         """
         if not self._job.data_tls or self._secret is None:
             return
+        from msrun.processes import data_tls  # Few jobs have use for it.
+
         directory = node_plan.tls_directory(str(self._dir))
         env = environ.data_tls_env(self._base, directory)
         try:
