@@ -54,6 +54,7 @@ THOROUGH = (
     "tests/process/commands/test_slurm.py",
     "tests/process/commands/test_verify.py",
     "tests/process/faults/test_attacks.py",
+    "tests/process/faults/test_data_tls.py",
     "tests/process/faults/test_frozen.py",
     "tests/process/faults/test_hang_blame.py",
     "tests/process/faults/test_hangs.py",

@@ -164,3 +164,12 @@ def test_keys_in_part_are_refused(msrun):
     assert job.wait() == 2
     sentence = f"--data-tls: {NAMES[2]} is set and {NAMES[1]} and {NAMES[3]} is not"
     assert sentence in job.err
+
+
+def test_a_forked_worker_takes_the_transport_from_its_environment(msrun, tmp_path):
+    """Torch is loaded before the fork, and reads the variable when it opens the transport."""
+    program = "import torch.distributed as dist; dist.init_process_group('gloo')"
+    job = msrun("--env", f"{NAMES[0]}=NO_SUCH", script(tmp_path, program))
+
+    assert job.wait() == 1
+    assert "unsupported gloo device" in job.log(0)

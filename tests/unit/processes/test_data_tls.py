@@ -128,14 +128,3 @@ def test_what_openssl_says_is_in_the_sentence(tmp_path, monkeypatch):
     ):
         data_tls.write_keys(tmp_path / "tls", SECRET, "job")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["openssl"]
-
-
-def test_the_real_torch_says_whether_it_has_the_transport(node):
-    torch = pytest.importorskip("torch.distributed")
-    from msrun import environ
-
-    env = environ.current()
-    env |= environ.data_tls_env(env, str(node("a")))
-    if torch.is_gloo_available():
-        with pytest.raises(UsageError, match=r"cannot open Gloo's TLS transport: .*unsupported"):
-            data_tls.check_torch(env)
