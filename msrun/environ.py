@@ -45,6 +45,16 @@ _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 # fewer to go through. Of glibc from 2.35 on; where the kernel gives none, nothing changes.
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+_TLS = "TCP_TLS"
+# Files of a node for Gloo's TLS, in a directory of their own.
+TLS_KEY, TLS_CERTIFICATE, TLS_CA = "key.pem", "certificate.pem", "ca.pem"
+_TLS_FILES = {
+    f"{_GLOO_TRANSPORT}_{_TLS}_PKEY": TLS_KEY,
+    f"{_GLOO_TRANSPORT}_{_TLS}_CERT": TLS_CERTIFICATE,
+    f"{_GLOO_TRANSPORT}_{_TLS}_CA_FILE": TLS_CA,
+}
+_TLS_CA_PATH = f"{_GLOO_TRANSPORT}_{_TLS}_CA_PATH"  # may take the place of the last
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WHOLE = re.compile(r"[0-9]{1,15}")
@@ -183,6 +193,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         config: File with the parallel configuration; empty without one.
         interface: Network interface to the other workers; empty leaves it to the libraries.
         rank_table: File with the job's rank table; empty without one.
+        data_tls: Directory with the keys for Gloo's TLS; empty without TLS.
     """
 
     job_id: str
@@ -209,6 +220,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     config: str = ""
     interface: str = ""
     rank_table: str = ""
+    data_tls: str = ""
 
 
 def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, str]:
@@ -216,6 +228,9 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
 
     A variable that is a mere default, such as OMP_NUM_THREADS, is left out when
     `base` has it.
+
+    Raises:
+        UsageError: As `data_tls_env`.
     """
     env = _torchrun_env(identity) | _mindspore_env(identity) | _msrun_env(identity)
     env["PYTHONUNBUFFERED"] = "1"
@@ -230,10 +245,40 @@ def worker_env(identity: WorkerIdentity, base: Mapping[str, str]) -> dict[str, s
     if identity.interface:
         # Gloo would take the one of the host's name, which is often loopback.
         defaults[_GLOO_INTERFACE] = identity.interface
+    if identity.data_tls:
+        env |= data_tls_env(base, identity.data_tls)
     if identity.config or CONFIG in base:
         # What the launcher's own names is a job file, or another job's.
         env[CONFIG] = identity.config
     return env | {name: value for name, value in defaults.items() if name not in base}
+
+
+def data_tls_env(base: Mapping[str, str], directory: str) -> dict[str, str]:
+    """Return the variables for TLS between workers that `base` lacks.
+
+    Args:
+        base: The launcher's own, with what the job adds.
+        directory: Where the keys of this node are; unused where `base` names keys.
+
+    Raises:
+        UsageError: `base` asks for another transport, or names keys in part.
+    """
+    transport = base.get(_GLOO_TRANSPORT) or _TLS
+    if transport != _TLS:
+        msg = f"--data-tls contradicts {_GLOO_TRANSPORT}={shown(transport)}"
+        raise UsageError(msg, hint="leave one of them out")
+    named = [name for name in (*_TLS_FILES, _TLS_CA_PATH) if base.get(name)]
+    env = {_GLOO_TRANSPORT: _TLS}
+    if not named:
+        return env | {name: f"{directory}/{file}" for name, file in _TLS_FILES.items()}
+    *own, authority = _TLS_FILES
+    missing = [name for name in own if name not in named]
+    if authority not in named and _TLS_CA_PATH not in named:
+        missing.append(authority)
+    if missing:
+        msg = f"--data-tls: {named[0]} is set and {' and '.join(missing)} is not"
+        raise UsageError(msg, hint="set all of them, or none: then msrun makes the keys")
+    return env
 
 
 def _torchrun_env(who: WorkerIdentity) -> dict[str, str]:

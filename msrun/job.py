@@ -179,6 +179,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         emit_rank_table: Where the node of the scheduler writes the rank table of each generation;
             empty writes none.
         insecure: Control messages are not authenticated; loopback only.
+        data_tls: Workers talk over Gloo's TLS transport, with keys of the job.
         detach: The launcher returns as soon as the job runs.
         launcher: Name of the backend.
 
@@ -235,6 +236,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank_table: str = ""
     emit_rank_table: str = ""
     insecure: bool = False
+    data_tls: bool = False
     detach: bool = False
     launcher: str = "dynamic"
 

@@ -20,6 +20,7 @@ MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
     "tests/cluster/test_control.py",
+    "tests/cluster/test_data_ports.py",
     "tests/cluster/test_faults.py",
     "tests/cluster/test_fleet.py",
     "tests/cluster/test_forming.py",
@@ -53,6 +54,7 @@ THOROUGH = (
     "tests/process/commands/test_slurm.py",
     "tests/process/commands/test_verify.py",
     "tests/process/faults/test_attacks.py",
+    "tests/process/faults/test_data_tls.py",
     "tests/process/faults/test_frozen.py",
     "tests/process/faults/test_hang_blame.py",
     "tests/process/faults/test_hangs.py",

@@ -110,6 +110,11 @@ def config_file(run_dir: str) -> str:
     return str(Path(run_dir, "parallel.json"))
 
 
+def tls_directory(run_dir: str) -> str:
+    """Return where the keys for TLS between workers are."""
+    return str(Path(run_dir, "tls"))
+
+
 def plan_affinity(job: JobSpec, machine: Machine) -> AffinityPlan:
     """Return where the workers of `job` run on `machine`.
 
@@ -209,6 +214,7 @@ def _identity(
         config=config_file(placement.run_dir) if job.parallel else "",
         interface=interface,
         rank_table=job.rank_table,
+        data_tls=tls_directory(placement.run_dir) if job.data_tls else "",
     )
 
 

@@ -24,7 +24,7 @@ FLAGS = words(
     """
 --nnodes -N --nodes --node-rank --worker-num -n --master-addr --master-port --rdzv-endpoint
 --local-addr --standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf
---job-id --rdzv-id --launcher --secret-file --insecure
+--job-id --rdzv-id --launcher --secret-file --insecure --data-tls
 --module -m --no-python --run-path --config
 --workers-per-node --nproc-per-node --local-worker-num --start-method --preload --env --role
 --virtual-local-rank --join --no-join --detach

@@ -35,6 +35,7 @@ job:
   join-timeout        inf                 flag --cluster_time_out
   launcher            dynamic             default
   insecure            false               default
+  data-tls            false               default
   workers-per-node    2                   default
   start-method        exec                default
   preload             numpy,json          flag --preload
@@ -230,7 +231,7 @@ def test_the_json_schema(msrun, gpus):
         "containment": "subreaper",
         "notes": [],
     }
-    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:31]]
+    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:32]]
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}

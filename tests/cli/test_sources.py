@@ -30,6 +30,7 @@ TEXTS = {
     "launcher": "dynamic",
     "secret-file": "secret",
     "insecure": "true",
+    "data-tls": "true",
     "module": "false",
     "no-python": "false",
     "run-path": "true",

@@ -39,6 +39,12 @@ def test_every_attack_has_its_row_and_its_test():
     assert rows - set(re.findall(r"S-\d\d", tests)) == set()
 
 
+def test_every_attack_on_the_data_ports_has_its_row_and_its_test():
+    tests = (ROOT / "tests/cluster/test_data_ports.py").read_text()
+
+    assert set(re.findall(r"D-\d\d", PAGE)) == set(re.findall(r"D-\d\d", tests))
+
+
 def test_every_question_from_outside_is_on_the_page():
     section = PAGE.split("## Control from outside")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)

@@ -114,6 +114,7 @@ def draft_job(
     )
     check_port(rendezvous, job, system)
     notes = [*_without_effect(settings, job), *_insecure(settings), *notes, *_unfitted(parallel)]
+    notes += _not_encrypted(settings, machine)
     values = dict(_values(settings, decided, job))
     return JobDraft(job=job, parallel=parallel, values=values, notes=tuple(notes))
 
@@ -254,6 +255,18 @@ def _insecure(settings: Settings) -> Iterator[str]:
     given = settings.get(options.INSECURE)
     if given and given.value:
         yield "--insecure: any process on this machine can stop this job or make it fail"
+
+
+def _not_encrypted(settings: Settings, machine: Machine) -> Iterator[str]:
+    """Yield what --data-tls leaves open; it is refused without a secret to make its keys of."""
+    given, insecure = settings.get(options.DATA_TLS), settings.get(options.INSECURE)
+    if not given or not given.value:
+        return
+    if insecure and insecure.value:
+        hint = "its keys follow from the job's secret: leave one of them out"
+        raise UsageError(f"{given.cite()} contradicts {insecure.cite()}", hint=hint)
+    if machine.devices:
+        yield f"{given.cite()} covers gloo alone: NCCL and HCCL encrypt nothing"
 
 
 def _node_rank(settings: Settings, size: Size) -> Given[int] | None:

@@ -179,6 +179,14 @@ INSECURE = Option(
     field="insecure",
     arity=Arity.SWITCH,
 )
+DATA_TLS = Option(
+    name="data-tls",
+    group=OptionGroup.CLUSTER,
+    help="TLS with keys of the job between workers, over gloo alone; needs a torch that has it.",
+    parse=parsers.boolean,
+    field="data_tls",
+    arity=Arity.SWITCH,
+)
 
 MODULE = Option(
     name="module",

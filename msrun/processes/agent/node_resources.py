@@ -158,6 +158,7 @@ class NodeResources:
         """
         self._forget_earlier_job()
         self._hand_over_config()
+        self._hand_over_keys()
         try:
             self._open()
         except OSError as error:
@@ -187,6 +188,26 @@ class NodeResources:
             run_dir.write_private(path, self._job.parallel)
         except OSError as error:
             raise _unwritable(path, error) from error
+
+    def _hand_over_keys(self, *, again: bool = False) -> None:
+        """Make the keys for TLS between workers, and check that torch can use them.
+
+        Args:
+            again: They were there before, so torch can.
+        """
+        if not self._job.data_tls or self._secret is None:
+            return
+        from msrun.processes import data_tls  # Few jobs have use for it.
+
+        directory = node_plan.tls_directory(str(self._dir))
+        env = environ.data_tls_env(self._base, directory)
+        try:
+            if len(env) > 1:  # else the user names keys
+                data_tls.write_keys(Path(directory), self._secret, self._job.job_id)
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        if not again and self._job.program.kind is not ProgramKind.COMMAND:
+            data_tls.check_torch({**self._base, **env})
 
     def _open(self) -> None:
         env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
@@ -284,6 +305,7 @@ class NodeResources:
                 os.close(self._place.lock)
                 self._place.lock = lock
                 self._hand_over_config()
+                self._hand_over_keys(again=True)
             (self._dir / f"g{generation}").mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             msg = f"{error.filename or self._dir} cannot be made: {error.strerror}"
