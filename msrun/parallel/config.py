@@ -316,7 +316,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             are reduced once a step.
         reduce: Reduction of gradients over data-parallel ranks.
         batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
-            each rank's own batch; then ranks may hold other values of any buffer.
+            each rank's own batch; then ranks may hold other values of any buffer, and the model's
+            own code may mix the samples of each part.
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.

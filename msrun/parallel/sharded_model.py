@@ -232,7 +232,7 @@ class ShardedModel:
         hooks: Gradient hooks of the script, which run once gradients are complete.
 
     Attributes:
-        is_described: Whether the pipeline was printed; the first step prints it.
+        is_described: Whether the first step has begun, which prints the pipeline.
         verifier: Compares the first steps with one process; None without `verify`.
         origin: Names and library of the model before `shard`.
     """

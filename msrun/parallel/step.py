@@ -29,10 +29,12 @@ from msrun.parallel.losses.batch import (
     split_batch,
     tensors_in,
 )
+from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.losses.terms import PartLoss
 from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
+from msrun.parallel.torch_compat import eagerly, is_compiled
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
 LossFunction = Callable[[Any, Any], Any]
@@ -120,7 +122,9 @@ def _gradients(
         op=config.reduce.op,
         device=context.device,
     )
-    train = _train_pipeline if sharded.is_pipeline else _train
+    train = _train_pipeline
+    if not sharded.is_pipeline:
+        train = partial(_train, allows_local=config.batch_norm == "local")
     order = sharded.order
     compared = order.compared_later() if order else contextlib.nullcontext()
     try:
@@ -188,8 +192,19 @@ def _train(
     ranks: TallyRanks,
     loss_fn: LossFunction | None,
     batch: StepBatch,
+    *,
+    allows_local: bool,
 ) -> LossTally:
-    """Run forward and backward of all micro-batches; return their losses, of all ranks."""
+    """Run forward and backward of all micro-batches; return their losses, of all ranks.
+
+    Args:
+        context: This rank.
+        sharded: The model.
+        ranks: The data-parallel ranks.
+        loss_fn: The loss function.
+        batch: Of this rank.
+        allows_local: Whether statistics of each part of the batch are meant.
+    """
     model = sharded.model()
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
@@ -197,11 +212,19 @@ def _train(
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
     may_skip = ranks.size > 1 and sharded.order is None
+    is_first = not (sharded.is_described or sharded.verifier or sharded.has_fixed_shapes)
+    is_first = is_first and not (allows_local or tally.is_whole or is_compiled(model))
+    sharded.is_described = True
+    if is_first and len(parts) > 1:
+        tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
-            loss = _loss(model, tally, loss_fn, part, samples)
+            if is_first and not index:
+                loss = _watched(model, tally, loss_fn, part, is_cut=len(parts) > 1)
+            else:
+                loss = _loss(model, tally, loss_fn, part, samples)
             if sharded.order:
                 sharded.order.check_trains(loss.value)
             tally.add(loss, samples)
@@ -213,6 +236,31 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _watched(
+    model: nn.Module,
+    tally: LossTally,
+    loss_fn: LossFunction | None,
+    part: StepBatch,
+    *,
+    is_cut: bool,
+) -> PartLoss:
+    """As `_loss`, in the first step; a model that mixes samples is refused or warned of.
+
+    Args:
+        model: The model.
+        tally: Of the step.
+        loss_fn: The loss function.
+        part: The first micro-batch.
+        is_cut: Whether there are several.
+    """
+    samples = batch_size(part)
+    with eagerly(), SampleWatch(part, samples) as watch:
+        loss = _loss(model, tally, loss_fn, part, samples)
+    if error := watch.read(loss.value, is_cut=is_cut):
+        tally.refuse(error)
+    return loss
 
 
 def _loss(

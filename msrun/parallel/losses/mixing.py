@@ -114,14 +114,14 @@ def columns(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], samples: 
         return "opaque" if samples in x.shape else ""
     if not (length == samples or (has_tokens and name not in _SUMS)):
         return ""
-    if 0 not in _dims(name, args, kwargs, x.dim()):
+    if 0 not in dims_of(name, args, kwargs, x.dim()):
         return ""
     if name in _MEANS:
         return "mean"
     return "sum" if name in _SUMS else "opaque" if name in _OPAQUE else ""
 
 
-def _dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> set[int]:
+def dims_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> set[int]:
     """Return the dims that a function of a tensor with `count` dims is told."""
     place = _DIM_AT.get(name, 1)
     given = args[place] if len(args) > place else None

@@ -211,8 +211,12 @@ class LossTally:
                 numbers[first + 1] += (count / samples).square()
         numbers[_SUM] += value * self._share(samples)
 
+    def may_refuse(self) -> None:
+        """Have `finish` look for refusals; all ranks call it if one of them may refuse."""
+        self._is_plain = False
+
     def refuse(self, error: UsageError) -> None:
-        """Note that this stage refuses a part of the batch; `finish` raises on all ranks."""
+        """Note that this rank refuses a part of the batch; `finish` raises on all ranks."""
         self._refusal = self._refusal or error
         self.numbers[_REFUSED] += 1
 

@@ -1,0 +1,474 @@
+"""Where the dim of samples goes in functions of torch, and which of them mix samples.
+
+Theory of operation.  Of a tensor that is computed from the batch a `Mark` knows which dim has the
+samples, alone or together with dims behind it: (samples, tokens) flattened has samples in its dim
+0.  `result_of` says for one function what its result is:
+
+- A `Mark`: every sample is still by itself.
+- A `Mark` with a statistic: values depend linearly on a mean or sum over samples.  That is right in
+  a loss that is linear in them: the mean over parts of the batch of `x.mean(0)` is that of the
+  batch.  Any function that is not linear makes it a `Mixture`.
+- A `Mixture`: the values are other ones in each part of the batch, and those of the batch do not
+  follow from them.
+- None: not known.
+
+So what this file does not know is not noticed, and nothing is noticed by chance: dims follow from
+the functions, never from sizes that are equal.  Maxima over samples are not noticed, since they
+often only crop padding; nor are sorts, gathers and single rows, since what is taken apart is often
+put together again.  Pairs of samples are the business of `mixing`: a model may have all and use
+those of a sample with itself.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.losses.mixing import dims_of
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[2])
+
+
+class Mark(NamedTuple):
+    """What is known of a tensor.
+
+    Args:
+        dim: That of samples; None if it has none.
+        statistic: What over samples its values depend on linearly; empty without one.
+    """
+
+    dim: int | None
+    statistic: str = ""
+
+
+class Mixture(NamedTuple):
+    """A function that mixed samples.
+
+    Args:
+        name: Of what it is, with its line.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """A function of torch that was called.
+
+    Args:
+        name: Of the function, without what says that it writes in place.
+        args: What it got.
+        kwargs: What it got by name.
+        result: What it returned.
+        marks: What is known of tensors, by their `id`.
+        samples: Samples of the part of the batch.
+    """
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Tensor
+    marks: Mapping[int, Mark]
+    samples: int
+
+    def mark(self, value: Any) -> Mark | None:
+        """Return what is known of an argument."""
+        return self.marks.get(id(value))
+
+    def line(self) -> str:
+        """Return where in the model it was called: its last line that is no library's."""
+        for frame in reversed(traceback.extract_stack()):
+            path = Path(frame.filename)
+            if not any(library in path.parents for library in _LIBRARIES):
+                return f" ({path.name}, line {frame.lineno})"
+        return ""
+
+    def value(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument by position or name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    @property
+    def x(self) -> Tensor:
+        """The first argument."""
+        found = self.value(0, "input")
+        if not isinstance(found, Tensor):
+            raise TypeError(self.name)
+        return found
+
+    def mixture(self, what: str) -> Mixture:
+        """Return that this call mixed samples."""
+        return Mixture(f"a {what} over samples{self.line()}")
+
+
+Outcome = Mark | Mixture | None
+
+
+def result_of(call: TorchCall) -> Outcome:
+    """Return what is known of the result of `call`, some of whose arguments have a mark."""
+    rule = _RULES.get(call.name)
+    try:
+        return rule(call) if rule else None
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        return None  # a form of arguments, or a kind of tensor, that the rule does not know
+
+
+def _own(call: TorchCall) -> Mark | None:
+    return call.mark(call.x)
+
+
+def _aligned(call: TorchCall) -> list[tuple[Tensor, Mark, int | None]]:
+    """Return the arguments with a mark, and where in the result they have their samples."""
+    found = []
+    for arg in (*call.args, *call.kwargs.values()):
+        if isinstance(arg, Tensor) and (mark := call.mark(arg)):
+            at = None if mark.dim is None else mark.dim + call.result.dim() - arg.dim()
+            found.append((arg, mark, at))
+    return found
+
+
+def _elementwise(call: TorchCall, *, is_linear: bool) -> Outcome:
+    found = _aligned(call)
+    dims = {at for _, _, at in found if at is not None}
+    statistics = [mark.statistic for _, mark, _ in found if mark.statistic]
+    if len(dims) > 1:  # pairs of samples
+        return None
+    if statistics and not is_linear:
+        # Losses of one number are looked at by `watch`, which knows their counts.
+        return Mixture(statistics[0]) if call.result.dim() else None
+    return Mark(next(iter(dims), None), next(iter(statistics), ""))
+
+
+def _linear(call: TorchCall) -> Outcome:
+    return _elementwise(call, is_linear=True)
+
+
+def _curved(call: TorchCall) -> Outcome:
+    return _elementwise(call, is_linear=False)
+
+
+def _product(call: TorchCall) -> Outcome:
+    """A product is linear in a statistic unless the other factor is of the samples as well."""
+    return _elementwise(call, is_linear=len(_aligned(call)) < 2)  # noqa: PLR2004 - two factors
+
+
+def _quotient(call: TorchCall) -> Outcome:
+    """As a product; and no quotient is linear in its divisor."""
+    divisor = call.value(1, "other")
+    by = call.mark(divisor) if isinstance(divisor, Tensor) else None
+    return _elementwise(
+        call,
+        is_linear=not (by and by.statistic) and len(_aligned(call)) < 2,  # noqa: PLR2004
+    )
+
+
+def _reduced(call: TorchCall, kind: str) -> Outcome:
+    """Return what a reduction leaves; `kind` is mean, sum or opaque."""
+    mark = _own(call)
+    if mark is None or not call.result.is_floating_point():
+        return None
+    count = call.x.dim()
+    dims = dims_of(call.name, call.args, call.kwargs, count) or set(range(count))
+    if mark.dim is None or mark.dim not in dims:
+        if mark.statistic and kind == "opaque":
+            return Mixture(mark.statistic) if call.result.dim() else None
+        keeps = call.result.dim() == count
+        before = 0 if keeps or mark.dim is None else sum(dim < mark.dim for dim in dims)
+        return Mark(None if mark.dim is None else mark.dim - before, mark.statistic)
+    is_number = not call.result.dim()
+    if kind == "opaque":
+        return call.mixture(call.name)
+    if is_number and (mark.statistic or kind == "sum"):
+        return None
+    return Mark(None, mark.statistic or f"a {call.name} over samples{call.line()}")
+
+
+def _normalized(call: TorchCall) -> Outcome:
+    """Softmax and its like: values of one dim depend on each other."""
+    mark = _own(call)
+    if mark is None:
+        return None
+    dims = dims_of(call.name, call.args, call.kwargs, call.x.dim())
+    if call.name == "normalize" and not dims:
+        dims = {1}
+    if mark.dim is not None and mark.dim in dims:
+        return call.mixture(call.name)
+    if mark.statistic:
+        return Mixture(mark.statistic)
+    return mark if dims else None
+
+
+def _moved(call: TorchCall) -> Outcome:
+    """Flip and roll: each sample gets the place of another."""
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    given = call.args[1:] if call.name == "flip" else (call.value(2, "dims"),)
+    named = call.kwargs.get("dims", given[0] if len(given) == 1 else given)
+    dims = named if isinstance(named, tuple | list) else [named]
+    if not all(isinstance(dim, int) for dim in dims):
+        return None
+    if mark.dim in {dim % call.x.dim() for dim in dims}:
+        return call.mixture(call.name) if call.x.is_floating_point() else None
+    return mark
+
+
+def _layer_norm(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None:
+        return None
+    if mark.statistic:
+        return Mixture(mark.statistic)
+    shape = call.value(1, "normalized_shape")
+    return mark if mark.dim is not None and mark.dim < call.x.dim() - len(shape) else None
+
+
+def _dense(call: TorchCall) -> Outcome:
+    """A linear layer: it keeps all dims but the last."""
+    mark = _own(call)
+    if mark is None or mark.dim == call.x.dim() - 1 or call.mark(call.value(1, "weight")):
+        return None
+    return mark
+
+
+def _of_samples(call: TorchCall) -> Outcome:
+    """A function of each row in dim 0, such as a convolution."""
+    mark = _own(call)
+    if mark is None or mark.dim or call.result.dim() != call.x.dim():
+        return None
+    if mark.dim == 0 and len(call.result) != len(call.x):
+        return None
+    if mark.statistic and not call.name.startswith("conv"):
+        return Mixture(mark.statistic)
+    return mark if mark.dim == 0 else None
+
+
+def _attention(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None or mark.dim is None or mark.dim >= call.x.dim() - 2:
+        return None
+    return Mixture(mark.statistic) if mark.statistic else mark
+
+
+def _matmul(call: TorchCall) -> Outcome:
+    """(..., i, k) @ (..., k, j)."""
+    left, right = call.x, call.value(1, "mat2")
+    if call.name == "__rmatmul__":
+        left, right = right, left
+    if not isinstance(right, Tensor) or not isinstance(left, Tensor):
+        return None
+    if min(left.dim(), right.dim()) < 2:  # noqa: PLR2004 - vectors
+        return None
+    ours, other = call.mark(left), call.mark(right)
+    count = call.result.dim()
+    dims, over = set(), False
+    for mark, tensor, shared in ((ours, left, 1), (other, right, 2)):
+        if mark and mark.dim is not None:
+            last = tensor.dim() - mark.dim
+            if last == shared:
+                over = True
+            else:
+                dims.add(count - last)
+    statistics = [mark.statistic for mark in (ours, other) if mark and mark.statistic]
+    if over:
+        name = f"a {call.name} over samples{call.line()}"
+        return None if dims or statistics else Mark(None, name)
+    if len(dims) > 1:  # pairs of samples
+        return None
+    if statistics and ours and other:
+        return Mixture(statistics[0])
+    return Mark(next(iter(dims), None), next(iter(statistics), ""))
+
+
+def _loss(call: TorchCall) -> Outcome:
+    """No loss of values and targets is linear in them."""
+    for value in call.args[:2]:
+        mark = call.mark(value)
+        if mark and mark.statistic and value.dim():
+            return Mixture(mark.statistic)
+    return None
+
+
+def _chosen(call: TorchCall) -> Outcome:
+    """Some values of a matrix of statistics."""
+    mark = _own(call)
+    return mark if mark and mark.dim is None else None
+
+
+def _viewed(call: TorchCall) -> Outcome:
+    """A view of the same values in the same order in another shape."""
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    old, new = call.x.shape, call.result.shape
+    before, size = prod(old[: mark.dim]), old[mark.dim]
+    for dim, length in enumerate(new):
+        is_there = prod(new[:dim]) == before and length > 1
+        if is_there and length % call.samples == 0 and (length % size == 0 or size % length == 0):
+            return Mark(dim, mark.statistic)
+    return None
+
+
+def _permuted(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    count = call.x.dim()
+    order = list(range(count))
+    if call.name == "permute":
+        given = call.kwargs.get("dims", call.args[1:])
+        given = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
+        order = [dim % count for dim in given]
+    elif call.name in ("T", "t"):
+        order.reverse()
+    elif call.name == "mT":
+        order[-2:] = order[:-3:-1]
+    else:
+        first, second = (call.value(at, f"dim{at - 1}") % count for at in (1, 2))
+        order[first], order[second] = order[second], order[first]
+    return Mark(order.index(mark.dim), mark.statistic)
+
+
+def _unsqueezed(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    at = call.value(1, "dim") % call.result.dim()
+    return Mark(mark.dim + (at <= mark.dim), mark.statistic)
+
+
+def _squeezed(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    at = call.value(1, "dim")
+    if at is None:
+        gone = [dim for dim, length in enumerate(call.x.shape) if length == 1]
+    elif isinstance(at, int):
+        at %= call.x.dim()
+        gone = [at] if call.x.shape[at] == 1 else []
+    else:
+        return None
+    if mark.dim in gone:
+        return None
+    return Mark(mark.dim - sum(dim < mark.dim for dim in gone), mark.statistic)
+
+
+def _expanded(call: TorchCall) -> Outcome:
+    mark = _own(call)
+    if mark is None or mark.dim is None:
+        return mark
+    return Mark(mark.dim + call.result.dim() - call.x.dim(), mark.statistic)
+
+
+def _joined(call: TorchCall) -> Outcome:
+    """`cat` and `stack`."""
+    parts = call.value(0, "tensors")
+    if not isinstance(parts, tuple | list):
+        return None
+    marks = [call.mark(part) for part in parts]
+    known = [mark for mark in marks if mark]
+    dims = {mark.dim for mark in known}
+    at = call.value(1, "dim", call.kwargs.get("axis", 0)) % call.result.dim()
+    if len(dims) > 1 or not known:
+        return None
+    dim, statistic = dims.pop(), next((mark.statistic for mark in known if mark.statistic), "")
+    if dim is None:
+        return Mark(None, statistic) if len(known) == len(parts) else None
+    if call.name == "stack":
+        return Mark(dim + (at <= dim), statistic)
+    return Mark(dim, statistic) if at != dim else None
+
+
+def _split(call: TorchCall) -> Outcome:
+    """Parts along one dim."""
+    mark = _own(call)
+    at = call.value(2, "dim", 0)
+    if mark is None or mark.dim is None:
+        return mark
+    return mark if isinstance(at, int) and at % call.x.dim() != mark.dim else None
+
+
+def _taken(call: TorchCall) -> Outcome:
+    """`x[...]` by slices, None, numbers and one `...`."""
+    mark = _own(call)
+    given = call.args[1] if len(call.args) > 1 else None
+    items = list(given) if isinstance(given, tuple) else [given]
+    if mark is None or not all(item is None or type(item) in _PLAIN for item in items):
+        return None
+    if mark.dim is None:
+        return mark
+    used = sum(item is not None and item is not ... for item in items)
+    rest = [slice(None)] * (call.x.dim() - used)
+    at = next((index for index, item in enumerate(items) if item is ...), len(items))
+    items[at : at + 1] = rest
+    old = new = 0
+    for item in items:
+        if item is None:
+            new += 1
+            continue
+        if old == mark.dim:
+            whole = isinstance(item, slice) and call.result.shape[new] == call.x.shape[old]
+            in_order = isinstance(item, slice) and (item.step or 1) > 0
+            return Mark(new, mark.statistic) if whole and in_order else None
+        old += 1
+        new += not isinstance(item, int)
+    return None
+
+
+_PLAIN = (int, slice, type(...))
+Rule = Callable[[TorchCall], Outcome]
+
+
+def _rules() -> dict[str, Rule]:
+    """Return the rule of each function that is known."""
+    found: dict[str, Rule] = {}
+
+    def add(rule: Rule, names: str) -> None:
+        found.update(dict.fromkeys(names.split(), rule))
+
+    add(_linear, "add __add__ __radd__ __iadd__ sub subtract __sub__ __rsub__ __isub__ rsub neg")
+    add(_linear, "__neg__ negative to float double half bfloat16 type type_as clone contiguous")
+    add(_linear, "detach dropout dropout1d dropout2d dropout3d cpu cuda where masked_fill")
+    add(_product, "mul multiply __mul__ __rmul__ __imul__")
+    add(_quotient, "div divide true_divide __truediv__ __itruediv__")
+    add(_curved, "relu relu6 gelu silu tanh sigmoid logsigmoid softplus leaky_relu elu selu mish")
+    add(_curved, "hardtanh hardswish hardsigmoid exp log log1p expm1 log2 sqrt rsqrt square pow")
+    add(_curved, "__pow__ __ipow__ abs absolute __abs__ reciprocal sin cos erf clamp clamp_min")
+    add(_curved, "clamp_max clip __rtruediv__ xlogy maximum minimum")
+    add(lambda call: _reduced(call, "mean"), "mean nanmean")
+    add(lambda call: _reduced(call, "sum"), "sum nansum")
+    add(lambda call: _reduced(call, "opaque"), "std var norm vector_norm logsumexp")
+    add(lambda call: _reduced(call, "opaque"), "std_mean var_mean")
+    add(_normalized, "softmax log_softmax normalize")
+    add(_moved, "flip roll")
+    add(_layer_norm, "layer_norm rms_norm")
+    add(_dense, "linear")
+    add(_of_samples, "conv1d conv2d conv3d max_pool2d avg_pool2d adaptive_avg_pool2d group_norm")
+    add(_of_samples, "instance_norm batch_norm adaptive_avg_pool1d max_pool1d avg_pool1d")
+    add(_attention, "scaled_dot_product_attention")
+    add(_own, "embedding one_hot")
+    add(_matmul, "matmul mm bmm __matmul__ __rmatmul__")
+    add(_loss, "cross_entropy mse_loss l1_loss smooth_l1_loss huber_loss kl_div")
+    add(_loss, "binary_cross_entropy binary_cross_entropy_with_logits gaussian_nll_loss")
+    add(_chosen, "diagonal triu tril trace diag")
+    add(_viewed, "view reshape flatten unflatten view_as reshape_as")
+    add(_permuted, "permute transpose swapaxes t T mT")
+    add(_unsqueezed, "unsqueeze")
+    add(_squeezed, "squeeze")
+    add(_expanded, "expand expand_as broadcast_to")
+    add(_joined, "cat concat concatenate stack")
+    add(_split, "chunk split tensor_split")
+    add(_taken, "__getitem__")
+    return found
+
+
+_RULES = _rules()
+# What attributes of tensors are, as functions.
+PROPERTIES: Mapping[Any, str] = {torch.Tensor.T.__get__: "T", torch.Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]

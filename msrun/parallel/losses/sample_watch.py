@@ -1,0 +1,186 @@
+"""Notices, in the first step, a model that mixes the samples of a batch.
+
+A rank and a micro-batch have a part of the batch.  A batch norm by hand takes the statistics of
+that part, and no result of the parts makes that of the batch.  `SampleWatch` is active in the
+first forward pass and loss of a model, and follows the dim of samples by the rules of
+`sample_dims`.  Later steps do without it.
+
+What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
+and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
+Data-parallel ranks alone may have a batch with the sequence first, or add up statistics by
+collectives of the script, so there it is a warning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from msrun.errors import ModelError
+from msrun.parallel.config import ROOT
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.sample_dims import (
+    PROPERTIES,
+    Mark,
+    Mixture,
+    Outcome,
+    TorchCall,
+    result_of,
+)
+from msrun.parallel.torch_compat import write_count
+
+# Attributes of tensors: the number of the watch, how often it was written, and what is known.
+_MARK, _MIXTURE = "msrun_samples", "msrun_mixture"
+_watches = itertools.count()
+# Nodes of functions that return what they get: of `fully_shard`, and of torch's reducer.
+_PASSING = frozenset(["RegisterPostBackwardFunctionBackward", "_DDPSinkBackward"])
+_HINT = (
+    f"`{ROOT}: {{verify: first_step}}` compares the step with one process instead, and "
+    f"`{ROOT}: {{batch_norm: local}}` accepts statistics of each part"
+)
+_GATHER = "; rt.gather has the samples of all ranks"
+
+
+class SampleWatch(TorchFunctionMode):
+    """While it is active, functions that mix samples are noticed.
+
+    Args:
+        batch: Inputs and targets of this part of the batch.
+        samples: Samples in it.
+    """
+
+    def __init__(self, batch: Any, samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+        self._number = next(_watches)
+        # Mixtures and the nodes of autograd whose results have them.
+        self._found: list[tuple[Mixture, Any]] = []
+        for tensor in tensors_in(batch) if samples > 1 else ():
+            if tensor.dim() and len(tensor) == samples:
+                self._leave(tensor, Mark(0))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`; see the class."""
+        del types
+        kwargs = kwargs or {}
+        given = list(_tensors((*args, *kwargs.values())))
+        # Before the call, which may write them.
+        marks = {id(tensor): mark for tensor in given if (mark := self._mark(tensor))}
+        mixture = next(filter(None, map(self._mixture, given)), None)
+        result = func(*args, **kwargs)
+        if not (marks or mixture):
+            return result
+        results = list(_tensors((result,)))
+        if results and args and results[0] is args[0] and id(args[0]) not in marks:
+            return result  # a buffer that takes statistics
+        for tensor in results:
+            call = TorchCall(_name(func), args, kwargs, tensor, marks, self._samples)
+            self._note(tensor, result_of(call), mixture)
+        return result
+
+    def _note(self, tensor: Tensor, outcome: Outcome, mixture: Mixture | None) -> None:
+        """Note what is known of a result, of which some argument may have a `mixture` already."""
+        if isinstance(outcome, Mark):
+            self._leave(tensor, outcome)
+        elif outcome:
+            mixture = mixture or outcome
+        if mixture and tensor.grad_fn:
+            self._found.append((mixture, tensor.grad_fn))
+        elif mixture and tensor.is_floating_point():
+            setattr(tensor, _MIXTURE, (self._number, mixture))
+
+    def _leave(self, tensor: Tensor, mark: Mark) -> None:
+        if tensor.is_inference():
+            return
+        noted = (self._number, write_count(tensor), mark)
+        setattr(tensor, _MARK, noted)
+        if tensor.grad_fn:
+            _metadata(tensor.grad_fn)[_MARK, tensor.output_nr] = noted
+
+    def _mark(self, tensor: Tensor) -> Mark | None:
+        if isinstance(tensor, Parameter) or tensor.is_inference():
+            return None
+        noted = getattr(tensor, _MARK, None) or _carried(tensor)
+        if noted is None or noted[:2] != (self._number, write_count(tensor)):
+            return None
+        mark: Mark = noted[2]
+        return mark
+
+    def _mixture(self, tensor: Tensor) -> Mixture | None:
+        number, mixture = getattr(tensor, _MIXTURE, (None, None))
+        return mixture if number == self._number else None
+
+    def read(self, loss: Tensor, *, is_cut: bool) -> ModelError | None:
+        """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.
+
+        Args:
+            loss: Of this part of the batch.
+            is_cut: Whether dim 0 has the samples for certain, since micro-batches cut it.
+        """
+        found, self._found = self._found, []
+        nodes = _graph(loss) if found else set()
+        reached = next((mixture for mixture, node in found if node in nodes), None)
+        if reached is None:
+            return None
+        text = (
+            f"the loss depends on {reached.name} of a part of the batch, which is another number "
+            "for the whole batch"
+        )
+        if is_cut:
+            return ModelError(text, hint=_HINT)
+        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=5)
+        return None
+
+
+def _graph(loss: Tensor) -> set[Any]:
+    """Return the nodes of autograd that `loss` was computed by."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(before for before, _ in node.next_functions)
+    return seen
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    """Return what anybody notes at a node of autograd; torch declares it as a method."""
+    found: dict[Any, Any] = node.metadata
+    return found
+
+
+def _carried(tensor: Tensor) -> Any:
+    """Return what was noted of a tensor that ZeRO or the reducer passed on in one of its own."""
+    node = tensor.grad_fn
+    if node is None or node.name() not in _PASSING or tensor.output_nr >= len(node.next_functions):
+        return None
+    before, place = node.next_functions[tensor.output_nr]
+    return _metadata(before).get((_MARK, place)) if before else None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Return tensors among `values` and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Return the name of a function of torch, also of one that writes in place."""
+    name: str = PROPERTIES.get(func, getattr(func, "__name__", ""))
+    return name if name.endswith("__") else name.removesuffix("_")
