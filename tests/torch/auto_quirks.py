@@ -359,15 +359,6 @@ class OwnGradientsInside(Dropping):
         return h
 
 
-class LooksSparse(Dropping):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(16, 16, sparse=True)
-
-    def between(self, h):
-        return h + self.table(h.argmax(-1))
-
-
 class ReturnsNumber(Dropping):
     def forward(self, x):
         loss = super().forward(x)
@@ -391,7 +382,6 @@ REFUSED = {
     DrawsInPlace: "exponential_, as the model does",
     OwnGradient: "a forward that calls Doubled, which has a gradient of its own",
     OwnGradientsInside: "a forward that calls Doubled, which has a gradient of its own",
-    LooksSparse: "embedding with sparse gradients, as table does",
     Counts: "a forward that changes Counts.temperature from 1.5 to 2.0",
 }
 

@@ -237,12 +237,6 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
         )
     if any(param.is_meta for param in model.parameters()):
         raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ModelError(
-                f"{ROOT}.mode: auto computes no sparse gradients, as {name} asks for",
-                hint="make it with sparse=False, or choose another mode",
-            )
     return sample
 
 

@@ -34,9 +34,6 @@ def _check(model: nn.Module, traced: Traced, *, forwards: int, stages: int) -> N
     if traced.written and (forwards > 1 or stages > 1):
         name = next(iter(traced.written))
         raise _refusal(f"a forward that writes to buffer {name} in micro-batches or stages")
-    for step in traced.program.steps:
-        if step.attrs.get("sparse") is True:
-            raise _refusal(f"{step.packet} with sparse gradients, as {step.module} does")
     own = hooks_of(model)
     if "forward_pre" in own:
         raise _refusal(f"the forward pre-hook of {type(model).__name__}, the model itself,")
