@@ -1,5 +1,6 @@
 """A second launcher of a node, beside the first or after it, from a session with other places."""
 
+import secrets
 import signal
 
 import pytest
@@ -22,13 +23,13 @@ def launch(msrun, tmp_path):
     """Start a launcher of one node of a job of two, with places of its own."""
     (tmp_path / "secret").write_bytes(bytes(range(32)))
     (tmp_path / "secret").chmod(0o600)
-    port = free_port()
+    port, job_id = free_port(), f"lives-{secrets.token_hex(4)}"
 
     def start(node_rank, session, *words):
         place = tmp_path / f"session-{session}"
         place.mkdir(mode=0o700, exist_ok=True)
         own = ["--nnodes", 2, "--node-rank", node_rank, "--master-addr", "127.0.0.1"]
-        own += ["--master-port", port, "--job-id", "two-lives", "--lease", "3s", "--grace", "1s"]
+        own += ["--master-port", port, "--job-id", job_id, "--lease", "3s", "--grace", "1s"]
         own += ["--secret-file", tmp_path / "secret", "--tail", "none", *words, *shell(ALONE)]
         job = msrun(*own, env={"XDG_RUNTIME_DIR": str(place)})
         job.runtime = place
@@ -53,7 +54,9 @@ def test_a_second_launcher_is_refused_while_the_first_lives(launch):
     second = launch(1, "c")
 
     assert second.wait(60) == 2
-    assert "takes part in job two-lives already: another launcher of it runs there" in second.err
+    assert (
+        f"takes part in job {second.name} already: another launcher of it runs there" in second.err
+    )
     assert not second.logs.joinpath("worker_1.log").exists()
     assert go(a, b) == [0, 0]
     assert text(a, 0) == "up 0\n"
