@@ -92,10 +92,12 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
     serves = _serves(settings, host, site, system)
     _check_insecure(settings, site)
     address = _own_address(settings, host, site, system)
+    # On the scheduler's machine the port is for the node of the scheduler, which may come later.
+    may_take = serves or not site.is_here
     return Rendezvous(
         host=host,
         port=port,
-        store_port=_store_port(settings, port),
+        store_port=_store_port(settings, port) if may_take else 0,
         serves=serves,
         listen_host=_scheduler_address(host, site.address),
         address=address,
