@@ -60,6 +60,10 @@ CONSTANT = {
     "MS_ROLE": "Always `MS_WORKER`.",
     "TORCHELASTIC_USE_AGENT_STORE": "Always `True`.",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1, unless you set it.",
+    "GLOO_DEVICE_TRANSPORT": "`TCP_TLS` with `--data-tls`, else not set.",
+    "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY": "The node's key for TLS, with `--data-tls`.",
+    "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT": "The node's certificate, with `--data-tls`.",
+    "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE": "The job's authority, with `--data-tls`.",
 }
 GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 INLINE_CODE = re.compile(r"<code>[^<]*</code>")
