@@ -3,11 +3,12 @@
     python examples/finetune_hf.py                                  # one process
     msrun --nproc-per-node 4 --parallel examples/configs/hf_zero3.yaml examples/finetune_hf.py
     msrun --nproc-per-node 4 --parallel examples/configs/hf_dp_tp.yaml examples/finetune_hf.py \
-        --model path/of/a/pretrained/model
+        --model path/of/a/pretrained/model --save path/of/the/trained/model
 
-Without `--model` it is a small Llama with random weights.  The text is Python's own documentation,
-read byte by byte, so nothing is downloaded.  Topics have different lengths: batches are padded, and
-padding counts nothing in the loss, however the batch is divided.
+`--model` is a directory that `save_pretrained` wrote.  Each rank reads its own part of it, and no
+rank has the whole model.  Without it, the model is a small Llama with random weights.  The text is
+Python's own documentation, read byte by byte, so nothing is downloaded.  Topics have different
+lengths: batches are padded, and padding counts nothing in the loss, however the batch is divided.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import msrun
 
@@ -57,9 +58,11 @@ def padded(samples: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def make(path: str | None) -> Any:
-    """Return the model of a directory or of the hub, or a small one with random weights."""
+    """Return the model of a directory, or a small one; with random weights."""
     if path:
-        return AutoModelForCausalLM.from_pretrained(path)
+        settings = AutoConfig.from_pretrained(path)
+        settings.use_cache = False
+        return AutoModelForCausalLM.from_config(settings)
     torch.manual_seed(1)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -75,12 +78,16 @@ def make(path: str | None) -> Any:
     )
 
 
-def train(model_path: str | None, losses_path: str | None) -> None:
-    """Train, and write the losses to the file `losses_path`."""
+def train(model_path: str | None, saved_path: str | None, losses_path: str | None) -> None:
+    """Train, write the weights to the directory `saved_path` and the losses to `losses_path`."""
     runtime = msrun.init()
     topics = Topics(GLOBAL_BATCH * STEPS)
     sample = padded([topics[0]] * GLOBAL_BATCH)
-    model = runtime.shard(make(model_path), sample=sample)
+    with runtime.init_on_meta():
+        model = make(model_path)
+    model = runtime.shard(model, sample=sample)
+    if model_path:
+        runtime.load_pretrained(model, model_path)
     optimizer = runtime.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=STEPS)
     batch_size = GLOBAL_BATCH // runtime.layout.size("dp")
@@ -90,6 +97,8 @@ def train(model_path: str | None, losses_path: str | None) -> None:
         scheduler.step()
         if len(losses) % 10 == 0:
             runtime.print(f"step {len(losses)}/{STEPS}  loss {losses[-1]:.4f}")
+    if saved_path:
+        runtime.save_pretrained(model, saved_path)
     if losses_path and runtime.is_main:
         Path(losses_path).write_text(json.dumps(losses))
 
@@ -97,10 +106,11 @@ def train(model_path: str | None, losses_path: str | None) -> None:
 def main() -> None:
     """Train as the arguments say."""
     parser = argparse.ArgumentParser(description="Train a causal language model of transformers.")
-    parser.add_argument("--model", help="directory or name for from_pretrained")
+    parser.add_argument("--model", help="directory of a pretrained model")
+    parser.add_argument("--save", help="directory for the trained model")
     parser.add_argument("--losses", help="file for the losses, as JSON")
     arguments = parser.parse_args()
-    train(arguments.model, arguments.losses)
+    train(arguments.model, arguments.save, arguments.losses)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ OMP_THREADS = "OMP_NUM_THREADS"
 RANK_TABLE_FILE = "RANK_TABLE_FILE"
 # Directory with the function that a worker calls, until it has been loaded.
 CALL = "MSRUN_CALL"
+# The FIFO of torch's file timers, and whether a server of them is wanted.
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
@@ -170,7 +173,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
         max_restarts: Restart budget of the job.
         store: Host and port of this generation's store, on the worker's own node.
         rank0_address: Address of the node of rank 0.
-        scheduler: Host and port of the scheduler.
+        scheduler: Host and port of MindSpore's scheduler, if there is one.
         run_dir: Private directory of the job on this node.
         error_file: Where the worker leaves its exception.
         stop_signals: Names of the signals that end the job, separated by commas.
@@ -260,8 +263,7 @@ def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
     return {
         **table,
         "MS_ROLE": "MS_WORKER",
-        "MS_SCHED_HOST": who.scheduler[0],
-        "MS_SCHED_PORT": who.scheduler[1],
+        **mindspore_scheduler_at(*who.scheduler),
         "MS_WORKER_NUM": str(who.world_size),
         "MS_NODE_ID": str(who.rank),
         "MS_TOPO_TIMEOUT": str(who.join_timeout),
@@ -269,6 +271,35 @@ def _mindspore_env(who: WorkerIdentity) -> dict[str, str]:
         "RANK_SIZE": str(who.world_size),
         "DEVICE_ID": str(who.device),
     }
+
+
+def mindspore_scheduler_env(
+    host: str, port: int, *, workers: int, join_timeout: int, rank_table: str
+) -> dict[str, str]:
+    """Return what MindSpore's scheduler finds in its environment.
+
+    Args:
+        host: Address at which it listens.
+        port: Port of it.
+        workers: How many it waits for.
+        join_timeout: As of `WorkerIdentity`, like the one that follows.
+        rank_table: File by which it numbers the workers; empty without one.
+    """
+    table = {RANK_TABLE_FILE: rank_table} if rank_table else {}
+    return {
+        **table,
+        "MS_ROLE": "MS_SCHED",
+        "MS_WORKER_NUM": str(workers),
+        "MS_TOPO_TIMEOUT": str(join_timeout),
+        "RANK_ID": "0",
+        "RANK_SIZE": str(workers),
+        **mindspore_scheduler_at(host, str(port)),
+    }
+
+
+def mindspore_scheduler_at(host: str, port: str) -> dict[str, str]:
+    """Return the variables by which MindSpore's workers find their scheduler."""
+    return {"MS_SCHED_HOST": host, "MS_SCHED_PORT": port}
 
 
 def _msrun_env(who: WorkerIdentity) -> dict[str, str]:
@@ -347,6 +378,21 @@ def node_env(base: Mapping[str, str], run_dir: str, threads: int) -> dict[str, s
             when it is loaded.
     """
     return {OMP_THREADS: str(threads), **_LARGE_PAGES, **base, RUN_DIR: run_dir}
+
+
+def timer_file(env: Mapping[str, str], run_dir: str) -> str:
+    """Return the FIFO of torch's file timers, empty where `env` asks for no server of them.
+
+    Args:
+        env: The launcher's own, with what the job adds.
+        run_dir: The job's private directory.
+    """
+    if env.get(_TIMERS) != "1":
+        return ""
+    given = env.get(TIMER_FILE, "")
+    # That of a job around this one has a server already.
+    is_outer = bool(env.get(RUN_DIR)) and given.startswith(f"{env[RUN_DIR]}/")
+    return given if given and not is_outer else f"{run_dir}/timers"
 
 
 def rank_identity(env: Mapping[str, str]) -> RankIdentity:
@@ -463,6 +509,11 @@ def install(env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
+def add(env: Mapping[str, str]) -> None:
+    """Set variables of this process and of those that it starts."""
+    os.environ.update(env)
+
+
 def choose_interface(name: str) -> None:
     """Have gloo in this process use the network interface `name`, unless another is set."""
     if name:
@@ -507,6 +558,14 @@ def config_dir() -> Path | None:
         return Path(named)
     try:
         return Path.home() / ".config"
+    except RuntimeError:
+        return None
+
+
+def cache_dir() -> Path | None:
+    """Return where this user's programs keep what they can make again; None without a home."""
+    try:
+        return Path.home() / ".cache"
     except RuntimeError:
         return None
 

@@ -18,6 +18,8 @@ EVERY_RANK = -1
 STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 LOOPBACK = "127.0.0.1"
+# Of the scheduler, where several nodes are on one machine: the stores have LOOPBACK.
+SCHEDULER_LOOPBACK = "127.0.0.2"
 # With these a user ends any job; torchrun's defaults, in its order.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -35,6 +37,14 @@ class StartMethod(enum.Enum):
 
     FORK = "fork"
     EXEC = "exec"
+
+
+class Framework(enum.Enum):
+    """Whose workers they are: those of MindSpore meet through MindSpore's own scheduler."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    MINDSPORE = "mindspore"
 
 
 class BindMode(enum.Enum):
@@ -68,9 +78,11 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         mode: Off, decided by msrun, or given.
         by_device: With `GIVEN`, device index -> CPU numbers (or NUMA node numbers).
+        is_shared: Several workers are meant to share.
     """
 
     mode: BindMode = BindMode.OFF
+    is_shared: bool = False
     by_device: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
@@ -122,7 +134,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             device of its local rank.
         master_addr: Host whose agent starts the scheduler, as its user wrote it; None for
             this node alone.
-        master_port: Port of the scheduler; 0 takes a free port, on one node only.
+        master_port: Port where nodes meet; 0 takes a free port, on one node only.
+        store_port: Port at which the workers of a node find the store, on its loopback interface;
+            0 takes a free port.
         serves: This node starts the scheduler.
         listen_host: Numeric address of the scheduler, which binds it; other nodes connect to it.
         address: Numeric address by which other nodes reach this one.
@@ -140,9 +154,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         restarts: Restart budget and pace.
         start_method: Fork from the warm parent, or one interpreter per worker.
         preload: Modules the forkserver imports besides torch.
+        framework: Whether the job has MindSpore's scheduler; by default, when its workers need it.
         cwd: Working directory of every worker.
         log_dir: Directory of worker and scheduler logs.
         worker_log_name: Pattern of a worker's log file without `.log`.
+        log_limit: Bytes of all log files of a worker together; None sets no limit.
         tail: Ranks shown on the console; None shows rank 0 at a terminal, no rank in a pipe, and
             in both the worker of a process that was started by hand.
         tail_local: Local ranks that may appear on the console; None sets no limit.
@@ -154,6 +170,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         stderr_filters: The same of stderr.
         bind_core: CPU binding.
         bind_numa: Memory binding.
+        event_log: Where torchelastic's events go: `console`, or `null` for nowhere.
         role: ROLE_NAME of the workers.
         virtual_local_rank: Every worker sees one device and LOCAL_RANK 0.
         env: Variables every worker gets on top of the launcher's own environment.
@@ -184,6 +201,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     master_addr: str | None = None
     master_port: int = 0
+    store_port: int = 0
     serves: bool = True
     listen_host: str = LOOPBACK
     address: str = LOOPBACK
@@ -198,7 +216,9 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     restarts: RestartLimits = RestartLimits()
     start_method: StartMethod = StartMethod.FORK
     preload: tuple[str, ...] = ()
+    framework: Framework = Framework.AUTO
     worker_log_name: str = "worker_{rank}"
+    log_limit: int | None = None
     tail: frozenset[int] | None = None
     tail_local: frozenset[int] | None = None
     tee: dict[int, int] = msgspec.field(default_factory=dict)
@@ -207,6 +227,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     stderr_filters: tuple[str, ...] = ()
     bind_core: Binding = msgspec.field(default_factory=Binding)
     bind_numa: Binding = msgspec.field(default_factory=Binding)
+    event_log: str = "null"
     role: str = "default"
     virtual_local_rank: bool = False
     env: dict[str, str] = msgspec.field(default_factory=dict)
@@ -286,6 +307,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
             return _streams(self.tee, local_rank)
         own = _streams(self.redirects, local_rank) if self.tail is None else frozenset()
         return frozenset(STREAMS) - own
+
+    @property
+    def scheduler_port(self) -> int:
+        """Port of the scheduler; 0 is a free one, as no other node asks for it."""
+        return 0 if self.is_alone else self.master_port
 
     @property
     def is_alone(self) -> bool:

@@ -111,3 +111,14 @@ def parse_size(text: str) -> int:
     if rest:
         raise UsageError(f"{quoted(text)} is not a whole number of bytes")
     return scaled
+
+
+def render_size(size: int) -> str:
+    """Return `size` in the largest unit of two that divides it, as `parse_size` reads it.
+
+    Example: 4194304 -> `4MiB`.
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % _BYTES[unit] == 0:
+            return f"{size // _BYTES[unit]}{unit}"
+    return str(size)

@@ -2,7 +2,7 @@
 
 FOLDER gets the files; without it they are thrown away.  VERSION is what they must have, such
 as that of a tag.  The wheel is built from the sdist, checked, and installed into a clean
-environment, in which `msrun --help` and the README's first job must run.
+environment, in which `msrun --help`, `msrun-torch` and the README's first job must run.
 
 Needs `build` and `twine`, and an index that has torch.
 """
@@ -68,6 +68,7 @@ def try_out(wheel: Path, folder: Path) -> None:
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[examples]", folder=folder)
     msrun = environment / "bin" / "msrun"
     run(msrun, "--help", folder=folder)
+    run(environment / "bin" / "msrun-torch", "--version", folder=folder)
     # Beside the copy there is no checkout, so what is imported is what was installed.
     shutil.copytree(ROOT / "examples", folder / "examples")
     run(msrun, *first_job((ROOT / "README.md").read_text(encoding="utf-8")), folder=folder)

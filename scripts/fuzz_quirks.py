@@ -1,14 +1,12 @@
-"""What people write into models and training scripts: the parts that scripts/fuzz_models.py draws.
+"""What people write into models: blocks that scripts/fuzz_models.py draws.
 
-A quirk is a block of the model, something done to the model, or a form of the loss.  All compute in
-float64 on a batch of `SAMPLES` rows, and one process and many ranks must learn the same from it.
+All compute in float64 on a batch of `SAMPLES` rows, and one process and many ranks must learn the
+same from it.  `fuzz_blocks` has more of them, `fuzz_scripts` what scripts do with a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -384,102 +382,4 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "named arguments": NamedArguments,
     "constants": Constants,
     "temperature": Temperature,
-}
-
-
-# What a script does to a model before `rt.shard`, or to its parameters after it.
-
-
-def _halve(*args: Any) -> Any:
-    return args[-1] * 0.5
-
-
-def _clamp(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.01, 0.01)
-
-
-@torch.no_grad()
-def _shrink(param: Tensor) -> None:
-    if param.grad is not None:
-        param.grad.mul_(0.5)
-
-
-def _backward(module: nn.Module, into: Any, out: Any) -> Any:
-    del module, out
-    return tuple(None if gradient is None else gradient * 0.5 for gradient in into)
-
-
-def _first(model: nn.Module) -> nn.Module:
-    return model.get_submodule("blocks.0")
-
-
-def _head(model: nn.Module, name: str = "weight") -> nn.Parameter:
-    return model.get_parameter(f"head.{name}")
-
-
-def _freeze(param: nn.Parameter) -> None:
-    param.requires_grad = False
-
-
-def _mark(model: nn.Module) -> None:
-    for param in model.parameters():
-        vars(param)["lr_scale"] = 0.5 if param.dim() == 1 else 1.0
-
-
-BEFORE: dict[str, Callable[[nn.Module], Any]] = {
-    "forward hook": lambda model: _first(model).register_forward_hook(_halve),
-    "forward pre-hook": lambda model: _first(model).register_forward_pre_hook(
-        lambda _, args: tuple(value * 0.5 for value in args)
-    ),
-    "backward hook": lambda model: _first(model).register_full_backward_hook(_backward),
-    "root forward hook": lambda model: model.register_forward_hook(_halve),
-    "gradient hook": lambda model: _head(model).register_hook(_clamp),
-    "hook after accumulation": lambda model: _head(model).register_post_accumulate_grad_hook(
-        _shrink
-    ),
-    "attributes": _mark,
-    "frozen head bias": lambda model: _freeze(_head(model, "bias")),
-}
-
-
-def _hook_later(model: nn.Module) -> None:
-    param = dict(model.named_parameters()).get("head.weight")
-    if param is not None:  # a stage of a pipeline may be without it
-        param.register_hook(_clamp)
-
-
-AFTER: dict[str, Callable[[nn.Module], Any]] = {"gradient hook later": _hook_later}
-
-
-# Losses of output and target; targets may be -100.
-
-_WEIGHTS = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
-
-
-def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    losses = functional.cross_entropy(output, target, reduction="none")
-    return losses.sum(), (target >= 0).sum()
-
-
-def _masked(output: Tensor, target: Tensor) -> Tensor:
-    mask = (target >= 0).to(output.dtype)
-    return (output.square().mean(1) * mask).sum() / mask.sum().clamp(min=1)
-
-
-def _root(output: Tensor, target: Tensor) -> Tensor:
-    return functional.mse_loss(output[:, 0], target.to(output.dtype)).sqrt()
-
-
-LOSSES: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": lambda o, t: functional.cross_entropy(o, t.clamp(min=0)),
-    "ignored targets": functional.cross_entropy,
-    "class weights": lambda o, t: functional.cross_entropy(o, t, weight=_WEIGHTS),
-    "smoothed": lambda o, t: functional.cross_entropy(o, t, label_smoothing=0.1),
-    "sum": lambda o, t: functional.cross_entropy(o, t, reduction="sum"),
-    "scaled sum": lambda o, t: functional.cross_entropy(o, t, reduction="sum") * 0.01,
-    "mean and sum": lambda o, t: functional.cross_entropy(o, t) + 0.01 * o.square().sum(),
-    "sum and count": _pair,
-    "masked mean": _masked,
-    "two means": lambda o, t: functional.cross_entropy(o, t.clamp(min=0)) + o.square().mean(),
-    "root": _root,
 }

@@ -222,5 +222,11 @@ def _prepare(who: _Membership, words: Sequence[str], env: Mapping[str, str]) -> 
 def _as_worker(job: JobSpec, rank: int | None, name: str, device: int | None) -> JobSpec:
     """Return `job` for a process that runs one worker and no scheduler."""
     return structs.replace(
-        job, serves=False, node_rank=rank, node_name=name, device=device, tail_local=None
+        job,
+        serves=False,
+        store_port=0,  # each process of a machine is a node
+        node_rank=rank,
+        node_name=name,
+        device=device,
+        tail_local=None,
     )

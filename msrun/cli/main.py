@@ -37,6 +37,8 @@ def console() -> NoReturn:
 
     # Registered first, it is called last: behind what torch and the model's file registered.
     atexit.register(leave)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `__main__` leaves it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main()
     sys.exit(code)
 

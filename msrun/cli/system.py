@@ -26,6 +26,12 @@ class System(Protocol):
     def read_machine(self, env: Mapping[str, str]) -> Machine:
         """Return what this node offers to workers with `env` on top of our environment."""
 
+    def cpu_neighbours(self, share: str) -> Mapping[int, tuple[int, ...]]:
+        """Return CPU -> CPUs of its `socket` or `core-complex`; none where nobody knows."""
+
+    def count_devices(self, kind: str) -> int | None:
+        """Return how many devices of a kind torch finds; None when it does not know the kind."""
+
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`; raises UsageError when there is none."""
 
@@ -59,8 +65,14 @@ class System(Protocol):
     def jobs(self) -> list[Card]:
         """Return this user's jobs on this machine, one for each launcher."""
 
+    def clean(self) -> list[str]:
+        """Remove what killed launchers of this user have left; return the names of their jobs."""
+
     def has_node(self, job: JobSpec) -> bool:
         """Tell whether another launcher of `job` runs on this machine."""
+
+    def is_beside(self, job: JobSpec) -> bool:
+        """Tell whether any node of a job of this name is on this machine."""
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Return a connection to a job, whose answers may take `patience` seconds."""
@@ -92,6 +104,19 @@ class RealSystem:
         from msrun.supervise.machine import read_machine
 
         return read_machine({**environ.current(), **env})
+
+    def cpu_neighbours(self, share: str) -> Mapping[int, tuple[int, ...]]:
+        """Read sysfs."""
+        from msrun.supervise.machine import read_neighbours
+
+        return read_neighbours(os.sched_getaffinity(0), share=share)
+
+    def count_devices(self, kind: str) -> int | None:
+        """Ask a short-lived process, since torch is slow to load and may open the devices."""
+        from msrun import environ
+        from msrun.processes import accelerators
+
+        return accelerators.count(kind, environ.current())
 
     def load_launcher(self, name: str) -> Launcher:
         """Return the backend `name`."""
@@ -166,11 +191,23 @@ class RealSystem:
 
         return control_file.jobs()
 
+    def clean(self) -> list[str]:
+        """Remove private directories whose lock nobody holds."""
+        from msrun.processes import run_dir
+
+        return run_dir.clean()
+
     def has_node(self, job: JobSpec) -> bool:
         """Look into the private directories."""
         from msrun.processes import control_file
 
         return control_file.has_node(job)
+
+    def is_beside(self, job: JobSpec) -> bool:
+        """Look into the private directories."""
+        from msrun.processes import control_file
+
+        return control_file.is_beside(job)
 
     def connect(self, card: Card, patience: float) -> ControlClient:
         """Connect to the scheduler of `card`."""

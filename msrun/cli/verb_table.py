@@ -36,6 +36,9 @@ VERBS = {
         "msrun.cli.verbs.ranktable:ranktable", "Build, check, show, merge or convert rank tables."
     ),
     "search": Verb("msrun.cli.verbs.search:search", "Find the fastest parallel plan of a model."),
+    "install-shim": Verb(
+        "msrun.cli.verbs.shim:install_shim", "Make a command torchrun that runs msrun."
+    ),
     "calibrate": Verb(
         "msrun.cli.verbs.calibrate:calibrate", "Measure devices and links for search."
     ),

@@ -318,7 +318,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         batch_norm: `sync` takes the statistics of batch norms over the global batch, `local` over
             each rank's own batch; then ranks may hold other values of any buffer.
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
-            one process, and each rank takes the time to draw those of the global batch.
+            one process, and each rank takes the time to draw those of the global batch.  Mode auto
+            has masks of its own, which are equal on any number of ranks and not those of torch.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
@@ -358,6 +359,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             )
         self._check_search()
         self._check_mesh()
+        if self.mode == "auto" and self.dropout == "exact":
+            raise ValueError(
+                "dropout: mode auto has masks of its own, not those of torch (choose local)"
+            )
         for key in ("plan", "pipeline"):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")

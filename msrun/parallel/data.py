@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.rank_context import RankContext
+from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.worker.beat import beat
 
 
@@ -103,6 +103,12 @@ class EpochSplit(msgspec.Struct, frozen=True, kw_only=True):
     def size(self, batch: int) -> int:
         """Return the samples of all ranks in `batch`."""
         return min(self.global_batch, self.samples - batch * self.global_batch)
+
+    @property
+    def end(self) -> EpochEnd:
+        """The last batch."""
+        least, extra = divmod(self.size(self.batches - 1), self.ranks)
+        return EpochEnd(full=self.batch_size, least=least, most=least + (extra > 0))
 
     @property
     def is_uneven(self) -> bool:
@@ -190,7 +196,7 @@ class MeshLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
         """Yield this rank's batches of one epoch, from the position of `load_state_dict` on."""
         self._next = self._first
-        self._weight.is_due = self.split.is_uneven
+        self._weight.is_due, self._weight.end = self.split.is_uneven, self.split.end
         try:
             for batch in super().__iter__():
                 beat()
@@ -198,7 +204,7 @@ class MeshLoader(DataLoader[Any]):
                 self._next += 1
                 yield batch
         finally:
-            self._weight.value, self._weight.is_due = 1.0, False
+            self._weight.value, self._weight.is_due, self._weight.end = 1.0, False, None
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:

@@ -7,9 +7,10 @@ DTensor, so these functions look it up in `sys.modules` and never import it them
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from msrun.parallel import torch_compat
@@ -43,6 +44,20 @@ def replace_parameter(old: Parameter, new: Parameter) -> None:
         for name, value in vars(old).items():
             vars(new).setdefault(name, value)
         torch_compat.share_gradient_hooks(old, new)
+
+
+def on_accumulation(param: Parameter, call: Callable[[Tensor], None]) -> None:
+    """Have `call` run after each gradient of `param` that autograd adds, also once it is thawed.
+
+    torch takes such a hook for trained parameters alone, and keeps it while they are frozen.
+    """
+    if not (param.is_floating_point() or param.is_complex()):
+        return
+    is_trained = param.requires_grad
+    param.requires_grad = True
+    tensor: Tensor = param
+    tensor.register_post_accumulate_grad_hook(call)
+    param.requires_grad = is_trained
 
 
 def local_gradient(param: Parameter) -> Tensor | None:
@@ -86,3 +101,13 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     # An element that is no number, and stays none, was not changed.
     are_none = one.isnan() & other.isnan() if one.is_floating_point() else False
     return bool(((one == other) | are_none).all())
+
+
+def numbers(model: nn.Module) -> dict[str, float]:
+    """Return the numbers in attributes of the modules of `model`, by their full names."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (int, float)
+    }

@@ -19,6 +19,21 @@ from msrun.parallel.config import ParallelConfig
 from msrun.parallel.layout import MeshLayout, resolve, root_axes
 
 
+@dataclass(frozen=True, slots=True)
+class EpochEnd:
+    """The last batch of the loader in use, which is known before the first.
+
+    Attributes:
+        full: Samples of a rank in the other batches.
+        least: Fewest samples of a rank in the last.
+        most: Most samples of a rank in the last.
+    """
+
+    full: int
+    least: int
+    most: int
+
+
 @dataclass(slots=True)
 class BatchWeight:
     """Weight of this rank's current batch in a mean over the job; shared by loader and step.
@@ -30,12 +45,14 @@ class BatchWeight:
         is_due: Whether a loader whose last batch is uneven is in use, and nothing has read the
             weight yet.
         is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
+        end: Last batch of the loader in use; None without one.
     """
 
     value: float = 1.0
     parts: int = 1
     is_due: bool = False
     is_whole: bool = False
+    end: EpochEnd | None = None
 
     def read(self) -> float:
         """Return the weight to somebody who multiplies the loss by it."""

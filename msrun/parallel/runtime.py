@@ -49,12 +49,13 @@ from msrun.errors import ConfigError, UsageError
 from msrun.identity import read_identity
 from msrun.parallel import device as devices
 from msrun.parallel.axes import use_axes
-from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.config_file import read_config
 from msrun.parallel.group import join
 from msrun.parallel.layout import MeshLayout, resolve
 from msrun.parallel.rank_context import BatchWeight, Rank, RankContext, placed
 from msrun.parallel.replicas import seed_everything
+from msrun.units import parse_size
 from msrun.worker.beat import beat
 
 # Methods import their features themselves: see the end of the docstring.
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
     from msrun.parallel.verify.verifier import Verifier
+    from msrun.parallel.weights.export import Exporter
+    from msrun.parallel.weights.load import PretrainedKeys
+    from msrun.parallel.weights.origin import Origin
 
 Source = str | Path | Mapping[str, Any] | ParallelConfig | None
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -236,7 +240,10 @@ class Runtime:
             ConfigError: The configuration does not fit the mesh or the names of the model.
             ModelError: The model cannot train under it as in one process.
         """
+        from msrun.parallel.checkpoint.state import WHOLE_NAMES
         from msrun.parallel.shard import shard_model
+        from msrun.parallel.weights.origin import Origin
+        from msrun.parallel.weights.state_dicts import is_divided, prepare_state_dicts
 
         if model in self._models:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
@@ -247,8 +254,16 @@ class Runtime:
             from msrun.parallel.verify.reference import Reference
 
             reference = Reference(model)
+        # Before the model is taken apart: files of weights have the names that it has now.
+        is_consumed = self.config.pipeline is not None or self.config.mode == "auto"
+        origin = Origin(model, is_consumed=is_consumed)
         result, state, self._place = shard_model(self.config, rank, model, sample)
         self._models[result] = state
+        state.origin = origin
+        if state.is_pipeline:
+            setattr(result, WHOLE_NAMES, origin.first)
+        if is_divided(result, is_pipeline=state.is_pipeline):
+            prepare_state_dicts(result, origin, state.replicas, is_pipeline=state.is_pipeline)
         if self.config.verify:
             from msrun.parallel.verify.verifier import Verifier
 
@@ -270,6 +285,7 @@ class Runtime:
         """
         from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
+        from msrun.parallel.weights.state_dicts import prepare_optimizer
 
         for sharded in self._models.values():
             sharded.check_optimizer(optimizer)
@@ -279,6 +295,7 @@ class Runtime:
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
+        prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
         return optimizer
 
     def loader(
@@ -428,6 +445,79 @@ class Runtime:
             CheckpointError: The checkpoint does not fit, or no directory is configured.
         """
         return self.checkpoints.resume(model, optimizer, loader, extra=extra)
+
+    def load_pretrained(
+        self, model: nn.Module, path: str | Path, *, strict: bool = True
+    ) -> PretrainedKeys:
+        """Fill `model` with pretrained weights; all ranks call it, and each reads its own parts.
+
+        Args:
+            model: A result of `shard`.  A model before it is filled whole on every rank.
+            path: What `save_pretrained` of transformers, diffusers or peft wrote, or a
+                `.safetensors`, `.bin`, `.pt` file or an index of several.
+            strict: Refuse names that do not match.
+
+        Returns:
+            Names that the files lack and that the model lacks, as `load_state_dict` of torch does.
+
+        Raises:
+            CheckpointError: The files cannot be read or do not fit; then nothing was changed,
+                unless a file turned out damaged in the middle, or has two values of one tensor.
+        """
+        from msrun.parallel.weights.load import load_pretrained
+
+        checkpoints = self.checkpoints
+        checkpoints.finish()
+        return load_pretrained(
+            checkpoints.peers, model, self._origin(model), Path(path), strict=strict
+        )
+
+    def save_pretrained(
+        self, model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Write the weights of `model` in a directory that `from_pretrained` loads.
+
+        All ranks call it.  A rank needs memory to gather one whole tensor.  Of a model of peft the
+        adapters are written.
+
+        Args:
+            model: A result of `shard`.
+            path: The directory; its other files stay.
+            max_shard_size: Bytes of one file, such as `5GB`; a larger tensor has its own file.
+
+        Raises:
+            CheckpointError: It could not be written, here or on another rank.
+        """
+        exporter = self._exporter(model)
+        exporter.save(Path(path), parse_size(str(max_shard_size)))
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the state dict of the unmodified model on rank 0, and an empty one elsewhere.
+
+        All ranks call it.  Tensors are whole and on the host; rank 0 needs memory for all of them.
+
+        Raises:
+            CheckpointError: A tensor has no values.
+        """
+        return self._exporter(model).state_dict()
+
+    def _exporter(self, model: nn.Module) -> Exporter:
+        from msrun.parallel.weights.export import Exporter
+
+        sharded = self._models.get(model)
+        if sharded:
+            sharded.compare_replicas()
+        checkpoints = self.checkpoints
+        checkpoints.finish()
+        stage = self.coordinate.get(PIPELINE_AXIS, 0)
+        return Exporter(checkpoints.peers, stage, self.device, model, self._origin(model))
+
+    def _origin(self, model: nn.Module) -> Origin:
+        from msrun.parallel.weights.origin import Origin
+
+        sharded = self._models.get(model)
+        origin = sharded.origin if sharded else None
+        return Origin(model, is_consumed=False) if origin is None else origin
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return `x` of all data-parallel ranks, joined along `dim` in the order of the batch.

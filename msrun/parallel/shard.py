@@ -33,7 +33,7 @@ from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import named_axis, plan_axes, resolve
+from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -49,7 +49,9 @@ from msrun.parallel.sharded_model import (
     Reduction,
     ShardedModel,
     entered,
+    refuse_compiled,
     refuse_copies,
+    refuse_hooks,
 )
 from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan_modules
 
@@ -137,6 +139,8 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         model.written_buffers.is_checked |= config.batch_norm == "local"
         weights = fill.find(model) if is_deferred else None
     state = _make_parallel(context, model, resolved, originals, weights)
+    if config.pipeline:
+        refuse_hooks(model.divided(), f"{ROOT}.pipeline: no stage calls %s as a whole")  # type: ignore[operator]
     if context.world_size > 1:
         split_random_streams(context)
     return Sharded(model, state, context)
@@ -170,6 +174,10 @@ def _shard_by_search(
     if applied.config is None:
         parameter_hooks.refuse(hooked)
         refuse_copies(applied.model, f"{ROOT}.mode: auto")
+        uncalled = [(name, module) for name, module in applied.model.named_modules() if name]
+        if applied.is_pipeline:
+            uncalled += applied.model.divided()  # type: ignore[operator]  # it is a stage
+        refuse_hooks(uncalled, f"{ROOT}.mode: auto runs a plan, which does not call %s")
         state = ShardedModel(
             applied.model,
             originals.references(),
@@ -177,6 +185,7 @@ def _shard_by_search(
             contextlib.nullcontext,
             microbatches=applied.microbatches,
             is_pipeline=applied.is_pipeline,
+            has_fixed_shapes=True,
             dropout_rngs=applied.dropout_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
         )
@@ -195,15 +204,11 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
+    if torch_compat.is_compiled(model):
+        refuse_compiled(config, is_zero=context.layout.size(DATA_AXIS) > 1)
     if config.plan:
         from msrun.parallel.tensor.describe import describe_modules
 
-        if torch_compat.is_compiled(model):
-            raise ModelError(
-                f"{ROOT}.plan: rt.shard got what torch.compile returned, of which the plan would "
-                "shard nothing that is compiled",
-                hint="give rt.shard the model itself, and compile modules without a rule inside",
-            )
         source = config.plan if isinstance(config.plan, str) else None
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
@@ -212,6 +217,9 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
+        from msrun.parallel.data_parallel.zero import check_dropped_layers
+
+        check_dropped_layers(model)
         sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
     return _ResolvedPlan(
         config=config,
@@ -250,8 +258,10 @@ def _rules(
 ) -> list[PlanRule | NamedRules]:
     """Return the rules of the plan; a strategy file is read, and a name becomes rules."""
     if not isinstance(config.plan, str):
+        from msrun.parallel.tensor.named_plan import named_rules
+
         return [
-            _named_rules(rule, context, model, shapes) if isinstance(rule, str) else rule
+            named_rules(rule, context, model, shapes) if isinstance(rule, str) else rule
             for rule in config.plan
         ]
     from msrun.parallel.checkpoint.strategy_file import read_strategy
@@ -261,19 +271,6 @@ def _rules(
     rules = read_strategy(config.plan, context.layout, sizes)
     resolve(msgspec.structs.replace(config, plan=rules), context.world_size)
     return [*rules]
-
-
-def _named_rules(
-    name: str, context: RankContext, model: nn.Module, shapes: Mapping[str, ModuleShape]
-) -> NamedRules:
-    """Return the rules that a plan that ships has for `model`, and say what it does."""
-    from msrun.parallel.tensor.named_plan import make_rules
-
-    axis = named_axis(name, context.layout)
-    rules, lines = make_rules(name, model, shapes, axis, context.layout.size(axis))
-    if context.layout.size(axis) > 1:
-        context.print("\n".join(lines))
-    return rules
 
 
 def _make_parallel(
@@ -335,9 +332,8 @@ def _check_each(*checks: Callable[[], None]) -> None:
 def _replicas(
     context: RankContext, model: nn.Module, resolved: _ResolvedPlan
 ) -> ReplicaDigest | None:
-    if context.world_size == 1:
-        return None
-    return ReplicaDigest(model, resolved.config, context, resolved.excluded)
+    digest = ReplicaDigest(model, resolved.config, context, resolved.excluded)
+    return digest if context.world_size > 1 else None
 
 
 def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Module) -> None:
@@ -377,8 +373,8 @@ def _find_hooks(
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
     named = model.named_parameters(remove_duplicate=False)
     gathered = {name for name, param in named if zero and param not in zero.replicated}
-    has_plan = bool(config.plan or config.pipeline)
-    return ParameterSnapshot(model, gathered, can_thaw=not has_plan)
+    tied = model.tied_names() if config.pipeline else ()  # type: ignore[operator]  # it is a stage
+    return ParameterSnapshot(model, gathered, tied)
 
 
 def _is_on_meta(model: nn.Module) -> bool:
@@ -476,7 +472,7 @@ def _reductions(
     params = [
         (name, param)
         for name, param in model.named_parameters()
-        if param.requires_grad and name not in resolved.excluded
+        if (param.is_floating_point() or param.is_complex()) and name not in resolved.excluded
     ]
     reductions: list[Reduction] = []
     if zero is not None:
@@ -490,9 +486,15 @@ def _reductions(
     if params:
         dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
         sparse = sparse_embedding.sparse(model)
-        buckets = fill_buckets(params, config.reduce.fuse, dtype, sparse)
-        scale = 1.0 if config.reduce.op == "sum" else 1.0 / group.size()
         check, check_hooks = checks
-        reducer = GradientReducer(buckets, group, scale=scale, check=check, check_hooks=check_hooks)
+        reducer = GradientReducer(
+            params,
+            partial(fill_buckets, fuse=config.reduce.fuse, dtype=dtype, tables=sparse),
+            group,
+            context.device,
+            scale=1.0 if config.reduce.op == "sum" else 1.0 / group.size(),
+            check=check,
+            check_hooks=check_hooks,
+        )
         reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
     return reductions

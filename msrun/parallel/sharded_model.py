@@ -1,8 +1,8 @@
 """A model after `rt.shard`: the state that its steps need, and checks that the model is unchanged.
 
 Reducers and gathers are set up for the parameters that exist in `rt.shard`.  A parameter that is
-replaced, added or thawed later would be trained by each rank alone, and the replicas would drift
-apart without an error.  `ParameterSnapshot` detects that before the optimizer uses the gradients.
+replaced or added later would be trained by each rank alone, and the replicas would drift apart
+without an error.  `ParameterSnapshot` detects that before the optimizer uses the gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
+from msrun.parallel.config import ROOT, ParallelConfig
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.pipeline.model import PipelineModel
+    from msrun.parallel.weights.origin import Origin
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -36,21 +38,19 @@ class ParameterSnapshot:
     Args:
         model: The model after `rt.shard` has made it parallel.
         gathered: Names of the parameters that `fully_shard` replaces while they are gathered.
-        can_thaw: Whether a gathered parameter that was frozen may be trained later.
+        tied: Names of the parameters that other stages of a pipeline have, too.
     """
 
-    def __init__(self, model: nn.Module, gathered: Collection[str], *, can_thaw: bool) -> None:
+    def __init__(
+        self, model: nn.Module, gathered: Collection[str], tied: Collection[str] = ()
+    ) -> None:
         self._model = weakref.ref(model)
         self._gathered = gathered
         self._original = self._identities(model)
-        self._frozen = [
-            name
-            for name, param in model.named_parameters(remove_duplicate=False)
-            if not (param.requires_grad or (can_thaw and name in gathered))
-        ]
+        self._tied = {name: model.get_parameter(name).requires_grad for name in tied}
 
     def check(self) -> None:
-        """Refuse a model whose parameters were replaced, added or thawed since `rt.shard`.
+        """Refuse a model whose parameters were replaced or added since `rt.shard`.
 
         Raises:
             ModelError: Each rank would train such a parameter alone.
@@ -66,11 +66,13 @@ class ParameterSnapshot:
                     f"{name} was {what} after rt.shard, so ranks do not train it together",
                     hint="change the model before rt.shard",
                 )
-        for name in self._frozen:
-            if model.get_parameter(name).requires_grad:
+        for name, is_trained in self._tied.items():
+            if model.get_parameter(name).requires_grad != is_trained:
+                what = "frozen" if is_trained else "thawed"
                 raise ModelError(
-                    f"{name} was frozen in rt.shard, so ranks do not train it together",
-                    hint="freeze what is to be trained later after rt.shard",
+                    f"{name} was {what} after rt.shard, and other stages share this weight, which "
+                    "do not know of it",
+                    hint="freeze or train a weight that stages share from the start",
                 )
 
     def _identities(self, model: nn.Module) -> dict[str, Parameter | nn.Module | None]:
@@ -137,6 +139,28 @@ class OriginalParameters:
         return self._weak or [weakref.ref(param) for param in self._strong]
 
 
+def refuse_compiled(config: ParallelConfig, *, is_zero: bool) -> None:
+    """Refuse what `torch.compile` returned, where modules inside would have to change.
+
+    Args:
+        config: The configuration.
+        is_zero: Whether there are ranks over which `optimizer.zero` would shard.
+    """
+    needs = {
+        "plan": bool(config.plan),
+        "pipeline": config.pipeline is not None,
+        "optimizer.zero": is_zero and config.optimizer.zero > 0,
+    }
+    for key in [key for key, is_set in needs.items() if is_set]:
+        inside = "modules without a rule inside" if key == "plan" else "modules inside of it"
+        raise ModelError(
+            f"{ROOT}.{key}: rt.shard got what torch.compile returned, of which it can shard "
+            "nothing that is compiled",
+            hint=f"give rt.shard the model itself, and compile {inside} in place: "
+            "model.layer.compile()",
+        )
+
+
 def refuse_copies(model: nn.Module, reason: str) -> None:
     """Have `copy.deepcopy(model)` say why it cannot be copied."""
 
@@ -147,6 +171,36 @@ def refuse_copies(model: nn.Module, reason: str) -> None:
         )
 
     model.__deepcopy__ = refused  # type: ignore[assignment]
+
+
+_HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+    "register_backward_hook",
+)
+
+
+def refuse_hooks(modules: Iterable[tuple[str, nn.Module]], problem: str) -> None:
+    """Have modules refuse hooks from now on, which nothing would run as one process does.
+
+    Args:
+        modules: By name.
+        problem: Why, with %s for the name.
+    """
+    for name, module in modules:
+
+        def refused(*_: Any, name: str = name, **__: Any) -> NoReturn:
+            raise ModelError(
+                f"{problem % name}, so a hook on it would not run as in one process",
+                hint="put hooks on modules that run as a whole: those that have a stage run once a "
+                "micro-batch, and without pipeline and mode: auto all do",
+            )
+
+        # Lists are called in no process, so a hook on them never runs.
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            vars(module).update(dict.fromkeys(_HOOKS, refused))
 
 
 def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
@@ -168,6 +222,7 @@ class ShardedModel:
         microbatches: Number of micro-batches that a step splits a local batch into.  A pipeline
             splits its batch itself.
         is_pipeline: Whether the model is a stage of a pipeline.
+        has_fixed_shapes: Whether the model takes batches of one size alone.
         excluded: Names of parameters whose gradients are not reduced.
         snapshot: Parameters as of `shard`; None allows changes.
         order: Compares the order in which ranks gather modules; None without ZeRO.
@@ -179,9 +234,11 @@ class ShardedModel:
     Attributes:
         is_described: Whether the pipeline was printed; the first step prints it.
         verifier: Compares the first steps with one process; None without `verify`.
+        origin: Names and library of the model before `shard`.
     """
 
     verifier: _Verifier | None = None
+    origin: Origin | None = None
 
     def __init__(
         self,
@@ -192,6 +249,7 @@ class ShardedModel:
         *,
         microbatches: int = 1,
         is_pipeline: bool = False,
+        has_fixed_shapes: bool = False,
         excluded: Collection[str] = (),
         snapshot: ParameterSnapshot | None = None,
         order: CollectiveOrder | None = None,
@@ -204,7 +262,10 @@ class ShardedModel:
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        # Optimizer -> how many parameters it held when it was checked.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._snapshot = snapshot
         self.order = order
@@ -218,6 +279,7 @@ class ShardedModel:
         self.computing = computing
         self.microbatches = microbatches
         self.is_pipeline = is_pipeline
+        self.has_fixed_shapes = has_fixed_shapes
 
     def model(self) -> nn.Module:
         """Return the model.
@@ -277,15 +339,16 @@ class ShardedModel:
         """
         if self._snapshot:
             self._snapshot.check()
-        # The walk over all parameters is done once for each optimizer, not in every step.
-        if optimizer in self._optimizers:
+        # The walk over all parameters is done again only after `add_param_group`.
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._optimizers.get(optimizer) == count:
             return
         self.check_optimizer(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if self._own.isdisjoint(held):
             name = type(self._model()).__name__
             raise ModelError(f"{type(optimizer).__name__} holds no parameter of {name}")
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = count
         self.watch(optimizer)
 
     def compare_replicas(self) -> None:
@@ -324,6 +387,10 @@ class KnownOptimizers:
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
+        # Frozen parameters that no model has: they may be thawed.
+        self._others: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Parameter]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def check(self, optimizer: torch.optim.Optimizer, models: Collection[ShardedModel]) -> None:
         """Refuse parameters that no model has, whose gradients nothing would reduce.
@@ -332,14 +399,19 @@ class KnownOptimizers:
             ModelError: Each data-parallel rank would train them alone.
         """
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._counts.get(optimizer) == count:
+        is_known = self._counts.get(optimizer) == count
+        if is_known and not any(param.requires_grad for param in self._others[optimizer]):
             return
         for model in models:
             model.check_optimizer(optimizer)
         known = {id(param) for model in models for param in model.parameters()}
+        others: list[Parameter] = []
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if id(param) not in known and param.requires_grad:
+                if id(param) in known:
+                    continue
+                others.append(param)
+                if param.requires_grad:
                     raise ModelError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
                         f"{tuple(param.shape)} in group {index} that is in no model of rt.shard, "
@@ -347,4 +419,4 @@ class KnownOptimizers:
                         hint="shard its module too, with rt.shard or as part of the model: "
                         "nn.ModuleDict({'model': model, 'head': head})",
                     )
-        self._counts[optimizer] = count
+        self._counts[optimizer], self._others[optimizer] = count, others

@@ -22,6 +22,7 @@ from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
+    check_target,
     move,
     own_loss,
     read_batch,
@@ -29,8 +30,8 @@ from msrun.parallel.losses.batch import (
     tensors_in,
 )
 from msrun.parallel.losses.tally import LossTally, TallyRanks
-from msrun.parallel.losses.watch import PartLoss
-from msrun.parallel.rank_context import RankContext
+from msrun.parallel.losses.terms import PartLoss
+from msrun.parallel.rank_context import EpochEnd, RankContext
 from msrun.parallel.sharded_model import ShardedModel
 
 # Takes the output of the model and the target of the batch; returns the loss, see `Runtime.step`.
@@ -55,6 +56,10 @@ def run_step(
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
+    parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
+    check_target(values, parts)
+    if context.batch.end:
+        _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
     optimizer.zero_grad()
     compute = partial(_gradients, config, context, sharded, loss_fn, values)
@@ -76,6 +81,28 @@ def run_step(
         clip(config, context, sharded, max_norm)
     optimizer.step()
     return loss
+
+
+def _check_end(end: EpochEnd, sharded: ShardedModel, *, returns_loss: bool) -> None:
+    """Refuse the last batch of the loader in the first step already, if no step could run it.
+
+    Raises:
+        ModelError: It has too few samples, or others than the model was made for.
+    """
+    key, parts = f"{ROOT}.accumulate", sharded.microbatches
+    problem = f"{parts} micro-batches" if end.least < parts else ""
+    if sharded.has_fixed_shapes and {end.least, end.most} != {end.full}:
+        key, problem = f"{ROOT}.mode: auto", f"a plan for batches of {end.full} on each rank"
+    elif sharded.is_pipeline:
+        key = f"{ROOT}.pipeline.microbatches"
+        for samples in {end.least, end.most}:
+            problem = problem or sharded.pipeline().cannot_split(samples, returns_loss=returns_loss)
+    if problem:
+        raise ModelError(
+            f"{key}: the last batch of rt.loader has {end.least} sample(s) on some rank, "
+            f"which do not fit {problem}",
+            hint="choose drop_last=True in rt.loader, or a batch_size that divides the data",
+        )
 
 
 def _gradients(
@@ -197,7 +224,9 @@ def _loss(
 ) -> PartLoss:
     """Return the loss of one micro-batch."""
     if loss_fn is None:
-        return tally.measure(lambda: own_loss(model(*part.inputs, **part.named)), samples)
+        whole = tally.is_whole
+        run = partial(model, *part.inputs, **part.named)
+        return tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
     output = model(*part.inputs, **part.named)
     data = tensors_in([output, part.target])
     return tally.measure(partial(loss_fn, output, part.target), samples, data)

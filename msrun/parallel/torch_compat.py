@@ -3,12 +3,16 @@
 A new torch release may change these names.  `scripts/tidy.py` refuses them in other files, so the
 tests of this one file show what broke.
 """
+# tidy: long file, all private names of torch are in one place
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -406,6 +410,22 @@ def hooks_of(module: nn.Module) -> set[str]:
     return {kind for kind, hooks in kinds.items() if hooks}
 
 
+def count_hooks(module: nn.Module) -> int:
+    """Return how many hooks of the kinds of `hooks_of` a module has."""
+    return (
+        len(module._forward_pre_hooks)  # noqa: SLF001 - there is no public form
+        + len(module._forward_hooks)  # noqa: SLF001
+        + len(module._backward_pre_hooks)  # noqa: SLF001
+        + len(module._backward_hooks)  # noqa: SLF001
+    )
+
+
+def function_of(step: Any) -> type | None:
+    """Return the `torch.autograd.Function` that a step of autograd's graph runs; None if none."""
+    kind: type | None = getattr(type(step), "_forward_cls", None)
+    return kind
+
+
 @contextmanager
 def fake_tensors(mode: Any) -> Iterator[None]:
     """Inside, new tensors have shapes and devices, and no values.
@@ -438,6 +458,30 @@ def with_values() -> AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
+def outside_of_tracing() -> AbstractContextManager[Any]:
+    """Return a context in which functions compute values, inside of `torch.export`."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+@contextmanager
+def without_graph_dumps() -> Iterator[None]:
+    """Inside, keep `torch.export` from printing the graph that a forward had before an error."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    printed, before, dump = io.StringIO(), log.disabled, ""
+    log.disabled = True
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        dump = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        log.disabled = before
+        sys.stderr.write(printed.getvalue().replace(dump, ""))
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return whether `tensor` was made in the mode of `fake_tensors`."""
     from torch._subclasses import FakeTensor
@@ -464,6 +508,21 @@ def follow_log_variables() -> None:
 
     _internal.log_state.clear()  # the variable may be gone
     _internal._init_logs()  # noqa: SLF001 - `set_logs` gives way to the variable, which it read before
+
+
+def collectives_entered() -> list[tuple[str, int, str]]:
+    """Return the latest collective of each process group that this rank has entered.
+
+    Group, number and name each; none where torch keeps no record of its flight.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    latest: dict[str, tuple[str, int, str]] = {}
+    for entry in json.loads(c10d._dump_fr_trace_json())["entries"]:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public form
+        group, number = entry["process_group"][0], entry["collective_seq_id"]
+        if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
+            latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
+    return list(latest.values())
 
 
 def follow_jit_variable() -> None:

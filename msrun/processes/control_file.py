@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from msrun.job import JobSpec
 from msrun.processes import run_dir
+from msrun.supervise.channel import dump, load
 from msrun.transport.sockets import ControlKeys, control_keys
 
 _NAME = "control.json"
@@ -75,7 +77,7 @@ def write(directory: Path, card: Card) -> None:
         OSError: It cannot be written.
     """
     draft = directory / f"{_NAME}.new"
-    run_dir.write_private(str(draft), msgspec.json.encode(card).decode())
+    run_dir.write_private(str(draft), dump(card).decode())
     draft.rename(directory / _NAME)
 
 
@@ -103,10 +105,16 @@ def has_node(job: JobSpec, *, but: Path | None = None) -> bool:
     return False
 
 
+def is_beside(job: JobSpec, own: Path | None = None) -> bool:
+    """Tell whether another node of `job` has a private directory on this machine, besides `own`."""
+    others = (directory.name for directory in run_dir.held() if directory != own)
+    return any(name == job.job_id or name.startswith(f"{job.job_id}.") for name in others)
+
+
 def _read(path: Path) -> Card | None:
     """Return the card at `path`; None if the job has just begun, or has ended."""
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.read(_BYTES_MAX), type=Card)
-    except (OSError, msgspec.MsgspecError):
+            return cast("Card", load(file.read(_BYTES_MAX), Card))
+    except (OSError, ValueError, RecursionError):
         return None

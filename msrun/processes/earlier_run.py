@@ -23,7 +23,9 @@ from msrun.processes.ending import VERDICT_FILE
 from msrun.supervise import logs
 
 _JOURNAL = re.compile(r"msrun(_.*)?\.log")
-_OURS = r"scheduler\.log|filtered_std(out|err)(_.*)?\.log|hang_\d+\.txt|" + re.escape(VERDICT_FILE)
+_OURS = r"(mindspore_)?scheduler\.log|filtered_std(out|err)(_.*)?\.log|hang_\d+\.txt|" + re.escape(
+    VERDICT_FILE
+)
 _EARLIER = re.compile(r"earlier-([1-9]\d{0,8})")
 _NUMBERS = ("rank", "local_rank")
 
@@ -83,7 +85,7 @@ def _pattern(worker_log_name: str) -> str:
 def _is_held(journal: Path) -> bool:
     """Tell whether the launcher that writes `journal` still runs."""
     try:
-        descriptor = os.open(journal, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = logs.reopen(str(journal))
     except OSError:
         return False
     try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import signal
+import stat
 from pathlib import Path
 
 from msrun.errors import UsageError
@@ -38,3 +41,26 @@ def open_journal(job: JobSpec, name: str) -> tuple[int, str]:
     except OSError as error:
         msg = f"--log-dir {log_dir} cannot be written: {error.strerror}"
         raise UsageError(msg) from None
+
+
+def whose(log_dir: str) -> str:
+    """Return a warning about a log directory in which others can do what they like, else nothing.
+
+    The files of this job are its user's alone.  Who may write the directory can still remove them,
+    and put others in their place.
+    """
+    status = Path(log_dir).stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        owner = f"belongs to user {_user_name(status.st_uid)}"
+    elif status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        owner = "may be written by every user"
+    else:
+        return ""
+    return f"warning: --log-dir {log_dir} {owner}, who can remove and replace the logs"
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

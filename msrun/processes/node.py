@@ -6,11 +6,13 @@ import signal
 import socket
 
 from msrun.supervise import forkserver, reaper
+from msrun.supervise.forkserver import Roles
 from msrun.supervise.orders import Configure
 from msrun.supervise.reaper import Next
-from msrun.worker import stdio
+from msrun.worker import mindspore, stdio
 from msrun.worker.bootstrap import become_worker
 from msrun.worker.early_variables import why_exec
+from msrun.worker.mindspore_call import MindSporeCall
 from msrun.worker.store.process import become_store
 
 
@@ -27,5 +29,13 @@ def _forkserver_main(
 ) -> Next:
     # Before torch is imported: handlers made at import keep these streams in every worker.
     stdio.install()
-    become = (become_worker, become_store)
-    return forkserver.run(configure, sock, listen_fds, signals, become, why_exec=why_exec)
+    roles = Roles(
+        worker=become_worker,
+        store=become_store,
+        mindspore=mindspore.become_scheduler,
+        without_torch=mindspore.ready_without_torch,
+        why_exec=why_exec,
+        why_no_mindspore=mindspore.why_missing,
+        door=MindSporeCall(),
+    )
+    return forkserver.run(configure, sock, listen_fds, signals, roles)

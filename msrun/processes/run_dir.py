@@ -1,9 +1,10 @@
 """The private directory of one job on one node, and the removal of those of earlier jobs.
 
-It is in `$XDG_RUNTIME_DIR/msrun`, or in `/tmp/msrun-UID` where that is not this
-user's own, has the job's id as its name and holds an exclusive lock as long as the job's
-reaper lives.  A directory with a free lock belonged to a job whose reaper and agent
-were both killed; it is removed here, and the processes of that job are killed.
+It is in `$XDG_RUNTIME_DIR/msrun`, or in `/tmp/msrun-UID` where that is not this user's own, or in
+`~/.cache/msrun-HOST` where another user has made that one.  It has the job's id as its name and
+holds an exclusive lock as long as the job's reaper lives.  A directory with a free lock belonged to
+a job whose reaper and agent were both killed; it is removed here, with the job's processes and its
+cgroup.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ class JobRunsError(UsageError):
 
 
 def location(name: str) -> Path:
-    """Return where the directory `name` is or would be."""
+    """Return where the directory `name` would be."""
     return _parent() / name
 
 
@@ -51,16 +53,41 @@ def create(name: str) -> tuple[Path, int]:
     Raises:
         UsageError: The job runs already, or the directory cannot be made.
     """
+    clean()
     parent = _parent()
     try:
-        parent.mkdir(mode=0o700, exist_ok=True)
-        _check_private(parent)
+        _make_parent(parent)
         with _guarded(parent):
-            _remove_stale(parent)
             return _make(parent / name)
     except OSError as error:
         msg = f"{error.filename or parent} cannot be used: {error.strerror}"
         raise UsageError(msg, hint="it holds the job's private files") from None
+
+
+def clean() -> list[str]:
+    """Remove what killed launchers of this user have left; return the names of their directories.
+
+    That is wherever one of them may have had its place, since each session may have another.
+    """
+    removed: list[str] = []
+    for parent in dict.fromkeys((*_places(), _parent())):
+        with contextlib.suppress(OSError, UsageError):  # there is none, or it is not ours
+            _check_private(parent)
+            with _guarded(parent):
+                removed += _remove_stale(parent)
+    return removed
+
+
+def why_elsewhere(directory: Path) -> str:
+    """Return why a job's directory is not at its usual place, as a message; empty if it is."""
+    if directory.parent != _at_home():
+        return ""
+    try:
+        _make_parent(_fallback())
+        problem = f"{_fallback()} cannot be used"
+    except (OSError, UsageError) as error:
+        problem = error.message if isinstance(error, UsageError) else str(error)
+    return f"msrun: private files are in {directory.parent}: {problem}"
 
 
 def make_again(directory: Path) -> int:
@@ -72,8 +99,7 @@ def make_again(directory: Path) -> int:
         OSError: It cannot be made.
         UsageError: Its parent is not ours.
     """
-    directory.parent.mkdir(mode=0o700, exist_ok=True)
-    _check_private(directory.parent)
+    _make_parent(directory.parent)
     with _guarded(directory.parent):
         _, lock = _make(directory)
     return lock
@@ -82,7 +108,7 @@ def make_again(directory: Path) -> int:
 def held() -> list[Path]:
     """Return the directories of this user's jobs that run on this machine, by name."""
     held: list[Path] = []
-    for parent in {_parent(), _fallback()}:
+    for parent in {_parent(), *_places()}:
         try:
             _check_private(parent)
             with _guarded(parent):
@@ -104,9 +130,22 @@ def _guarded(parent: Path) -> Iterator[None]:
         os.close(guard)
 
 
-def note_cgroup(directory: Path, cgroup: str) -> None:
-    """Write down the job's cgroup, for the launcher that cleans up if we are killed."""
-    (directory / _CGROUP).write_text(cgroup)
+def make_cgroup(directory: Path, parent: str) -> str | None:
+    """Make the cgroup of a job below `parent`, and note it; None when the kernel refuses.
+
+    It is noted first, for the launcher that cleans up if we are killed in between.  Its name is no
+    other job's: one of the same id may run in a session with another place for its directory.
+
+    Raises:
+        OSError: It cannot be noted.
+    """
+    name = f"msrun-{directory.name}.{secrets.token_hex(3)}"
+    note = directory / _CGROUP
+    note.write_text(str(Path(parent, name)))
+    cgroup = containment.create(parent, name)
+    if cgroup is None:
+        note.unlink()
+    return cgroup
 
 
 def write_private(path: str, content: str) -> None:
@@ -117,10 +156,31 @@ def write_private(path: str, content: str) -> None:
 
 
 def _parent() -> Path:
+    """Return where this process makes the directories of jobs."""
     runtime = environ.runtime_dir()
     if runtime and _is_ours(Path(runtime)):
         return Path(runtime, "msrun")
+    home = _at_home()
+    # What another user has made there first stays theirs; nobody can do so in our home.
+    try:
+        _check_private(_fallback())
+    except FileNotFoundError:
+        return _fallback()
+    except (OSError, UsageError):
+        return home or _fallback()
     return _fallback()
+
+
+def _places() -> list[Path]:
+    """Return where any process of this user makes them, but for its XDG_RUNTIME_DIR."""
+    home = _at_home()
+    return [_fallback()] if home is None else [_fallback(), home]
+
+
+def _at_home() -> Path | None:
+    """Return the place in our home, which several hosts may share."""
+    cache = environ.cache_dir()
+    return cache and cache / f"msrun-{os.uname().nodename}"
 
 
 def _fallback() -> Path:
@@ -133,6 +193,12 @@ def _is_ours(directory: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _make_parent(directory: Path) -> None:
+    directory.parent.mkdir(mode=0o700, exist_ok=True)  # ~/.cache; all others are there
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _check_private(directory)
 
 
 def _check_private(directory: Path) -> None:
@@ -153,12 +219,15 @@ def _make(directory: Path) -> tuple[Path, int]:
     return directory, lock
 
 
-def _remove_stale(parent: Path) -> None:
+def _remove_stale(parent: Path) -> list[str]:
     containment.remove_remains(str(parent))
+    removed = []
     for directory in parent.iterdir():
         if directory.is_dir() and _is_free(directory / _LOCK):
             _end_strays(directory)
             shutil.rmtree(directory, ignore_errors=True)
+            removed.append(directory.name)
+    return removed
 
 
 def _is_free(lock: Path) -> bool:
@@ -183,3 +252,5 @@ def _end_strays(directory: Path) -> None:
     except OSError:
         cgroup = ""
     end_strays(cookie(directory), cgroup or None)
+    if cgroup and Path(cgroup).exists():
+        containment.note_remains(cgroup, str(directory))

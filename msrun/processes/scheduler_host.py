@@ -18,7 +18,7 @@ from msrun.errors import ExitCode
 from msrun.job import JobSpec
 from msrun.processes import control_file, ending, first_process, run_dir
 from msrun.processes.console import Console
-from msrun.processes.launcher import STOPS, open_journal
+from msrun.processes.launcher import STOPS, open_journal, whose
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
 from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
 from msrun.supervise import logs, process
@@ -65,6 +65,8 @@ class SchedulerHost:
         self._secret = job_secret(job)
         listening = listen_or_refuse(job.listen_host, job.master_port, "--master-port")
         self._dir, self._lock = run_dir.create(run_dir.name(job.job_id, ""))
+        for note in filter(None, (run_dir.why_elsewhere(self._dir), whose(log_dir))):
+            self._console.say(note)
         self._config = scheduler_config(job, formation(job), self._secret, self._dir, alone=True)
         self._scheduler = SchedulerSupervisor(self._config, listening, environ.current())
 

@@ -60,7 +60,7 @@ def plan_cpus(
     else:
         given = _Given(option="--bind-core", noun="CPU", available=cpus.cpus)
         shares, notes = given.by_worker(binding.by_device, devices, local_world_size)
-        notes += _overlaps(shares)
+        notes += [] if binding.is_shared else _overlaps(shares)
     return AffinityPlan(cpus=shares, numa_nodes=nowhere, notes=tuple(notes))
 
 

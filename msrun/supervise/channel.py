@@ -75,6 +75,10 @@ class Channel(Generic[Incoming]):
             self._socket.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             return
+        except BlockingIOError:
+            # The peer has read nothing for as long as the socket allows.  Half a message may have
+            # left, so that this end and the other one close.
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Incoming]:
         """Return the messages that have arrived in whole; blocks when there are no bytes.

@@ -1,6 +1,6 @@
 """Cgroup v2 around a job, where the user may make one.
 
-The layout is `<own cgroup>/msrun-<job>/g<generation>`: the forkserver sits in the
+The layout is `<own cgroup>/msrun-<job>.<random>/g<generation>`: the forkserver sits in the
 first, the workers of a generation in the second, so that one write to `cgroup.kill`
 ends a generation or the whole job, fork bombs included.  The reaper stays outside:
 leaving at the end would make it wait for the kernel for some 40 ms.

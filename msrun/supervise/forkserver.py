@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from msrun import environ
 from msrun.supervise import process, title
@@ -41,9 +41,12 @@ from msrun.supervise.orders import (
     Configure,
     Exited,
     ForkserverOrder,
+    Ping,
+    Pong,
     Ready,
     SignalWorkers,
     Spawned,
+    SpawnMindSpore,
     SpawnStore,
     SpawnWorker,
 )
@@ -76,7 +79,50 @@ class SpawnContext:
 
 BecomeWorker = Callable[[SpawnContext, SpawnWorker, Sequence[int]], Next]
 BecomeStore = Callable[[SpawnContext, SpawnStore], Next]
-WhyExec = Callable[[Configure], str]
+BecomeMindSpore = Callable[[SpawnContext, SpawnMindSpore], Next]
+
+
+class MindSporeDoor(Protocol):
+    """Where workers are noticed that call MindSpore's scheduler before there is one."""
+
+    @property
+    def order(self) -> SpawnMindSpore | None:
+        """What to do then; None while it is closed."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when somebody connects."""
+
+    def expect(self, order: SpawnMindSpore) -> None:
+        """Open it for the workers of `order`."""
+
+    def answer(self) -> SpawnMindSpore | None:
+        """Return the order and close it if a worker calls."""
+
+    def close(self) -> None:
+        """Give the port free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What the processes of a node become; their code is in rooms above this one.
+
+    Args:
+        worker: Turns a fresh fork into a worker, like those that follow.
+        store: Into the store.
+        mindspore: Into MindSpore's scheduler.
+        without_torch: Says that the node is ready as it is, if its workers use MindSpore.
+        why_exec: Tells why a program needs interpreters of its own; empty when it does not.
+        why_no_mindspore: Tells why MindSpore's scheduler cannot run here; empty when it can.
+        door: Closed.
+    """
+
+    worker: BecomeWorker
+    store: BecomeStore
+    mindspore: BecomeMindSpore
+    without_torch: Callable[[Configure], Ready | None]
+    why_exec: Callable[[Configure], str]
+    why_no_mindspore: Callable[[], str]
+    door: MindSporeDoor
 
 
 class Forked(BaseException):
@@ -91,6 +137,7 @@ class Forked(BaseException):
 class _Child:
     generation: int
     rank: int | None
+    is_mindspore: bool = False
 
 
 @dataclass(slots=True)
@@ -99,8 +146,7 @@ class Forkserver:
 
     channel: Channel[ForkserverOrder]
     context: SpawnContext
-    become_worker: BecomeWorker
-    become_store: BecomeStore
+    roles: Roles
     wakeup: int
     _children: dict[int, _Child] = field(default_factory=dict)
     _lazy_store: SpawnStore | None = None
@@ -119,11 +165,15 @@ class Forkserver:
             if self._lazy_store:
                 for descriptor in self.context.listen_fds:
                     poller.register(descriptor, select.POLLIN)
+            if self.roles.door.order:
+                poller.register(self.roles.door.fileno(), select.POLLIN)
             ready = [fd for fd, _ in poller.poll()]
             if self.wakeup in ready:
                 self._reap()
             if self._lazy_store and not set(self.context.listen_fds).isdisjoint(ready):
                 self._fork_store(self._lazy_store)
+            if self.roles.door.order and self.roles.door.fileno() in ready:
+                self._on_mindspore_call()
             if self.channel.fileno() in ready:
                 for order in self.channel.receive():
                     self._obey(order)
@@ -136,8 +186,14 @@ class Forkserver:
                 self._lazy_store = order
             case SpawnStore():
                 self._fork_store(order)
+            case SpawnMindSpore(when_called=True):
+                self.roles.door.expect(order)
+            case SpawnMindSpore():
+                self._fork_mindspore(order)
             case SignalWorkers():
                 self._signal(order)
+            case Ping():
+                self.channel.send(Pong())
 
     def _fork_worker(self, order: SpawnWorker) -> None:
         streams = self.channel.take_descriptors(order.descriptors)
@@ -151,7 +207,7 @@ class Forkserver:
             # The agent was frozen while it gave this order, and the node may be lost by now.
             self._report_exit(0, child, _CANNOT_START, "the node was cut off meanwhile")
             return
-        pid = self._fork(child, partial(self.become_worker, self.context, order, streams))
+        pid = self._fork(child, partial(self.roles.worker, self.context, order, streams))
         if pid:
             report = Spawned(
                 generation=order.generation, rank=order.rank, pid=pid, at=time.monotonic()
@@ -161,7 +217,22 @@ class Forkserver:
     def _fork_store(self, order: SpawnStore) -> None:
         self._lazy_store = None
         child = _Child(order.generation, None)
-        self._fork(child, partial(self.become_store, self.context, order))
+        self._fork(child, partial(self.roles.store, self.context, order))
+
+    def _on_mindspore_call(self) -> None:
+        order = self.roles.door.answer()
+        if order is None:
+            return
+        if problem := order.refusal or self.roles.why_no_mindspore():
+            child = _Child(order.generation, None, is_mindspore=True)
+            self._report_exit(0, child, 0, f"a worker called MindSpore's init(): {problem}")
+            return
+        self._fork_mindspore(order)
+
+    def _fork_mindspore(self, order: SpawnMindSpore) -> None:
+        self.roles.door.close()
+        child = _Child(order.generation, None, is_mindspore=True)
+        self._fork(child, partial(self.roles.mindspore, self.context, order))
 
     def _fork(self, child: _Child, become: Callable[[], Next]) -> int:
         """Fork a process that becomes `child`; return its pid, 0 when there is none."""
@@ -175,6 +246,7 @@ class Forkserver:
             pid, problem = -1, f"fork: {error.strerror}"
         if pid == 0:
             self.channel.close()
+            self.roles.door.close()  # a copy of it would keep the port
             raise Forked(become)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.context.signals)
         if problem:
@@ -212,11 +284,12 @@ class Forkserver:
                 status=status,
                 at=time.monotonic(),
                 reason=reason,
+                is_mindspore=child.is_mindspore,
             )
         )
 
 
-def preload(configure: Configure, why_exec: WhyExec = lambda _: "") -> Ready:
+def preload(configure: Configure, why_exec: Callable[[Configure], str] = lambda _: "") -> Ready:
     """Import the modules that workers need and say whether forking them is safe.
 
     Args:
@@ -309,9 +382,7 @@ def run(
     sock: socket.socket,
     listen_fds: tuple[int, ...],
     signals: dict[signal.Signals, SignalHandler],
-    become: tuple[BecomeWorker, BecomeStore],
-    *,
-    why_exec: WhyExec,
+    roles: Roles,
 ) -> Next:
     """Be the forkserver, in the child that the reaper forked, until the agent is gone.
 
@@ -322,7 +393,7 @@ def run(
     channel: Channel[ForkserverOrder] = Channel(sock, ForkserverOrder)
     os.chdir(configure.cwd)
     faulthandler.enable()  # an imported extension may crash
-    ready = preload(configure, why_exec)
+    ready = roles.without_torch(configure) or preload(configure, roles.why_exec)
     channel.send(ready)
     wakeup = wake_on_child()
     context = SpawnContext(
@@ -334,8 +405,10 @@ def run(
         listen_fds=listen_fds,
     )
     try:
-        Forkserver(channel, context, *become, wakeup).serve()
+        Forkserver(channel, context, roles, wakeup).serve()
     except Forked as child:
         return child.become
     except ChannelClosed:
+        # The agent is gone.  If somebody has stopped the reaper, nobody else can tell it to go on.
+        process.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)

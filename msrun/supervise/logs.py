@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,9 +12,11 @@ import stat
 import struct
 from codecs import getincrementaldecoder
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
+
+from msrun.errors import UsageError
 
 STDOUT, STDERR = 1, 2
 BOTH = frozenset((STDOUT, STDERR))
@@ -27,11 +31,35 @@ _LINE_END = re.compile(r"(?<!\r)(?:\r++(?:\n|(?=[^\r\n]))|\n)")
 _TAIL_BYTES_MAX = 64 * 1024
 _TAIL_LINE_CHARS_MAX = 400
 _READ_BYTES = 64 * 1024
+_SAMPLES_BYTES_MAX = 1 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+# What others may not have: any access to a new log, writing to one that goes on.
+_OPEN, _WRITABLE = 0o077, 0o022
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class LogGap(NamedTuple):
+    """The bytes from `start` up to `end` of a log, which `--log-limit` has taken from its midst."""
+
+    start: int
+    end: int
+
+    def note(self) -> bytes:
+        """Return the line that stands in their place."""
+        return f"[msrun] {self.end - self.start} bytes are left out: --log-limit\n".encode()
 
 
 def make_log_dir(path: str) -> None:
-    """Make the directory `path` for this user alone; one that exists is kept as it is."""
-    Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the directory `path` for this user alone; one that exists is kept as it is.
+
+    Raises:
+        UsageError: The file system has no directories of ours, as /proc, or none just now.
+    """
+    try:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"--log-dir {path} cannot be made: {error.strerror}"
+        raise UsageError(msg, hint="choose another directory") from None
 
 
 def banner(generation: int) -> str:
@@ -49,15 +77,27 @@ def claim(path: str) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     descriptor = _open_regular(path, flags)
     try:
+        _lock(descriptor)
+        if not _is_ours(os.fstat(descriptor), _OPEN):
+            os.unlink(path)  # noqa: PTH108 - of this file all paths are text
+            os.close(descriptor)
+            descriptor = _open_regular(path, flags | os.O_EXCL)
+            _lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def _lock(descriptor: int) -> None:
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
         raise
     except OSError:
         # Some network file systems have no locks; the name of the directory must do.
-        pass
-    os.ftruncate(descriptor, 0)
-    return descriptor
+        return
 
 
 def create(path: str) -> int:
@@ -66,8 +106,36 @@ def create(path: str) -> int:
     Raises:
         OSError: It cannot be made.
     """
+    _forget_others(path, _OPEN)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
     return _open_regular(path, flags)
+
+
+def create_or_reopen(path: str) -> int:
+    """Open a log of ours to go on with it; make it where there is none.
+
+    One that its user has let others read goes on: what it says must not be lost.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    _forget_others(path, _WRITABLE)
+    return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+
+
+def _forget_others(path: str, modes: int) -> None:
+    """Remove a file of others, or to which others have any of `modes`, from where a log goes."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(status.st_mode) and not _is_ours(status, modes):
+        os.unlink(path)  # noqa: PTH108 - of this file all paths are text
+
+
+def _is_ours(status: os.stat_result, modes: int) -> bool:
+    is_own = status.st_uid == os.geteuid() and status.st_nlink <= 1
+    return is_own and not status.st_mode & modes
 
 
 def reopen(path: str) -> int:
@@ -118,6 +186,20 @@ def last_lines(path: str, count: int, *, start: int = 0) -> list[str]:
     return [printable(line)[:_TAIL_LINE_CHARS_MAX] for line in lines if line.strip()][-count:]
 
 
+def punch_hole(descriptor: int, start: int, length: int) -> None:
+    """Give the blocks of a range of a file back; it reads as NUL bytes from now on.
+
+    Source: fallocate(2), which Python lacks.
+
+    Raises:
+        OSError: The file system cannot do so.
+    """
+    offset, count = ctypes.c_int64(start), ctypes.c_int64(length)
+    if _libc.fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset, count):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 class StreamSplit:
     """Tells which bytes of a log were written to stdout and which to stderr.
 
@@ -134,7 +216,7 @@ class StreamSplit:
         self._logs: list[int] = []
         self._notes = b""
         self._samples: int | None = None
-        self._offset = 0
+        self._offset = self._forgotten = 0
         self._known = 0
         self._runs: deque[tuple[int, int]] = deque()
 
@@ -143,12 +225,13 @@ class StreamSplit:
 
         Args:
             logs: The log, opened for stdout and for stderr; owned by this object from now on.
-            samples: The worker's own samples, opened for reading; owned too.
+            samples: The worker's own samples, opened for reading and writing; owned too.
             start: Size of the log.
         """
         self.look()
         self.close()
-        self._logs, self._samples, self._offset, self._notes = list(logs), samples, 0, b""
+        self._logs, self._samples, self._notes = list(logs), samples, b""
+        self._offset = self._forgotten = 0
         self._add(start, STDOUT)
 
     def close(self) -> None:
@@ -190,10 +273,19 @@ class StreamSplit:
         ):
             data += piece
         self._offset += len(data)
+        self._forget_samples()
         self._notes += data
         whole = len(self._notes) - len(self._notes) % SAMPLE.size
         notes, self._notes = self._notes[:whole], self._notes[whole:]
         return list(SAMPLE.iter_unpack(notes))
+
+    def _forget_samples(self) -> None:
+        """Give the space of the samples back that were read, however many a worker writes."""
+        if self._samples is None or self._offset - self._forgotten < _SAMPLES_BYTES_MAX:
+            return
+        with contextlib.suppress(OSError):  # as where no file system has holes
+            punch_hole(self._samples, 0, self._offset)
+        self._forgotten = self._offset
 
     def _sample(self, out: int, err: int) -> None:
         for end, stream in sorted(((out, STDOUT), (err, STDERR))):
@@ -242,6 +334,10 @@ class _Lines:
         elif final and self._is_open:
             yield self._piece("", "\n")
 
+    def note(self, line: bytes) -> Iterator[str]:
+        """Yield `line` as one of its own."""
+        return self.feed(b"\n" * bool(self._rest or self._is_open) + line)
+
     def interrupt(self) -> None:
         """Begin again with the prefix: something else was shown in the midst of the line."""
         self._is_open, self._shown = False, 0
@@ -267,6 +363,10 @@ class _Raw:
         if text := self._decode(data, final):
             yield text
 
+    def note(self, line: bytes) -> Iterator[str]:
+        """Yield `line` as one of its own."""
+        return self.feed(b"\r\n" + line.replace(b"\n", b"\r\n"))
+
     def interrupt(self) -> None:
         """Another line has begun; the worker knows nothing of it."""
 
@@ -283,6 +383,7 @@ class Tail:
         shown: Streams to show.
         is_live: Show unfinished lines at once.
         is_raw: Show everything as it is, control characters too, without prefix.
+        gap_of: Returns which bytes are gone from the midst of a log.
     """
 
     def __init__(
@@ -296,8 +397,10 @@ class Tail:
         shown: frozenset[int] = BOTH,
         is_live: bool = False,
         is_raw: bool = False,
+        gap_of: Callable[[str], LogGap | None] = lambda _: None,
     ) -> None:
         self.path = path
+        self._gap_of = gap_of
         self._offset = start
         self._stream = stream
         self._split = split
@@ -311,12 +414,16 @@ class Tail:
         Args:
             final: Return an unfinished last line too.
         """
-        data = self._read()
+        gap = self._gap_of(self.path)
+        missed = self._skip(gap)
+        data = self._read(gap)
         parts = [(self._stream, data)]
         if self._split:
             parts = list(self._split.take(self._offset, data))
         self._offset += len(data)
-        pieces = [
+        first = min(self._lines)
+        pieces = [(first, text) for text in self._lines[first].note(missed)] if missed else []
+        pieces += [
             (stream, text)
             for stream, part in parts
             if stream in self._lines
@@ -332,10 +439,20 @@ class Tail:
         for lines in self._lines.values():
             lines.interrupt()
 
-    def _read(self) -> bytes:
+    def _skip(self, gap: LogGap | None) -> bytes:
+        """Go on after the bytes that are gone; return the line that says so."""
+        if gap is None or not gap.start <= self._offset < gap.end:
+            return b""
+        missed = LogGap(self._offset, gap.end).note()
+        self._offset = gap.end
+        return missed
+
+    def _read(self, gap: LogGap | None) -> bytes:
         try:
             size = os.stat(self.path).st_size  # noqa: PTH116 - some µs less, 20 times a second
             end = min(size, self._split.look()) if self._split else size
+            if gap and self._offset < gap.start:
+                end = min(end, gap.start)
             if end <= self._offset:
                 return b""
             with open_to_read(self.path) as file:
@@ -354,6 +471,15 @@ def open_to_read(path: str) -> BinaryIO:
         OSError: It cannot be opened, or is something else.
     """
     return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
+
+
+def open_to_change(path: str) -> int:
+    """Return a descriptor that reads and writes anywhere in a log of ours.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    return _open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -102,6 +102,44 @@ def _siblings(allowed: Collection[int], root: Path) -> dict[int, tuple[int, ...]
     return {cpu: siblings[cpu] for cpu in sorted(allowed)}
 
 
+def read_neighbours(
+    allowed: Collection[int], root: Path = _SLASH, *, share: str
+) -> dict[int, tuple[int, ...]]:
+    """Return each of the `allowed` CPUs with those of them on its socket, or at its cache.
+
+    Args:
+        allowed: CPUs.
+        root: As of `read_machine`.
+        share: `socket`, or `core-complex` for the last cache.
+
+    Returns:
+        CPU -> CPUs, itself included; empty where the machine does not tell.
+    """
+    neighbours = {}
+    for cpu in allowed:
+        directory = root / f"sys/devices/system/cpu/cpu{cpu}"
+        if share == "socket":
+            text = read_text(directory / "topology/package_cpus_list")
+            # Its name before Linux 5.3.
+            text = text or read_text(directory / "topology/core_siblings_list")
+        else:
+            text = _last_cache(directory / "cache")
+        neighbours[cpu] = tuple(sorted(set(_numbers(text)) & set(allowed)))
+    is_told = all(cpu in near for cpu, near in neighbours.items())
+    return neighbours if is_told else {}
+
+
+def _last_cache(directory: Path) -> str:
+    """Return which CPUs share the cache of the highest level, as Linux writes a list."""
+    levels = {}
+    for name in read_names(directory):
+        cache = directory / name
+        if read_text(cache / "type").strip() in ("Unified", "Data"):
+            level = _number(read_text(cache / "level")) or 0
+            levels[level] = read_text(cache / "shared_cpu_list")
+    return levels[max(levels)] if levels else ""
+
+
 def _distances(directory: Path, nodes: list[int]) -> dict[int, dict[int, int]]:
     if len(nodes) < 2:  # noqa: PLR2004 - nothing to compare
         return {}

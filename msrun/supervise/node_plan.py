@@ -33,7 +33,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Workers in the generation.
         store: Host and port at which the workers of this node reach the store.
         rank0_address: Address of the node of rank 0.
-        scheduler: Host and port of the scheduler.
+        scheduler: Host and port of MindSpore's scheduler.
         run_dir: Private directory of the job on this node.
         first_local_rank: Local rank of this node's first worker.
         local_world_size: Workers on this machine; 0 for those of this node.
@@ -69,9 +69,9 @@ def expected(job: JobSpec, run_dir: str) -> Placement:
         nnodes=nnodes,
         first_rank=node_rank * job.workers_per_node,
         world_size=job.world_size or nnodes * job.workers_per_node,
-        store=(LOOPBACK, UNKNOWN),
+        store=(LOOPBACK, str(job.store_port or UNKNOWN)),
         rank0_address=job.address if is_first else UNKNOWN_HOST,
-        scheduler=(job.listen_host, str(job.master_port or UNKNOWN)),
+        scheduler=(LOOPBACK, UNKNOWN),
         run_dir=run_dir,
     )
 
@@ -97,6 +97,12 @@ def beat_file(run_dir: str, generation: int, rank: int) -> str:
 def stack_file(run_dir: str, generation: int, rank: int) -> str:
     """Return where a worker writes its stacks when it is asked to."""
     return str(Path(run_dir, f"g{generation}", f"stack_{rank}"))
+
+
+def collective_files(run_dir: str, generation: int, rank: int) -> tuple[str, str]:
+    """Return where a worker is asked for its collectives, and where it answers."""
+    directory = Path(run_dir, f"g{generation}")
+    return str(directory / f"ask_{rank}"), str(directory / f"collectives_{rank}")
 
 
 def config_file(run_dir: str) -> str:
@@ -190,7 +196,7 @@ def _identity(
         device=local_rank if job.device is None else job.device,
         role=job.role,
         max_restarts=job.restarts.max_restarts,
-        join_timeout=-1 if math.isinf(job.join_timeout) else math.ceil(job.join_timeout),
+        join_timeout=join_seconds(job),
         stop_signals=",".join((*STOP_SIGNALS, *job.stop_signals)),
         store=placement.store,
         rank0_address=placement.rank0_address,
@@ -204,6 +210,11 @@ def _identity(
         interface=interface,
         rank_table=job.rank_table,
     )
+
+
+def join_seconds(job: JobSpec) -> int:
+    """Return the time to join in MindSpore's form: -1 sets no limit."""
+    return -1 if math.isinf(job.join_timeout) else math.ceil(job.join_timeout)
 
 
 def stream_file(log: str, stream: str) -> str:
@@ -223,6 +234,6 @@ def log_file(job: JobSpec, machine: Machine, rank: int | str, local_rank: int) -
         local_rank=local_rank,
         host=machine.host,
         hostname=machine.host,
-        ip=machine.address,
+        ip=job.address,
     )
     return str(Path(job.log_dir, f"{name}.log"))

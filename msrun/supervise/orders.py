@@ -29,6 +29,7 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
         run_dir: Private directory that the reaper removes at the end.
         cgroup: The job's own cgroup v2 directory; None without one.
         threads: OMP_NUM_THREADS of the forkserver, which libraries read when it loads them.
+        framework: `auto`, `torch` or `mindspore`, as in `job.Framework`.
     """
 
     job_id: str
@@ -42,6 +43,7 @@ class Configure(Order, frozen=True, tag=True, kw_only=True):
     preload_of_user: list[str] = []
     fork: bool = True
     cgroup: str | None = None
+    framework: str = "auto"
 
 
 class Sweep(Order, frozen=True, tag=True, kw_only=True):
@@ -65,6 +67,10 @@ class LiveUntil(Order, frozen=True, tag=True, kw_only=True):
     at: float
 
 
+class Ping(Order, frozen=True, tag=True, kw_only=True):
+    """Answer with `Pong`: the agent asks whether the process still does its work."""
+
+
 class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     """Start one rank.
 
@@ -82,6 +88,7 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
         numa_nodes: NUMA nodes of its memory; empty for all.
         keep_stdin: It may read the launcher's standard input.
         until: After which it must not start any more, on the monotonic clock; None for ever.
+        asks_for_mindspore: It learns from the store where MindSpore's scheduler is.
     """
 
     generation: int
@@ -96,6 +103,7 @@ class SpawnWorker(Order, frozen=True, tag=True, kw_only=True):
     numa_nodes: list[int] = []
     keep_stdin: bool = False
     until: float | None = None
+    asks_for_mindspore: bool = False
 
 
 class StoreLeg(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,12 +133,39 @@ class SpawnStore(Order, frozen=True, tag=True, kw_only=True):
         insecure: Serve also where the kernel does not tell whose a connection is.
         lazy: Wait for the first connection, since a program that is not Python may
             have no use for a store.
+        mindspore: Host and port of MindSpore's scheduler, separated by a space, for the
+            workers of all nodes; empty without one.
     """
 
     generation: int
     leg: StoreLeg | None = None
     insecure: bool = False
     lazy: bool = False
+    mindspore: str = ""
+
+
+class SpawnMindSpore(Order, frozen=True, tag=True, kw_only=True):
+    """Run MindSpore's scheduler for `generation`.
+
+    Args:
+        generation: Its generation.
+        host: Address at which it listens.
+        port: Port of it.
+        env: What its environment has besides the forkserver's.
+        log_file: File that takes its output.
+        append: Keep the log of earlier generations.
+        when_called: Wait until a worker that has loaded MindSpore connects to the port.
+        refusal: Why the job has no such scheduler, for the worker that connects; empty when it has.
+    """
+
+    generation: int
+    host: str
+    port: int
+    env: dict[str, str]
+    log_file: str
+    append: bool = False
+    when_called: bool = False
+    refusal: str = ""
 
 
 class SignalWorkers(Order, frozen=True, tag=True, kw_only=True):
@@ -153,6 +188,16 @@ class Swept(Order, frozen=True, tag=True, kw_only=True):
     stuck: list[str] = []
 
 
+class Pong(Order, frozen=True, tag=True, kw_only=True):
+    """The answer to `Ping`."""
+
+
+class ForkserverStarted(Order, frozen=True, tag=True, kw_only=True):
+    """The reaper has forked the forkserver, process `pid`."""
+
+    pid: int
+
+
 class ForkserverExited(Order, frozen=True, tag=True, kw_only=True):
     """The forkserver ended, which it never does by itself; `status` as of `waitpid`."""
 
@@ -167,12 +212,14 @@ class Ready(Order, frozen=True, tag=True, kw_only=True):
         reason: Why they will not, when they were meant to be.
         seconds: Time the imports took.
         error: Why the job cannot start at all; None when it can.
+        mindspore: The workers use MindSpore, whose scheduler starts with them.
     """
 
     fork: bool
     seconds: float
     reason: str = ""
     error: str | None = None
+    mindspore: bool = False
 
 
 class Spawned(Order, frozen=True, tag=True, kw_only=True):
@@ -185,7 +232,7 @@ class Spawned(Order, frozen=True, tag=True, kw_only=True):
 
 
 class Exited(Order, frozen=True, tag=True, kw_only=True):
-    """A worker ended, or the store when `rank` is None.
+    """A worker ended; when `rank` is None, MindSpore's scheduler or the store.
 
     Args:
         generation: Its generation.
@@ -194,6 +241,7 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
         status: As of `waitpid`.
         at: When, on this machine's monotonic clock.
         reason: Why it could not be started; empty otherwise.
+        is_mindspore: It was MindSpore's scheduler.
     """
 
     generation: int
@@ -202,9 +250,10 @@ class Exited(Order, frozen=True, tag=True, kw_only=True):
     status: int
     at: float
     reason: str = ""
+    is_mindspore: bool = False
 
 
-ReaperOrder = Configure | LiveUntil | Sweep
-ReaperReport = Swept | ForkserverExited
-ForkserverOrder = SpawnWorker | SpawnStore | SignalWorkers
-ForkserverReport = Ready | Spawned | Exited
+ReaperOrder = Configure | LiveUntil | Sweep | Ping
+ReaperReport = Swept | ForkserverStarted | ForkserverExited | Pong
+ForkserverOrder = SpawnWorker | SpawnStore | SpawnMindSpore | SignalWorkers | Ping
+ForkserverReport = Ready | Spawned | Exited | Pong

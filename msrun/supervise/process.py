@@ -8,7 +8,7 @@ import functools
 import os
 import select
 import signal
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 from msrun.errors import signal_name
@@ -17,6 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Ten times the share of an ordinary process, and never all of a CPU.
 _NICE = -10
+_LISTS_MAX = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,6 +55,19 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - positional only
     os.close(descriptor)
+
+
+@contextlib.contextmanager
+def signals_held(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Hold `signals` back, also from what is started meanwhile, which begins with them blocked.
+
+    So a process of ours that is to ignore a signal does not die of it before it can say so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def raise_priority(*, before_all: bool = False) -> None:
@@ -155,20 +169,43 @@ def main_thread_wakes(pid: int) -> int:
     return int(next(found, "0").split()[-1])
 
 
+def sleeps(pid: int) -> bool:
+    """Return whether the main thread of `pid` sleeps for a time, as far as the kernel tells."""
+    try:
+        return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text(errors="replace")
+    except OSError:
+        return False
+
+
 def tree_cpu_seconds(pid: int) -> float:
     """Return the CPU time of `pid` and of all its children, those that have ended included."""
-    ticks, pending, seen = 0, [pid], set()
-    while pending:
-        one = pending.pop()
-        if one in seen:
-            continue
-        seen.add(one)
+    ticks = 0
+    for one in _tree(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
             text = Path(f"/proc/{one}/stat").read_text(errors="replace")
             ticks += sum(map(int, text.rpartition(")")[2].split()[11:15]))
-            for task in Path(f"/proc/{one}/task").iterdir():
-                pending += map(int, (task / "children").read_text().split())
     return float(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def tree_bytes(pid: int) -> int:
+    """Return the bytes that `pid` and its children have read and written, in files and pipes."""
+    count = 0
+    for one in _tree(pid):
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path(f"/proc/{one}/io").read_text(errors="replace").splitlines()
+            count += sum(int(line[7:]) for line in lines if line.startswith(("rchar: ", "wchar: ")))
+    return count
+
+
+def _tree(pid: int) -> set[int]:
+    """Return `pid` and all its descendants."""
+    pending, seen = [pid], set()
+    while pending:
+        one = pending.pop()
+        if one not in seen:
+            seen.add(one)
+            pending += children(one)
+    return seen
 
 
 def catches(pid: int, signum: int) -> bool:
@@ -249,18 +286,45 @@ def kill(pid: int, signum: int = signal.SIGKILL) -> bool:
 
 
 def kill_and_wait(pids: Iterable[int], timeout: float) -> None:
-    """SIGKILL `pids` and wait for their ends, at most `timeout` seconds for each."""
+    """SIGKILL `pids` and wait for their ends, until none has ended for `timeout` seconds."""
     with contextlib.ExitStack() as stack:
-        descriptors = []
+        poller, waiting = select.poll(), 0
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended by itself
-                descriptors.append(os.pidfd_open(pid))
-                stack.callback(os.close, descriptors[-1])
-                signal.pidfd_send_signal(descriptors[-1], signal.SIGKILL)
-        for descriptor in descriptors:
-            poller = select.poll()
-            poller.register(descriptor, select.POLLIN)
-            poller.poll(timeout * 1000)
+                descriptor = os.pidfd_open(pid)
+                stack.callback(os.close, descriptor)
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                poller.register(descriptor, select.POLLIN)
+                waiting += 1
+        while waiting and (ended := poller.poll(timeout * 1000)):
+            for descriptor, _ in ended:
+                poller.unregister(descriptor)
+            waiting -= len(ended)
+
+
+def kill_all(listed: Callable[[], Iterable[int]], timeout: float) -> set[int]:
+    """SIGKILL the processes that `listed` returns until it returns no others; return who stays.
+
+    One list is not enough: what they fork while it is made is not in it, and neither is a process
+    in the midst of an exec, which shows no environment for that moment.
+
+    Args:
+        listed: Returns pids.
+        timeout: Seconds without an end after which those that are left are given up.
+    """
+    stuck: set[int] = set()
+    for _ in range(_LISTS_MAX):
+        fresh = set(listed()) - stuck
+        if not fresh:
+            break
+        kill_and_wait(fresh, timeout)
+        stuck = {pid for pid in stuck | fresh if is_alive(pid)}
+    return stuck
+
+
+def describe(pid: int) -> str:
+    """Return `pid`, its state and its command, for people."""
+    return f"{pid} {state(pid)} {command_line(pid)}".rstrip()
 
 
 def with_variable(assignment: bytes) -> list[int]:

@@ -36,7 +36,10 @@ from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import (
     Configure,
     ForkserverExited,
+    ForkserverStarted,
     LiveUntil,
+    Ping,
+    Pong,
     ReaperOrder,
     Sweep,
     Swept,
@@ -49,7 +52,7 @@ SWEEP_TIMEOUT = 5.0
 TRACKER_GRACE = 0.5
 _PAUSE_MAX = 0.01
 _TRACKERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-_DEAF_TO = (
+DEAF_TO = (
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -69,7 +72,10 @@ def ignore_signals() -> dict[signal.Signals, SignalHandler]:
     Returns:
         The handler of each signal before, which a worker must get back.
     """
-    return {signum: signal.signal(signum, signal.SIG_IGN) for signum in _DEAF_TO}
+    handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in DEAF_TO}
+    # Our parent held them back until now; those that came meanwhile are ignored, too.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+    return handlers
 
 
 def wake_on_child() -> int:
@@ -159,6 +165,8 @@ class Reaper:
                 self._lease = None
                 stuck = self._kill_generation(generation)
                 self.channel.send(Swept(generation=generation, stuck=stuck))
+            case Ping():
+                self.channel.send(Pong())
 
     def _fence(self) -> None:
         """Kill the workers: the scheduler may take this node for lost by now."""
@@ -207,7 +215,7 @@ class Reaper:
             if waited > SWEEP_TIMEOUT or (alive and self._stuck.issuperset(alive)):
                 self._stuck.update(alive)
                 shared_memory.remove(self._killed.difference(alive))
-                return [f"{p} {process.state(p)} {process.command_line(p)}" for p in alive]
+                return [process.describe(pid) for pid in alive]
             self._wait(pause)
             pause = min(pause * 2, _PAUSE_MAX)
 
@@ -294,6 +302,7 @@ def run(arguments: list[str], forkserver_main: ForkserverMain) -> Next:
         sockets = tuple(listen_fds)
         return partial(forkserver_main, configure, forkserver_socket, sockets, inherited)
     forkserver_socket.close()
+    channel.send(ForkserverStarted(pid=pid))
     # The store's sockets stay open: as long as they take connections, peers know that processes of
     # this node may live.
     title.show_as(["msrun", "reaper", configure.job_id], environ.current())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +17,11 @@ from msrun import entry
 from msrun.supervise import containment, process
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import Configure, ForkserverReport, ReaperReport, Swept
+from msrun.supervise.reaper import DEAF_TO
 
 _STRAYS_SECONDS = 1.0
-_STRAYS_LISTS = 10
+# As the kernel's `timeval`: seconds, microseconds.
+_SEND_TIMEOUT = struct.pack("ll", 15, 0)
 
 
 class ProcessTree:
@@ -44,17 +49,23 @@ class ProcessTree:
         forkserver_here, forkserver_there = socket.socketpair()
         descriptors = [reaper_there.fileno(), forkserver_there.fileno(), lock]
         descriptors += [sock.fileno() for sock in listen]
-        self._cgroup = configure.cgroup
-        self._process = subprocess.Popen(
-            python_command("msrun.processes.node:main", *map(str, descriptors)),
-            pass_fds=descriptors,
-            start_new_session=True,
-            env=dict(env),
-            stderr=stderr,
-            preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
-        )
+        self._configure = configure
+        self.is_silent = False
+        """Whether the reaper did not answer, so that its processes were ended without it."""
+        with process.signals_held(DEAF_TO):
+            self._process = subprocess.Popen(
+                python_command("msrun.processes.node:main", *map(str, descriptors)),
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=dict(env),
+                stderr=stderr,
+                preexec_fn=dies_with_us(),  # noqa: PLW1509 - see there
+            )
         reaper_there.close()
         forkserver_there.close()
+        for sock in (reaper_here, forkserver_here):
+            # To a process that is stopped, nothing more can be sent at some time.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         self.reaper: Channel[ReaperReport] = Channel(reaper_here, ReaperReport)
         self.forkserver: Channel[ForkserverReport] = Channel(forkserver_here, ForkserverReport)
         self.reaper.send(configure)
@@ -64,33 +75,74 @@ class ProcessTree:
         """Pid of the reaper."""
         return self._process.pid
 
-    def end(self, timeout: float) -> list[str]:
-        """Have the reaper kill everything and exit; return the processes it could not kill.
+    def wake(self) -> None:
+        """Let the reaper go on, should somebody have stopped it."""
+        if self._process.returncode is None:
+            process.kill(self.pid, signal.SIGCONT)
+
+    def end(
+        self,
+        timeout: float,
+        job_id_variable: bytes = b"",
+        adopted: Callable[[], Iterable[int]] = tuple,
+    ) -> list[str]:
+        """Have the reaper kill everything and exit; return the processes that stay.
 
         Args:
-            timeout: Seconds to wait for the reaper.
+            timeout: Seconds to wait for the reaper, before its work is done without it.
+            job_id_variable: As of `kill_by_force`.
+            adopted: As of `kill_by_force`.
         """
         self.forkserver.close()
         self.reaper.finish()
+        self.wake()
         stuck: list[str] = []
         try:
             with process.patiently():
                 self._process.wait(timeout)
             stuck = self._last_words()
         except subprocess.TimeoutExpired:
-            stuck = [f"{self.pid} {process.state(self.pid)} msrun reaper"]
-            self._process.kill()
+            self.kill_silent()
+            stuck = self.kill_by_force(job_id_variable, adopted)
+            shutil.rmtree(self._configure.run_dir, ignore_errors=True)
         self.reaper.close()
         return stuck
 
-    def kill_by_force(self, job_id_variable: bytes) -> None:
-        """Kill the rest of the tree after the reaper itself was killed.
+    def kill_silent(self) -> None:
+        """Kill a reaper that does not answer, and before it everything below it.
+
+        As long as it lives, every process of the job is below it: it is their subreaper, whether
+        or not it runs.
+        """
+        self.is_silent = True
+        with process.patiently():
+            process.kill_all(lambda: process.descendants(self.pid), _STRAYS_SECONDS)
+            process.kill_and_wait([self.pid], _STRAYS_SECONDS)
+            self._process.poll()
+
+    def kill_by_force(
+        self, job_id_variable: bytes, adopted: Callable[[], Iterable[int]] = tuple
+    ) -> list[str]:
+        """Kill the rest of the tree after the reaper has ended; return the processes that stay.
 
         Args:
             job_id_variable: `NAME=value` that stands in the environment of every
-                process of this job and of no other.
+                process of this job and of no other; empty for none.
+            adopted: Returns the processes that the kernel gave to this one in place of the reaper,
+                and all below them.
         """
-        end_strays(job_id_variable, self._cgroup)
+        with process.patiently():
+            if self._process.returncode is None:
+                # It may have closed its channel and still be on its way: what is below it comes
+                # to us only when it has ended.
+                process.kill_and_wait([self.pid], _STRAYS_SECONDS)
+            stuck = process.kill_all(adopted, _STRAYS_SECONDS)
+            stuck |= end_strays(job_id_variable, cgroup := self._configure.cgroup)
+        if cgroup and Path(cgroup).exists():
+            containment.note_remains(cgroup, self._configure.run_dir)
+        if self._process.returncode is None and process.is_alive(self.pid):
+            stuck.add(self.pid)
+        return [process.describe(pid) for pid in sorted(stuck)]
 
     def _last_words(self) -> list[str]:
         stuck: list[str] = []
@@ -103,26 +155,27 @@ class ProcessTree:
             return stuck
 
 
-def end_strays(job_id_variable: bytes, cgroup: str | None) -> None:
+def end_strays(job_id_variable: bytes, cgroup: str | None) -> set[int]:
     """Kill the rest of a job after its reaper has ended, and remove its cgroup.
 
     Args:
         job_id_variable: As of `ProcessTree.kill_by_force`.
         cgroup: The job's own, if it had one.
+
+    Returns:
+        The processes that stay.
     """
+    stuck: set[int] = set()
     if cgroup:
         members = containment.members(cgroup)
         containment.kill(cgroup)
         process.kill_and_wait(members, _STRAYS_SECONDS)
-    # One list is not enough: what strays fork while it is made is not in it, and neither is a
-    # process in the midst of an exec, which shows no environment for that moment.
-    for _ in range(_STRAYS_LISTS):
-        strays = process.with_variable(job_id_variable)
-        if not strays:
-            break
-        process.kill_and_wait(strays, _STRAYS_SECONDS)
+        stuck = {pid for pid in members if process.is_alive(pid)}
+    if job_id_variable:
+        stuck |= process.kill_all(lambda: process.with_variable(job_id_variable), _STRAYS_SECONDS)
     if cgroup:
         containment.remove(cgroup)
+    return stuck
 
 
 def dies_with_us() -> Callable[[], None]:

@@ -42,6 +42,11 @@ class Loop:
         """Return seconds of the monotonic clock."""
         return time.monotonic()
 
+    @staticmethod
+    def wall_time() -> float:
+        """Return seconds since 1970, in which other programs say when something is to happen."""
+        return time.time()
+
     def watch(self, source: int | zmq.Socket[bytes], handler: Handler) -> None:
         """Call `handler` whenever `source` is readable."""
         self._poller.register(source, zmq.POLLIN)

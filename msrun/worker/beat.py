@@ -8,6 +8,7 @@ into shared memory, so neither side waits for the other, and they outlive the wo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import mmap
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from msrun import environ
+from msrun.worker import collectives
 
 LAYOUT = struct.Struct("=QQ")
 
@@ -37,6 +39,9 @@ def _writer() -> Callable[[], None]:
         memory = None if path is None else _share(path)
     except OSError:
         memory = None
+    if memory is not None:
+        with contextlib.suppress(OSError, RuntimeError):
+            collectives.answer_questions()
     if memory is None:
         return lambda: None
     write, count, now = LAYOUT.pack_into, itertools.count(1), time.monotonic_ns
@@ -47,7 +52,9 @@ def _share(path: str) -> mmap.mmap:
     """Return the memory of the file at `path`, which is made for this user alone."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.ftruncate(fd, LAYOUT.size)
+        # Where the file system is full, an error; a file without a block would end this process
+        # at its first beat.
+        os.posix_fallocate(fd, 0, LAYOUT.size)
         return mmap.mmap(fd, LAYOUT.size)
     finally:
         os.close(fd)

@@ -25,7 +25,7 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import early_variables, main_module, math_threads, stacks, stdio
+from msrun.worker import early_variables, main_module, math_threads, mindspore, stacks, stdio
 
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -52,6 +52,8 @@ def become_worker(context: SpawnContext, order: SpawnWorker, streams: Sequence[i
             _close_stdin()
         _bind(order)
         environ.install(order.env)
+        if order.asks_for_mindspore:
+            mindspore.ask_store()
         if context.fork:
             math_threads.follow_environment(was=configure.threads)
             _reseed()
@@ -60,7 +62,7 @@ def become_worker(context: SpawnContext, order: SpawnWorker, streams: Sequence[i
             early_variables.watch()
             stdio.tell_apart(environ.rank_file(logs.SAMPLES))
             return partial(run_program, configure.kind, configure.argv)
-        _hear_signals(context)
+        _hear_signals(context, is_exec=True)
         _exec(configure.kind, configure.argv, configure.interpreter_options)
     except OSError as error:
         os.write(2, f"msrun: cannot start rank {order.rank}: {error}\n".encode())
@@ -106,14 +108,15 @@ def _redirect(order: SpawnWorker, streams: Sequence[int]) -> None:
         stdio.redirect(order.err_file, (2,), append=order.append, banner=banner)
 
 
-def _hear_signals(context: SpawnContext) -> None:
+def _hear_signals(context: SpawnContext, *, is_exec: bool = False) -> None:
     """Restore the launcher's signal handlers, and let pending signals through.
 
     Only now: an earlier traceback of an interrupt would go to the launcher's stderr, not to the
-    log.
+    log.  A program that is exec'ed (`is_exec`) has no handlers, nor a traceback of this one.
     """
     for signum, handler in context.signals.items():
-        signal.signal(signum, handler)
+        kept = handler if handler is signal.SIG_IGN or not is_exec else signal.SIG_DFL
+        signal.signal(signum, kept)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, context.signals)
 
 

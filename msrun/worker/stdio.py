@@ -111,8 +111,7 @@ def redirect(
     Raises:
         OSError: The file cannot be opened; nothing was redirected.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    opened = os.open(path, flags if append else flags | os.O_TRUNC, 0o600)
+    opened = logs.create_or_reopen(path) if append else logs.create(path)
     for descriptor in descriptors:
         os.dup2(opened, descriptor)
     os.close(opened)

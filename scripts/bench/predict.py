@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import msrun
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.calibrate import measure
 from msrun.parallel.local import local_part
 from msrun.parallel.search.graph.axis_placement import FloatArray

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import find_blocks, shortened

@@ -153,7 +153,12 @@ class FakeWorld:
     names: dict[str, tuple[str, ...]] = field(default_factory=NAMES.copy)
     own: tuple[str, ...] = ("10.0.0.1", "fd00::1")
     terminal: bool = False
+    neighbours: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    torch_devices: dict[str, int] = field(
+        default_factory=lambda: {"auto": 0, "cuda": 0, "npu": 0, "xpu": 0}
+    )
     cards: list[Card] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
@@ -167,6 +172,12 @@ class FakeWorld:
             if "CUDA_VISIBLE_DEVICES" not in env
             else replace(self.machine, devices=self.machine.devices[:1])
         )
+
+    def cpu_neighbours(self, share):
+        return self.neighbours.get(share, {})
+
+    def count_devices(self, kind):
+        return self.torch_devices.get(kind)
 
     def load_launcher(self, name):
         if name != "dynamic":
@@ -207,6 +218,13 @@ class FakeWorld:
 
     def jobs(self):
         return self.cards
+
+    def clean(self):
+        left, self.left = self.left, []
+        return left
+
+    def is_beside(self, job):
+        return self.has_node(job)
 
     def has_node(self, job):
         return any((card.job_id, card.port) == (job.job_id, job.master_port) for card in self.cards)

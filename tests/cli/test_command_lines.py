@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from msrun.job import Binding, BindMode, ProgramKind, StartMethod, WorkerProgram
+from msrun.job import Binding, BindMode, Framework, ProgramKind, StartMethod, WorkerProgram
 from msrun.topology import DeviceKind
 
 AUTO = Binding(mode=BindMode.AUTO)
@@ -41,7 +41,7 @@ def fields(job, names):
         ("--start-method forkserver train.py", {"start_method": StartMethod.FORK}),
         ("--shutdown-timeout 45 train.py", {"grace": 45.0}),
         ("--virtual-local-rank train.py", {"virtual_local_rank": True}),
-        ("--numa-binding node train.py", {"bind_core": AUTO, "bind_numa": AUTO}),
+        ("--numa-binding exclusive train.py", {"bind_core": AUTO, "bind_numa": AUTO}),
         ("--nproc-per-node 2 -t 3 train.py", {"tail": frozenset({0, 1})}),
         (
             "--nproc-per-node 4 --tee 0:3,2:1,3:0 train.py",
@@ -95,6 +95,11 @@ def test_torchrun(msrun, words, expected):
         ("--rank_table_file '' --log_dir '' --worker_log_name '' train.py", {}),
         ("--worker_num 2 --tail_worker_log=-1 train.py", {"tail": frozenset({0, 1})}),
         ("--worker_num 4 --tail_worker_log=0,3 train.py", {"tail": frozenset({0, 3})}),
+        (
+            "--framework mindspore train.py",
+            {"framework": Framework.MINDSPORE, "start_method": StartMethod.EXEC},
+        ),
+        ("--worker_n=2 --jo=False train.py", {"workers_per_node": 2, "detach": True}),
         (
             "--worker_log_name w_{ip}_{hostname} train.py",
             {"worker_log_name": "w_{ip}_{hostname}_{rank}"},
@@ -358,25 +363,9 @@ def test_an_interpreter_that_is_not_there_is_refused(msrun):
     )
 
 
-def test_a_service_that_is_not_there_is_named(msrun):
-    outcome = msrun("train.py", TORCHELASTIC_ENABLE_FILE_TIMER="1")
-
-    assert outcome.code == 0
-    assert (
-        "TORCHELASTIC_ENABLE_FILE_TIMER=1 has no effect: no server of torch's timers" in outcome.err
-    )
-
-
 @pytest.mark.parametrize("handler", ["console", "null"])
 def test_event_log_handlers_are_taken(msrun, handler):
-    assert msrun(f"--event-log-handler {handler} train.py").code == 0
-
-
-@pytest.mark.parametrize("mode", ["node", "exclusive"])
-def test_numa_modes_bind_cpus_and_memory(msrun, mode):
-    job = msrun(f"--numa-binding={mode} train.py").job
-
-    assert (job.bind_core.mode, job.bind_numa.mode) == (BindMode.AUTO, BindMode.AUTO)
+    assert msrun(f"--event-log-handler {handler} train.py").job.event_log == handler
 
 
 def test_mindspore_shows_the_ranks_that_there_are(msrun):

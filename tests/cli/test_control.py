@@ -364,6 +364,14 @@ def test_ls_as_json(msrun, system):
     }
 
 
+def test_ls_removes_what_is_left_if_so_asked(msrun, system):
+    system.left = ["train-1", "odd\n"]
+
+    assert "removed" not in msrun("ls").err
+    assert "msrun: removed what job 'odd\\n' had left\n" in msrun("ls --clean").err
+    assert system.left == []
+
+
 def test_ls_without_jobs(msrun):
     outcome = msrun("ls")
 

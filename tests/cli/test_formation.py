@@ -6,7 +6,9 @@ from msgspec.structs import replace
 SEVERAL = "--nnodes 4 --master-addr"
 SAME = {"listen_host": "10.0.0.1", "address": "10.0.0.1", "serves": True}
 OTHER = {"listen_host": "10.0.0.9", "address": "10.0.0.1", "serves": False}
-LOCAL = {"listen_host": "127.0.0.1", "address": "127.0.0.1", "serves": True}
+ALONE = {"listen_host": "127.0.0.1", "address": "127.0.0.1", "serves": True}
+# Of several nodes on one machine: the stores have the port on 127.0.0.1.
+LOCAL = {**ALONE, "listen_host": "127.0.0.2"}
 
 
 def fields(job, names):
@@ -16,8 +18,8 @@ def fields(job, names):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {"nnodes_min": 1, "nnodes_max": 1, "master_port": 0, "is_alone": True, **LOCAL}),
-        ("--master-addr node0", {"nnodes_max": 1, "is_alone": True, **LOCAL}),
+        ("", {"nnodes_min": 1, "nnodes_max": 1, "master_port": 0, "is_alone": True, **ALONE}),
+        ("--master-addr node0", {"nnodes_max": 1, "is_alone": True, **ALONE}),
         ("--nnodes 4 --master-addr node0", {"nnodes_min": 4, "nnodes_max": 4, "is_alone": False}),
         ("--nnodes 2:4 --master-addr node0", {"nnodes_min": 2, "is_elastic": True}),
         ("--nnodes 4 --master-addr node0", {"is_elastic": False, "last_call": 30.0}),
@@ -37,6 +39,29 @@ def test_nodes(msrun, words, expected):
 
     assert (outcome.code, outcome.err) == (0, "")
     assert fields(outcome.job, expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "store", "scheduler"),
+    [
+        ("", 0, 0),
+        ("--master-port 8119", 8119, 0),
+        ("--master-addr localhost --master-port 8119", 8119, 0),
+        ("--rdzv-endpoint localhost:8119", 8119, 0),
+        ("--rdzv-backend static --rdzv-endpoint localhost:8119", 8119, 0),
+        ("--rdzv-backend c10d --rdzv-endpoint localhost:8118", 0, 0),  # which is in use
+        ("--rdzv-backend c10d --master-port 8119", 8119, 0),
+        ("--standalone --rdzv-endpoint localhost:8118", 0, 0),
+        ("--nnodes 2 --master-addr node0", 29500, 29500),
+        ("--nnodes 2 --master-addr node1 --master-port 8119", 8119, 8119),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:8119", 0, 8119),
+    ],
+)
+def test_the_port_of_the_store_is_torchruns(msrun, system, words, store, scheduler):
+    system.busy[8118] = "is in use by pid 42 (python)"
+    job = msrun(f"{words} train.py").job
+
+    assert (job.store_port, job.scheduler_port) == (store, scheduler)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +308,14 @@ def test_ranks_that_no_node_has(msrun):
         (
             "--standalone --rdzv-endpoint node0:1",
             "--rdzv-endpoint node0:1 has no effect: --standalone takes a free port of this node",
+        ),
+        (
+            "--rdzv-endpoint node0:1 --master-addr localhost --master-port 1",
+            "--master-addr localhost has no effect: --rdzv-endpoint node0:1 goes before it",
+        ),
+        (
+            "--master-port 2 --rdzv-endpoint node0:1",
+            "--master-port 2 has no effect: --rdzv-endpoint node0:1 goes before it",
         ),
         (
             "--rdzv-conf is_host=1",

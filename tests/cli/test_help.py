@@ -30,8 +30,8 @@ FLAGS = words(
 --virtual-local-rank --join --no-join --detach
 --max-restarts --restart-window --no-progress-limit --exclude-after --grace
 --shutdown-timeout --hang-timeout --detect-idle
---log-dir --emit-rank-table --worker-log-name --tail --tail-worker-log --tee -t
---redirects -r --duplicate-stdout-filters --duplicate-stderr-filters --local-ranks-filter
+--log-dir --emit-rank-table --worker-log-name --log-limit --tail --tail-worker-log
+--tee -t --redirects -r --duplicate-stdout-filters --duplicate-stderr-filters --local-ranks-filter
 --bind-core --bind-numa --numa-binding --parallel
 --hostfile --rank-table-file --include --exclude --remote-python --ranks-by --ssh --mpirun
 --mpirun-args
@@ -39,6 +39,7 @@ FLAGS = words(
 --sbatch-args
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
+--framework
 --sim-level --sim-rank-id
 """
 )

@@ -50,6 +50,7 @@ job:
   detect-idle         inf                 default
   log-dir             /tmp/new/logs       flag --log-dir
   worker-log-name     w{local_rank}       flag --worker-log-name
+  log-limit           512MiB              flag --log-limit
   tail                none                flag --tail
   tee                 -                   default
   redirects           0:3,1:1             flag -r
@@ -182,7 +183,8 @@ def test_a_plan_with_everything(msrun, system, gpus):
 
     outcome = msrun(
         "plan --all --env-of 1 --job-id nightly --nnodes 1 --rdzv-endpoint localhost:29500 "
-        "--cluster_time_out -1 --env A='two words' --env B= --log-dir /tmp/new/logs --tail none "
+        "--cluster_time_out -1 --env A='two words' --env B= --log-dir /tmp/new/logs "
+        "--log-limit 512MiB --tail none "
         "-r 0:3,1:1 "
         "--bind-core --bind-numa '{\"device0\": [0, 1]}' --preload numpy,json --no-join "
         "--restart-window 60m --worker-log-name w{local_rank} --monitor-interval 1 "
@@ -228,7 +230,7 @@ def test_the_json_schema(msrun, gpus):
         "containment": "subreaper",
         "notes": [],
     }
-    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:30]]
+    assert list(job) == [line.split()[0] for line in ALL.splitlines()[2:31]]
     assert job["tail"] == {"value": [0], "source": "flag --tail"}
     assert job["master-addr"] == {"value": None, "source": "default"}
     assert job["restart-window"] == {"value": "inf", "source": "default"}

@@ -50,6 +50,7 @@ TEXTS = {
     "log-dir": "logs",
     "emit-rank-table": "out.json",
     "worker-log-name": "w{rank}",
+    "log-limit": "1GiB",
     "tail": "0",
     "tee": "3",
     "duplicate-stdout-filters": "loss,acc",
@@ -66,6 +67,7 @@ TEXTS = {
     "rdzv-backend": "static",
     "logs-specs": "default",
     "event-log-handler": "null",
+    "framework": "mindspore",
 }
 OPTIONS = {option.name: option for option in TABLE}
 
@@ -100,7 +102,7 @@ def test_help_shows_the_default_that_the_job_has(msrun, option):
 # What no option fills by itself.
 FILLED_BY_CODE = {
     *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves", "beside"),
-    *("stop_signals",),
+    *("stop_signals", "store_port"),
     *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
     *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
 }

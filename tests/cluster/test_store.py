@@ -1,6 +1,7 @@
 """Workers of several nodes meet at the store of the node of rank 0."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -54,6 +55,40 @@ def test_three_nodes_meet(lab, form, method):
     nodes = form(lab.hosts, "--workers-per-node", 2, script(lab.folder, MEET), method)
 
     assert said(nodes, 6, 2) == expected(6, lab.host("a").ipv4)
+
+
+@pytest.mark.parametrize("method", ["tcp://localhost:{}", "env://"])
+def test_the_port_that_was_given_is_that_of_the_store_on_every_node(new_lab, form, method):
+    """The nodes have loopback interfaces of their own, and the scheduler the port of the first."""
+    lab = new_lab("a", "b")
+    port = 29_711
+    program = script(lab.folder, MEET)
+    nodes = form(lab.hosts, "--master-port", port, program, method.format(port))
+
+    assert said(nodes, 2) == expected(2, lab.host("a").ipv4)
+    for node in nodes:
+        assert "MASTER_PORT=" not in node.err
+
+
+HOLDS = """
+    import socket, subprocess, sys
+    with socket.create_server(("127.0.0.1", int(sys.argv[1]))):
+        print("holding", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_node_where_another_program_has_the_port_meets_the_others(new_lab, form):
+    lab = new_lab("a", "b")
+    port = 29_711
+    holder = [sys.executable, script(lab.folder, HOLDS, "holds.py"), str(port)]
+    held = lab.host("b").popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert held.stdout.readline() == "holding\n"
+    nodes = form(lab.hosts, "--master-port", port, script(lab.folder, MEET), "env://")
+
+    assert said(nodes, 2) == expected(2, lab.host("a").ipv4)
+    assert "the workers of this node have MASTER_PORT=" in nodes[1].err
+    held.communicate()
 
 
 def test_nodes_of_ipv6_meet(new_lab, form):

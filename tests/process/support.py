@@ -80,6 +80,7 @@ class Job:
         wrapper: A command that runs the launcher.
         env: Variables on top of this process's own.
         plain: Give it neither job id nor log directory.
+        python: Its interpreter.
         streams: Standard streams other than files and /dev/null.
     """
 
@@ -92,6 +93,7 @@ class Job:
         wrapper: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         plain: bool = False,
+        python: str = sys.executable,
         **streams: int,
     ) -> None:
         number = uuid.uuid4().hex[:8]
@@ -110,7 +112,7 @@ class Job:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **streams}
             self.process = subprocess.Popen(
-                [*wrapper, sys.executable, "-m", "msrun", *own, *words],
+                [*wrapper, python, "-m", "msrun", *own, *words],
                 cwd=folder,
                 env=environment(runtime) | dict(env or {}),
                 **options,
@@ -213,7 +215,7 @@ class Job:
 
     def cgroups(self) -> list[Path]:
         own = read_machine({}).cgroup
-        return list(Path(own).glob(f"msrun-{self.name}")) if own else []
+        return list(Path(own).glob(f"msrun-{self.name}.*")) if own else []
 
     def leftovers(self) -> list[str]:
         """Describe what an ended job has left on the machine."""

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support import shell
 
+from msrun.supervise.machine import read_machine, read_neighbours
+from msrun.topology import parse_number_list
+
 pytestmark = pytest.mark.process
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -32,6 +35,21 @@ def test_auto_divides_the_cpus_among_the_workers(msrun):
     masks = [int(job.log(rank).split()[1].replace(",", ""), 16) for rank in (0, 1)]
     assert all(masks)
     assert masks[0] & masks[1] == 0
+
+
+@pytest.mark.parametrize("mode", ["node", "socket", "core-complex"])
+def test_torchruns_modes_bind_to_what_the_machine_tells(msrun, mode):
+    """Both workers of a machine with one node, socket and cache have all of its CPUs."""
+    machine = read_machine({}).cpus
+    near = read_neighbours(CPUS, share=mode) if mode != "node" else dict.fromkeys(CPUS, tuple(CPUS))
+    groups = sorted({*near.values()} or {*machine.numa.values()})
+    job = msrun("--workers-per-node", 2, "--numa-binding", mode, *shell(SHOW))
+
+    assert job.wait() == 0
+    for rank in (0, 1):
+        wanted = groups[rank * len(groups) // 2] if len(machine.numa) == 1 else None
+        shown = parse_number_list(job.log(rank).splitlines()[0].partition("\t")[2])
+        assert shown == wanted or (wanted is None and set(shown) < set(CPUS))
 
 
 @pytest.mark.skipif(

@@ -194,6 +194,14 @@ def test_a_log_directory_that_is_a_file_is_refused(msrun, tmp_path):
     assert refused(job) == "error: --log-dir taken is a file, not a directory\n"
 
 
+@pytest.mark.parametrize("directory", ["/proc/x", "/sys/x", "/proc/self/fd/9/x"])
+def test_a_log_directory_where_none_can_be_made_is_refused(msrun, directory):
+    said = refused(msrun("--log-dir", directory, *shell("true")))
+
+    assert said.startswith(f"error: --log-dir {directory}")
+    assert "bug" not in said
+
+
 def test_a_port_in_use_is_refused_and_its_holder_named(msrun):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.plan.cost_breakdown import operators, parameters, rules_of
 from msrun.parallel.search.plan.plan import VERSION, SavedPlan, write_plan

@@ -154,11 +154,84 @@ class Rebound(Quirk):
         return h
 
 
+class Normalized(Quirk):
+    """Three times: twice by one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.image_norm = nn.BatchNorm1d(16), nn.BatchNorm2d(4)
+
+    def between(self, h):
+        return self.norm(self.image_norm(self.norm(h).view(-1, 4, 2, 2)).flatten(1) * h)
+
+
+class NormalizedInput(Quirk):
+    """Of what no parameter has a part in, and by a function that keeps no statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, affine=False, momentum=0.3)
+
+    def forward(self, x):
+        return super().forward(functional.batch_norm(self.norm(x), None, None, training=True))
+
+
+class NormalizedFrozen(Quirk):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).eval()
+
+    def between(self, h):
+        return self.norm(h + 1)
+
+
+class NormalizedInstance(Quirk):
+    def between(self, h):
+        return functional.instance_norm(h.view(-1, 4, 4)).flatten(1) * h
+
+
+class ReadsConstants(Quirk):
+    """Values that follow from shapes alone, of tensors that are written in part."""
+
+    def between(self, h):
+        mask = torch.ones(len(h), len(h)).triu(1)
+        view = mask[0]
+        view[1] = 3.0
+        if (mask.sum(1) > 3).any() and int(mask[0, 1]) == 3:
+            h = h * mask.sum().item()
+        return h * 2 if torch.equal(mask, mask.T) else h
+
+
+class Member(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h):
+        self.calls = self.calls + 1
+        return h * self.calls
+
+
+class ReboundInside(Quirk):
+    """Sets a buffer of modules within, which are equal."""
+
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList([Member(), Member(), Member()])
+
+    def between(self, h):
+        for member in self.members:
+            h = member(h)
+        return h
+
+
 RIGHT = {
     kind.__name__: kind
     for kind in (
         *(NoGrad, NoGradView, NoGradInAutocast, GradInNoGrad, Filled, Narrowed, Turned),
         *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound),
+        *(Normalized, NormalizedInput, NormalizedFrozen, NormalizedInstance, ReadsConstants),
+        *(ReadBefore, DropsNothing, Put, Masked, Shifted, Counter, Rebound, ReboundInside),
     )
 }
 
@@ -221,6 +294,21 @@ class DrawsNumpy(Dropping):
         return h * float(np.random.rand())  # noqa: NPY002 - as people write it
 
 
+class NormalizesByComputed(Dropping):
+    def between(self, h):
+        mean = self.count.expand(16) * 1
+        return functional.batch_norm(h, mean, torch.ones_like(mean), training=True)
+
+
+class TracksInstances(Dropping):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def between(self, h):
+        return self.norm(h.view(-1, 4, 4)).flatten(1)
+
+
 class DrawsInPlace(Dropping):
     def between(self, h):
         return h + torch.empty_like(h).exponential_()
@@ -230,6 +318,54 @@ class Counts(Dropping):
     def between(self, h):
         self.temperature += 0.5
         return h / self.temperature
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        del ctx
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return gradient * 2
+
+
+class OwnGradient(Dropping):
+    def between(self, h):
+        return Doubled.apply(h)
+
+
+class Applying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, h):
+        return Doubled.apply(self.linear(h))
+
+
+class OwnGradientsInside(Dropping):
+    """Has it in modules that are equal, of which a trace follows one."""
+
+    def __init__(self):
+        super().__init__()
+        self.members = nn.ModuleList([Applying(), Applying(), Applying()])
+
+    def between(self, h):
+        for member in self.members:
+            h = member(h)
+        return h
+
+
+class LooksSparse(Dropping):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 16, sparse=True)
+
+    def between(self, h):
+        return h + self.table(h.argmax(-1))
 
 
 class ReturnsNumber(Dropping):
@@ -249,9 +385,26 @@ REFUSED = {
     WritesUnfolded: "a forward that writes to a tensor through unfold",
     DrawsPython: "a forward that draws numbers from Python's random",
     DrawsNumpy: "a forward that draws numbers from numpy.random",
+    NormalizesByComputed: "a batch norm with statistics that the forward computes, as the model "
+    "has",
+    TracksInstances: "instance_norm with running statistics, as norm does",
     DrawsInPlace: "exponential_, as the model does",
+    OwnGradient: "a forward that calls Doubled, which has a gradient of its own",
+    OwnGradientsInside: "a forward that calls Doubled, which has a gradient of its own",
+    LooksSparse: "embedding with sparse gradients, as table does",
     Counts: "a forward that changes Counts.temperature from 1.5 to 2.0",
 }
+
+
+class Mapped(Dropping):
+    def between(self, h):
+        return torch.vmap(lambda row: row / (1 + row.square().sum()))(h)
+
+
+class Chosen(Dropping):
+    def between(self, h):
+        chosen = (h[:, 0] > 0).nonzero().flatten()
+        return h.index_add(0, chosen, h[chosen])
 
 
 class Reading(Dropping):

@@ -151,6 +151,19 @@ CALLS = [
     ("layer_norm", lambda x, w, b: F.layer_norm(x, (6,), w, b), (4, 2, 6), V, V),
     ("layer_norm", lambda x: F.layer_norm(x, (2, 6)), (4, 2, 6)),
     ("rms_norm", lambda x, w: F.rms_norm(x, (6,), w), (4, 2, 6), V),
+    ("batch_norm", lambda x: F.batch_norm(x, None, None, training=True), X),
+    (
+        "batch_norm",
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        *(IMAGE, (4,), (4,)),
+    ),
+    (
+        "batch_norm",
+        lambda x, w, mean: F.batch_norm(x, mean, mean + 2, w),
+        *(LINE, (4,), torch.arange(4.0, dtype=torch.float64)),
+    ),
+    ("instance_norm", lambda x: F.instance_norm(x), IMAGE),  # noqa: PLW0108 - it is overloaded
+    ("instance_norm", lambda x, w, b: F.instance_norm(x, weight=w, bias=b), IMAGE, (4,), (4,)),
     ("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), IMAGE, (4,), (4,)),
     # Along a dim.
     *alike("softmax log_softmax cumsum cumprod logcumsumexp", (4, 6, 2), dim=1),

@@ -1,5 +1,8 @@
 """Recomputation: a module that runs again leaves its buffers as if it had run once."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from ranks import batches, run_warm
@@ -116,6 +119,66 @@ def pair():
 
 def test_buffers_stay_the_same_objects_however_often_they_are_computed_with():
     assert run_warm(pair, 1)[0] == (True, 1)
+
+
+class Plain(nn.Module):
+    """Counts its calls in an attribute, and draws numbers of Python and numpy."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        self.calls += 1
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002 - as people write it
+        return torch.tanh(self.linear(x)) * noise / self.calls
+
+
+def plain(config):
+    runtime = msrun.init(config)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model = runtime.shard(nn.Sequential(Plain(), nn.Linear(16, 10)).double())
+    update = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = [
+        runtime.step(model, update, functional.cross_entropy, x.double(), y).item()
+        for x, y in batches("mlp", steps=STEPS)
+    ]
+    return losses, model[0].calls, random.random(), float(np.random.rand())  # noqa: NPY002
+
+
+def test_plain_values_and_drawn_numbers_are_those_of_one_run():
+    (expected,) = run_warm(plain, 1, {})
+    (found,) = run_warm(plain, 1, {"recompute": {"modules": ["0"]}})
+
+    assert found[0] == pytest.approx(expected[0], abs=1e-12)
+    assert found[1:] == expected[1:]
+    assert expected[1] == STEPS
+
+
+class WritesInput(nn.Module):
+    def forward(self, x):
+        x *= 2
+        return torch.tanh(x)
+
+
+def written(kind):
+    runtime = msrun.init({"recompute": {"modules": ["1"]}})
+    model = runtime.shard(nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4)))
+    with pytest.raises(msrun.ModelError) as caught:
+        model(torch.ones(2, 4))
+    return caught.value.message
+
+
+def test_an_input_that_a_recomputed_module_writes_is_refused():
+    (message,) = run_warm(written, 1, WritesInput)
+    assert message == (
+        "parallel.recompute: 1 writes its input in place, and a second run would begin with what "
+        "it wrote"
+    )
 
 
 class Decoder(nn.Module):

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.pipeline.border import Border, ready_to_send
 
 pytestmark = pytest.mark.torch
 
@@ -27,19 +28,20 @@ def parts(runtime, *, steps=5):
     return [[t.chunk(count)[share] for t in batch] for batch in batches("mlp", steps=steps)]
 
 
-def thawing(config, trained):
-    """Return the losses where `fc1` is trained from the third step on, or until then."""
+def thawing(config, trained, names=("fc1",)):
+    """Return the losses where `names` are trained from the third step on, or until then."""
     is_late = trained == "late"
     runtime = msrun.init(config)
     network = build("mlp")
-    network.fc1.requires_grad_(not is_late)
+    for name, param in network.named_parameters():
+        param.requires_grad_(not (is_late and name.startswith(names)))
     network = runtime.shard(network)
-    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    update = runtime.optimizer(OPTIMIZERS["adamw"](network.parameters()))
     losses = []
-    for number, batch in enumerate(parts(runtime)):
+    for number, batch in enumerate(parts(runtime, steps=6)):
         if number == 2:
             for name, param in network.named_parameters():
-                if "fc1" in name:
+                if name.startswith(names):
                     param.requires_grad_(is_late)
         losses.append(runtime.step(network, update, functional.cross_entropy, *batch).item())
     return losses
@@ -51,9 +53,17 @@ def test_what_is_frozen_later_stays(kind):
     assert_equal_curves(run_warm(thawing, 2, KINDS[kind], "early"), expected)
 
 
-def test_what_was_frozen_may_be_trained_later_where_it_is_divided():
-    expected = run_warm(thawing, 1, {}, "late")[0]
-    assert_equal_curves(run_warm(thawing, 2, KINDS["zero"], "late"), expected)
+@pytest.mark.parametrize("names", [("fc1",), ("fc1.bias", "fc3"), ("fc2", "fc1.weight")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pp" not in kind])
+def test_what_was_frozen_may_be_trained_later(kind, names):
+    expected = run_warm(thawing, 1, {}, "late", names)[0]
+    assert_equal_curves(run_warm(thawing, 2, KINDS[kind], "late", names), expected)
+
+
+@pytest.mark.parametrize("names", [("fc1.bias",), ("fc2", "fc1.weight"), ("fc3",)])
+def test_stages_train_later_what_was_frozen(names):
+    expected = run_warm(thawing, 1, {}, "late", names)[0]
+    assert_equal_curves(run_warm(thawing, 2, KINDS["pp"], "late", names), expected)
 
 
 def refusal(call, *arguments):
@@ -62,32 +72,120 @@ def refusal(call, *arguments):
     return caught.value.message
 
 
-def thawed(config):
-    return refusal(thawing, config, "late")
+def gradually(config, is_plain):
+    """Thaw one layer after the other, in groups that the optimizer gets when they thaw."""
+    runtime = msrun.init(config)
+    network = build("mlp")
+    network.requires_grad_(requires_grad=False)
+    network.fc3.requires_grad_()
+    network = runtime.shard(network)
+    update = runtime.optimizer(OPTIMIZERS["adamw"](network.fc3.parameters()))
+    losses = []
+    for number, (x, y) in enumerate(parts(runtime, steps=6)):
+        if number in (2, 4):
+            layer = network.fc2 if number == 2 else network.fc1
+            layer.requires_grad_()
+            update.add_param_group({"params": [*layer.parameters()], "lr": 1e-3})
+        if is_plain:
+            update.zero_grad()
+            loss = functional.cross_entropy(network(x), y)
+            loss.backward()
+            update.step()
+            losses.append(runtime.mean_over_data(loss).item())
+        else:
+            loss = runtime.step(network, update, functional.cross_entropy, x, y, max_norm=0.1)
+            losses.append(loss.item())
+    return losses
 
 
-@pytest.mark.parametrize("kind", ["dp", "small ones whole", "tp"])
-def test_what_was_frozen_is_refused_later_where_ranks_would_drift_apart(kind):
-    name = "fc1.bias" if "whole" in kind else "fc1.weight"
-    assert run_warm(thawed, 2, KINDS[kind]) == 2 * [
-        f"{name} was frozen in rt.shard, so ranks do not train it together"
-    ]
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pp" not in kind])
+def test_layers_thaw_one_after_the_other(kind, is_plain):
+    expected = run_warm(gradually, 1, {}, is_plain)[0]
+    assert_equal_curves(run_warm(gradually, 2, KINDS[kind], is_plain), expected)
 
 
-def thawed_in_a_plain_loop():
+def turns():
+    """Train two parts in turns, frozen while the other learns, as a GAN of one model does."""
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    losses = []
+    for number, (x, y) in enumerate(parts(runtime, steps=6)):
+        network.fc1.requires_grad_(number % 2 == 0)
+        network.fc3.requires_grad_(number % 2 == 1)
+        update.zero_grad()
+        loss = functional.cross_entropy(network(x), y)
+        loss.backward()
+        update.step()
+        losses.append(runtime.mean_over_data(loss).item())
+    return losses
+
+
+def test_parts_are_trained_in_turns():
+    assert_equal_curves(run_warm(turns, 2), run_warm(turns, 1)[0])
+
+
+def test_a_gradient_that_the_next_stage_does_not_send_is_refused():
+    sent = Border(name="fc1", shape=(2,), dtype=torch.float32, requires_grad=False)
+    assert refusal(ready_to_send, [torch.ones(2, requires_grad=True)], [sent], []) == (
+        "parallel.pipeline.stages: fc1 needs a gradient, and needed none when the model was split, "
+        "so the next stage computes none"
+    )
+
+
+def thawed_alone(is_plain, which):
     runtime = msrun.init()
     network = build("mlp")
     network.fc1.requires_grad_(requires_grad=False)
+    network.fc3.bias.requires_grad_(requires_grad=False)
     network = runtime.shard(network)
-    network.requires_grad_()
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    own = network.get_parameter(which[runtime.rank]) if which[runtime.rank] else None
+    before = [param.detach().clone() for param in network.parameters()]
+    if own is not None:
+        own.requires_grad_(not own.requires_grad)
     x, y = parts(runtime)[0]
-    return refusal(functional.cross_entropy(network(x), y).backward)
+    if is_plain:
+        found = refusal(functional.cross_entropy(network(x), y).backward)
+    else:
+        found = refusal(runtime.step, network, update, functional.cross_entropy, x, y)
+    assert all(map(torch.equal, before, network.parameters()))
+    return found
 
 
-def test_a_plain_loop_refuses_it_before_a_weight_changes():
-    assert run_warm(thawed_in_a_plain_loop, 2) == 2 * [
-        "fc1.weight was frozen in rt.shard, so ranks do not train it together"
-    ]
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(
+    ("which", "sentence"),
+    [
+        (("fc1.bias", ""), "fc1.bias is trained on rank 0 and frozen on the others"),
+        (("", "fc2.weight"), "fc2.weight is trained on rank 0 and frozen on the others"),
+        (
+            ("fc1.bias", "fc3.bias"),
+            "fc1.bias is trained on rank 0 and frozen on the others, and so for 1 more",
+        ),
+    ],
+)
+def test_ranks_that_train_other_parameters_are_told(is_plain, which, sentence):
+    expected = f"{sentence}; no weight was changed"
+    assert run_warm(thawed_alone, 2, is_plain, which) == [expected] * 2
+
+
+def test_a_later_thaw_of_a_parameter_of_no_model_is_refused():
+    expected = UNKNOWN.replace("(32, 16) in group 0", "(3, 3) in group 1")
+    assert run_warm(with_thawed_head, 2) == [expected] * 2
+
+
+def with_thawed_head():
+    runtime = msrun.init()
+    network = runtime.shard(build("mlp"))
+    head = nn.Linear(3, 3, bias=False).requires_grad_(requires_grad=False)
+    groups = [{"params": [*network.parameters()]}, {"params": [*head.parameters()]}]
+    update = runtime.optimizer(torch.optim.SGD(groups, lr=0.1))
+    batch = parts(runtime)[0]
+    runtime.step(network, update, functional.cross_entropy, *batch)
+    head.requires_grad_()
+    return refusal(runtime.step, network, update, functional.cross_entropy, *batch)
 
 
 def changed(config, change):

@@ -32,6 +32,8 @@ TABLE = {
     "--signals-to-handle=SIGTERM,SIGUSR1 --shutdown-timeout=5 P": ("0 1 ", 0, 0),
     "--nproc-per-node=xpu P": (None, 2, 1),
     "--nproc-per-node=none P": (None, 2, 1),
+    "--nproc-per-node=gpu P": (None, 2, 1),
+    "--numa-binding=nearest P": (None, 2, 2),
 }
 
 
@@ -54,6 +56,14 @@ def test_the_exit_code_of_a_worker_is_that_of_the_job(both, tmp_path):
     sides = both([script(tmp_path, PROGRAM.replace("SAYS", SAYS))], env={"CODE": "42"})
 
     assert [side.process.returncode for side in sides] == [42, 1]
+
+
+def test_workers_are_bound_without_gpus_too(both, tmp_path):
+    """On purpose: torchrun needs a GPU for each worker, and numactl."""
+    program = script(tmp_path, PROGRAM.replace("SAYS", SAYS))
+    sides = both(["--numa-binding=core-complex", program])
+
+    assert [side.process.returncode for side in sides] == [0, 1]
 
 
 def test_another_interpreter_runs_the_script(both, tmp_path):

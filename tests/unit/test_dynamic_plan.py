@@ -64,6 +64,14 @@ def test_one_node_knows_everything_but_ports():
     )
 
 
+def test_logs_have_the_address_towards_the_other_nodes():
+    name = "w_{ip}_{rank}"
+
+    assert plan(worker_log_name=name).workers[1].log_file == "/logs/w_127.0.0.1_1.log"
+    found = several(worker_log_name=name, node_rank=1)
+    assert found.workers[0].log_file == "/logs/w_10.0.0.2_2.log"
+
+
 def test_a_node_with_a_rank_among_equals_knows_its_ranks():
     found = several(node_rank=1)
 
@@ -79,7 +87,7 @@ def test_a_node_with_a_rank_among_equals_knows_its_ranks():
     ]
     assert (
         variables(found, "MSRUN_RANK0_ADDR", "MS_SCHED_HOST", "MS_SCHED_PORT")
-        == [("<address>", "10.0.0.1", "29500")] * 2
+        == [("<address>", "127.0.0.1", "<port>")] * 2
     )
 
 

@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrun.errors import UsageError
-from msrun.units import counted, parse_duration, parse_size, quoted, render_duration, shown
+from msrun.units import (
+    counted,
+    parse_duration,
+    parse_size,
+    quoted,
+    render_duration,
+    render_size,
+    shown,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +111,12 @@ def test_shown_quotes_only_what_needs_it():
 
 def test_counted():
     assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(1 << 20, "1MiB"), (3 << 30, "3GiB"), (1536, "1536"), (5 << 10, "5KiB"), (0, "0")],
+)
+def test_render_size(size, text):
+    assert render_size(size) == text
+    assert parse_size(text) == size

@@ -17,18 +17,23 @@ from msrun.cli.job.cpu_binding import choose_binding
 from msrun.cli.job.formation import Size, count, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
-from msrun.cli.job.rendezvous import Rendezvous, check_port, find_rendezvous
+from msrun.cli.job.rendezvous import (
+    Rendezvous,
+    check_port,
+    endpoint_before,
+    find_rendezvous,
+)
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
 from msrun.cli.options.option import Option
 from msrun.cli.options.parallel import is_inline
 from msrun.cli.options.parsers import SIGNALS
-from msrun.cli.options.peers import SIGNALS_TO_HANDLE
+from msrun.cli.options.peers import EVENT_LOG_HANDLER, FRAMEWORK, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.job import JOB_ID_PATTERN, JobSpec, ProgramKind, RestartLimits, StartMethod
+from msrun.job import JOB_ID_PATTERN, Framework, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
 from msrun.topology import DeviceKind, Machine
 from msrun.units import shown
@@ -83,7 +88,7 @@ def draft_job(
     Raises:
         UsageError: The options contradict each other, or this machine cannot do it.
     """
-    size = count(settings, machine, system.environment())
+    size = count(settings, machine, system)
     rendezvous = find_rendezvous(settings, size, machine, system)
     decided, notes = _decide(
         settings, chosen, size=size, rendezvous=rendezvous, machine=machine, system=system
@@ -96,6 +101,7 @@ def draft_job(
         nnodes_min=size.nnodes.value[0],
         nnodes_max=size.nnodes.value[1],
         serves=rendezvous.serves,
+        store_port=rendezvous.store_port,
         listen_host=rendezvous.listen_host,
         address=rendezvous.address,
         restarts=RestartLimits(**_fields("restarts", settings, decided)),
@@ -130,7 +136,7 @@ def _decide(
     log_dir, log_notes = _log_dir(settings, job_id.value, system)
     tail, tail_local = choose_tail(settings, size)
     start_method, start_notes = _start_method(settings, chosen)
-    bind_core, bind_numa, bind_notes = choose_binding(settings, machine)
+    bind_core, bind_numa, bind_notes = choose_binding(settings, machine, size.workers.value, system)
     decided: Decided = {
         options.NNODES: Given(most if fewest == most else f"{fewest}:{most}", size.nnodes.source),
         options.WORKER_NUM: size.total,
@@ -185,6 +191,8 @@ def _values(
         *(() if job.secret_file or not job.is_alone else (options.SECRET_FILE,)),
         *(() if job.emit_rank_table else (options.EMIT_RANK_TABLE,)),
         *(() if job.run_id else (options.RDZV_ID,)),
+        *(() if job.event_log != "null" else (EVENT_LOG_HANDLER,)),
+        *((FRAMEWORK,) if job.framework is Framework.AUTO else ()),
         *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
         *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }
@@ -217,6 +225,9 @@ def _without_effect(settings: Settings, job: JobSpec) -> Iterator[str]:
     endpoint, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
     if endpoint and endpoint.source.level is Level.FLAG and alone and alone.value:
         yield f"{endpoint.cite()} has no effect: --standalone takes a free port of this node"
+    for own in (settings.get(options.MASTER_ADDR), settings.get(options.MASTER_PORT)):
+        if own and (stronger := endpoint_before(settings, own)):
+            yield f"{own.cite()} has no effect: {stronger.cite()} goes before it"
     conf = settings.get(options.RDZV_CONF)
     if conf and conf.value.ignored:
         yield (
@@ -396,9 +407,11 @@ def _start_method(
         reason = "a command is always exec'ed"
     elif chosen.program.interpreter_options:
         reason = f"python {' '.join(chosen.program.interpreter_options)} needs its own interpreter"
+    elif (framework := settings.get(FRAMEWORK)) and framework.value is Framework.MINDSPORE:
+        reason = f"{framework.cite()} loads no torch to fork with"
     notes = []
     if reason and given.value is StartMethod.FORK:
-        if given.text or chosen.program.kind is not ProgramKind.COMMAND:
+        if given.text or chosen.program.interpreter_options:
             notes.append(f"--start-method exec is used: {reason}")
         given = Given(StartMethod.EXEC, given.source, given.text)
     preload = settings.get(options.PRELOAD)

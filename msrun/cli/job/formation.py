@@ -9,11 +9,14 @@ from msrun import environ
 from msrun.cli.job.capacity import capacity
 from msrun.cli.options import catalog as options
 from msrun.cli.options.option import Option
-from msrun.cli.options.parsers import WorkerWord, span
+from msrun.cli.options.parsers import TorchDevice, WorkerWord, choose, span
 from msrun.cli.options.settings import Given, Settings, strongest
+from msrun.cli.system import System
 from msrun.errors import UsageError
 from msrun.topology import DeviceKind, Machine
 from msrun.units import counted
+
+Workers = int | WorkerWord | TorchDevice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Size:
         return self.total is None and self.nnodes.value[0] < self.nnodes.value[1]
 
 
-def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) -> Size:
+def count(settings: Settings, machine: Machine, system: System) -> Size:
     """Return the size of the job.
 
     Raises:
@@ -52,7 +55,7 @@ def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) 
             small, or another launcher started more copies of this one than there are nodes.
     """
     given = settings.get(options.WORKERS_PER_NODE)
-    each = None if given is None else _counted(given, machine)
+    each = None if given is None else _counted(given, machine, system)
     nnodes = _nodes(settings, each)
     if nnodes.value[1] == 1:
         workers = _workers_alone(settings, each or Given(_default(machine)))
@@ -69,14 +72,14 @@ def count(settings: Settings, machine: Machine, environment: Mapping[str, str]) 
         )
     _check_capacity(size.workers, size.nnodes.value[1], machine)
     _check_node_rank(settings, size)
-    _check_copies(size, environment)
+    _check_copies(size, system.environment())
     return size
 
 
-def _product(nnodes: Given[tuple[int, int]], each: Given[int | WorkerWord] | None) -> int | None:
+def _product(nnodes: Given[tuple[int, int]], each: Given[Workers] | None) -> int | None:
     """Return the workers of nodes that are all told the same number, None where they are not."""
     fewest, most = nnodes.value
-    if fewest < most or each is None or isinstance(each.value, WorkerWord):
+    if fewest < most or each is None or not isinstance(each.value, int):
         return None
     return most * each.value
 
@@ -169,7 +172,7 @@ def _check_copies(size: Size, environment: Mapping[str, str]) -> None:
     )
 
 
-def count_ranks(settings: Settings, machine: Machine) -> int:
+def count_ranks(settings: Settings, machine: Machine, system: System) -> int:
     """Return the workers of a job of any size, whose nodes are all like this one.
 
     Raises:
@@ -179,7 +182,7 @@ def count_ranks(settings: Settings, machine: Machine) -> int:
     given = settings.get(options.WORKERS_PER_NODE)
     if total and not (nodes and given):
         return total.value
-    each = Given(_default(machine)) if given is None else _counted(given, machine)
+    each = Given(_default(machine)) if given is None else _counted(given, machine, system)
     product = Given(each.value * (nodes.value[1] if nodes else 1), each.source, each.text)
     return (strongest(total, product) or product).value
 
@@ -188,24 +191,43 @@ def _default(machine: Machine) -> int:
     return len(machine.devices) or 1
 
 
-def _counted(given: Given[int | WorkerWord], machine: Machine) -> Given[int]:
+def _counted(given: Given[Workers], machine: Machine, system: System) -> Given[int]:
     """Return the number that torchrun's word stands for on `machine`."""
-    kinds = {WorkerWord.GPU: DeviceKind.CUDA, WorkerWord.NPU: DeviceKind.NPU}
     match given.value:
-        case int():
-            count = given.value
+        case int() as count:
+            pass
         case WorkerWord.AUTO:
-            count = len(machine.devices) or len(machine.cpus.cpus)
+            # Without devices of ours there may be others, such as those of ROCm.
+            others = 0 if machine.devices else system.count_devices(WorkerWord.AUTO.value)
+            count = len(machine.devices) or others or len(machine.cpus.cpus)
         case WorkerWord.CPU:
             count = len(machine.cpus.cpus)
-        case WorkerWord.GPU | WorkerWord.NPU as word:
-            count = sum(device.kind is kinds[word] for device in machine.devices)
-            if not count:
-                raise UsageError(
-                    f"{given.cite()} finds no {word.value.upper()} on this machine "
-                    "(choose a number, auto or cpu)"
-                )
+        case WorkerWord.GPU:
+            count = _devices(machine, DeviceKind.CUDA) or _asked(given, "cuda", system)
+        case WorkerWord.NPU:
+            count = _devices(machine, DeviceKind.NPU) or _asked(given, "npu", system)
+        case TorchDevice(kind=kind):
+            count = _asked(given, kind, system)
     return Given(count, given.source, given.text)
+
+
+def _devices(machine: Machine, kind: DeviceKind) -> int:
+    return sum(device.kind is kind for device in machine.devices)
+
+
+def _asked(given: Given[Workers], kind: str, system: System) -> int:
+    """Return the number of devices that torch finds, which must be above 0."""
+    count = system.count_devices(kind)
+    if count is None:
+        known = [word.value for word in WorkerWord]
+        choices = choose(("1 or more", *known, "a device of torch's such as xpu"))
+        raise UsageError(f"{given.cite()} is no number of workers, nor a device ({choices})")
+    if not count:
+        raise UsageError(
+            f"{given.cite()} finds no {given.text.upper()} on this machine "
+            "(choose a number, auto or cpu)"
+        )
+    return count
 
 
 def find_timeout(settings: Settings, option: Option[float]) -> Given[float] | None:

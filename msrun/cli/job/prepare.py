@@ -27,7 +27,6 @@ from msrun.errors import UsageError
 from msrun.units import shown
 
 _GUESS_CUTOFF = 0.85
-_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,6 @@ def read_request(line: CommandLine, table: Table, system: System) -> JobRequest:
     _check_refused(settings, table)
     notes = (
         *_misspelt(environment, table),
-        *_unserved(environment),
         *_without_effect(settings),
     )
     return JobRequest(settings=settings, words=line.program, file=file, notes=notes)
@@ -171,15 +169,6 @@ def _without_effect(settings: Settings) -> Iterator[str]:
     signals = settings.get(SIGNALS_TO_HANDLE)
     if signals and (missing := [name for name in SIGNALS if name not in signals.value]):
         yield f"{signals.cite()}: the job ends on {', '.join(missing)} as well"
-
-
-def _unserved(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for a service that torchrun's own variables ask for and msrun lacks."""
-    if environment.get(_TIMER) == "1":
-        yield (
-            f"environment {_TIMER}=1 has no effect: no server of torch's timers runs "
-            "(--hang-timeout and --detect-idle find workers that hang)"
-        )
 
 
 def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:

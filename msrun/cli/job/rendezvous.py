@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import TypeVar
 
 from msrun.cli.job.formation import Size
 from msrun.cli.options import catalog as options
-from msrun.cli.options.settings import Given, Settings, strongest
+from msrun.cli.options import peers
+from msrun.cli.options.settings import Given, Settings
 from msrun.cli.system import System
 from msrun.errors import UsageError
-from msrun.job import LOOPBACK, JobSpec
+from msrun.identity import Hand
+from msrun.job import LOOPBACK, SCHEDULER_LOOPBACK, JobSpec
 from msrun.topology import Machine
 
 # What /etc/hosts of the usual systems calls loopback, besides `localhost`.
 _LOOPBACK_NAMES = ("localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback")
 DEFAULT_PORT = 29500  # as torchrun's --master-port
+T = TypeVar("T")
+_DYNAMIC = "c10d"  # torchrun's rendezvous at --rdzv-endpoint, whose workers meet elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +31,15 @@ class Rendezvous:
     Args:
         host: Node of the scheduler as its user wrote it, None when no option names one.
         port: Port of the scheduler.
-        serves: As of `JobSpec`, like those that follow.
+        store_port: As of `JobSpec`, like those that follow.
+        serves: This node starts the scheduler.
         listen_host: Numeric address of the scheduler.
         address: Numeric address of this node.
     """
 
     host: Given[str] | None
     port: Given[int]
+    store_port: int = 0
     serves: bool = True
     listen_host: str = LOOPBACK
     address: str = LOOPBACK
@@ -64,10 +71,12 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
     host, port = _endpoint(settings)
     if size.is_alone:
         port = port or Given(0)
+        store_port = _store_port(settings, port)
         if host:
             _check_here(host, machine, system)
-        _check_port(host.value if host else LOOPBACK, port, system)
-        return Rendezvous(host=host, port=port)
+        if store_port:
+            _check_port(LOOPBACK, port, system)
+        return Rendezvous(host=host, port=port, store_port=store_port)
     if host is None:
         raise UsageError(
             f"{size.nnodes.cite()} needs the node that runs the scheduler",
@@ -84,8 +93,34 @@ def find_rendezvous(settings: Settings, size: Size, machine: Machine, system: Sy
     _check_insecure(settings, site)
     address = _own_address(settings, host, site, system)
     return Rendezvous(
-        host=host, port=port, serves=serves, listen_host=site.address, address=address
+        host=host,
+        port=port,
+        store_port=_store_port(settings, port),
+        serves=serves,
+        listen_host=_scheduler_address(host, site.address),
+        address=address,
     )
+
+
+def _scheduler_address(host: Given[str], address: str) -> str:
+    """Return where the scheduler of a job of several nodes listens, on the host with `address`.
+
+    On the loopback interface that is another address than the stores': both have one port.  The
+    processes of a cluster that is started by hand have a store each, on ports of their own.
+    """
+    is_by_hand = host.source.place == Hand.HOST
+    return SCHEDULER_LOOPBACK if address == LOOPBACK and not is_by_hand else address
+
+
+def _store_port(settings: Settings, port: Given[int]) -> int:
+    """Return the port at which the workers are to find the store, 0 for any.
+
+    It is torchrun's: that of --master-port, or of a static --rdzv-endpoint; with c10d it is free.
+    """
+    backend, endpoint = settings.get(peers.RDZV_BACKEND), settings.get(options.RDZV_ENDPOINT)
+    is_static = backend is None or backend.value != _DYNAMIC
+    is_own = endpoint is None or port.source != endpoint.source
+    return port.value if is_static or is_own else 0
 
 
 def check_port(rendezvous: Rendezvous, job: JobSpec, system: System) -> None:
@@ -98,6 +133,8 @@ def check_port(rendezvous: Rendezvous, job: JobSpec, system: System) -> None:
         return
     hint = "a further node of a job on this machine needs the same command or --job-id"
     _check_port(rendezvous.listen_host, rendezvous.port, system, hint=hint)
+    if job.store_port and not system.is_beside(job):
+        _check_port(LOOPBACK, rendezvous.port, system, hint=hint)
 
 
 def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]:
@@ -107,15 +144,28 @@ def _endpoint(settings: Settings) -> tuple[Given[str] | None, Given[int] | None]
         both = None  # as under torchrun
     host, port = both.value if both else (None, None)
     return (
-        strongest(
-            settings.get(options.MASTER_ADDR),
-            Given(host, both.source, both.text) if both and host is not None else None,
-        ),
-        strongest(
-            settings.get(options.MASTER_PORT),
-            Given(port, both.source, both.text) if both and port is not None else None,
-        ),
+        _stronger(both, host, settings.get(options.MASTER_ADDR)),
+        _stronger(both, port, settings.get(options.MASTER_PORT)),
     )
+
+
+def endpoint_before(settings: Settings, own: Given[object]) -> Given[object] | None:
+    """Return the endpoint that takes the place of --master-addr or --master-port `own`, if any."""
+    both, alone = settings.get(options.RDZV_ENDPOINT), settings.get(options.STANDALONE)
+    if both is None or (alone and alone.value) or own.source.level > both.source.level:
+        return None
+    part = both.value[isinstance(own.value, int)]
+    return None if part is None or part == own.value else both
+
+
+def _stronger(both: Given[object] | None, part: T | None, own: Given[T] | None) -> Given[T] | None:
+    """Return what counts: an option, or `part` of an endpoint, which goes before it if as strong.
+
+    So it is under torchrun, whose users often give both.
+    """
+    if both is None or part is None or (own and own.source.level > both.source.level):
+        return own
+    return Given(part, both.source, both.text)
 
 
 def _check_here(host: Given[str], machine: Machine, system: System) -> None:

@@ -5,6 +5,8 @@ which of them other options or the machine decide as well.  `peers` has the opti
 torchrun or MindSpore need, accepted with a note or refused.
 """
 
+# tidy: long file, the table of all options is read in one place.
+
 from __future__ import annotations
 
 from msrun.cli.options import parsers
@@ -60,7 +62,7 @@ MASTER_PORT = Option(
     name="master-port",
     group=OptionGroup.CLUSTER,
     metavar="PORT",
-    help="Port of the scheduler; on one node, 0 takes a free port.",
+    help="MASTER_PORT of the workers, and where nodes meet; on one node, 0 takes a free port.",
     parse=parsers.whole(0, PORT_MAX),
     field="master_port",
     default_text="0 on one node, 29500 on several",
@@ -386,6 +388,15 @@ WORKER_LOG_NAME = Option(
     default_text="worker_{rank}",
     unset=frozenset({""}),
 )
+LOG_LIMIT: Option[int | None] = Option(
+    name="log-limit",
+    group=OptionGroup.LOGS,
+    metavar="SIZE|off",
+    help="Bytes of the logs of a rank, such as 1GiB; the beginning and the newest lines stay.",
+    parse=parsers.log_limit,
+    field="log_limit",
+    default_text="off",
+)
 TAIL = Option(
     name="tail",
     group=OptionGroup.LOGS,
@@ -480,8 +491,9 @@ BIND_NUMA = Option(
 NUMA_BINDING = Option(
     name="numa-binding",
     group=OptionGroup.PLACEMENT,
-    metavar="node|exclusive",
-    help="--bind-core auto and --bind-numa auto in torchrun's form.",
+    metavar="MODE",
+    help="CPUs and memory near the worker's device: exclusive cores, or all of its node, socket or "
+    "core-complex.",
     parse=parsers.numa_binding,
     torchrun="numa_binding",
 )

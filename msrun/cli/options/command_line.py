@@ -102,11 +102,22 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
     return [*words, *rest], spellings
 
 
+# The words of MindSpore's launcher, as they are spelled here.
+_MINDSPORES = frozenset(
+    {
+        *("--worker-num", "--local-worker-num", "--master-addr", "--master-port", "--node-rank"),
+        *("--log-dir", "--join", "--cluster-time-out", "--bind-core", "--bind-numa"),
+        *("--sim-level", "--sim-rank-id", "--rank-table-file", "--worker-log-name"),
+        "--tail-worker-log",
+    }
+)
+
+
 def _expanded(name: str, table: Table) -> str:
     """Return the option that `name` begins, as argparse does for torchrun; else `name` itself.
 
-    Where several options begin so, those of torchrun come first: its command lines mean here what
-    they mean there.
+    Where several options begin so, those of torchrun come first, and then those of MindSpore: their
+    command lines mean here what they mean there.
 
     Raises:
         UsageError: Several options begin so.
@@ -115,10 +126,16 @@ def _expanded(name: str, table: Table) -> str:
     if name in known or name in _OWN or not name.startswith("--") or name == "--":
         return name
     begun = {s: option for s, option in known.items() if s.startswith(name)}
-    meant = {s: option for s, option in begun.items() if option.torchrun} or begun
+    torchruns = {s: option for s, option in begun.items() if s == _of_torchrun(option)}
+    mindspores = {s: option for s, option in begun.items() if s in _MINDSPORES}
+    meant = torchruns or mindspores or begun
     if len(set(meant.values())) > 1:
         raise UsageError(f"{name} may mean {choose(sorted(meant)).removeprefix('choose ')}")
     return min(meant, key=len, default=name)
+
+
+def _of_torchrun(option: Option[object]) -> str:
+    return "--" + option.torchrun.replace("_", "-")
 
 
 def _split(word: str, known: Container[str]) -> tuple[str, str | None]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from msrun.errors import UsageError
-from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, StartMethod
-from msrun.units import PORT_MAX, parse_duration, quoted
+from msrun.job import EVERY_RANK, JOB_ID_PATTERN, STOP_SIGNALS, Framework, StartMethod
+from msrun.units import PORT_MAX, parse_duration, parse_size, quoted
 
 _WHOLE = re.compile(r"-?[0-9]{1,15}")
 _TRUE = ("true", "1", "yes", "on")
@@ -21,16 +21,15 @@ _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
 _ONE_COMMA = re.compile(r"(?<!,),(?!,)")
 _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
+_DEVICE = re.compile(r"[a-z][a-z_]{1,31}")
 _RUN_ID_MAX = 256
+# The last lines of a log, which reports show, must always be in one piece.
+_LOG_LIMIT_MIN = 1 << 20
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 # These end a job always, `MORE_SIGNALS` only where they are asked to.
 SIGNALS = STOP_SIGNALS
 MORE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
-
-
-# Accelerators of torch whose number only their own libraries know.
-_UNCOUNTED = ("xpu", "mps", "hpu", "mtia", "maia", "xla", "privateuseone")
 
 
 class WorkerWord(Enum):
@@ -40,6 +39,13 @@ class WorkerWord(Enum):
     GPU = "gpu"
     NPU = "npu"
     CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchDevice:
+    """Devices whose number torch alone knows, such as `xpu`."""
+
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +126,13 @@ def is_boolean(value: str) -> bool:
     return value.lower() in (*_TRUE, *_FALSE)
 
 
-def workers(value: str) -> int | WorkerWord:
+def workers(value: str) -> int | WorkerWord | TorchDevice:
     """Return a number of workers, or the word that stands for one."""
     known = [word.value for word in WorkerWord]
     if value.lower() in known:
         return WorkerWord(value.lower())
-    if value.lower() in _UNCOUNTED:
-        raise UsageError(
-            f"{quoted(value)} are devices that msrun cannot count ({choose(('a number', *known))})"
-        )
+    if _DEVICE.fullmatch(value):
+        return TorchDevice(kind=value)
     if not _WHOLE.fullmatch(value) or int(value) < 1:
         raise UsageError(
             f"{quoted(value)} is no number of workers ({choose(('1 or more', *known))})"
@@ -200,6 +204,16 @@ def idle_timeout(value: str) -> float:
     if seconds < 1:
         raise UsageError(f"{quoted(value)} is too short (choose off, or 1s or more)")
     return seconds
+
+
+def log_limit(value: str) -> int | None:
+    """Return a size of at least a mebibyte, None for `off`."""
+    if value.lower() == "off":
+        return None
+    size = parse_size(value)
+    if size < _LOG_LIMIT_MIN:
+        raise UsageError(f"{quoted(value)} is too small (choose off, or 1MiB or more)")
+    return size
 
 
 def patience(value: str) -> float:
@@ -299,6 +313,11 @@ def start_method(value: str) -> StartMethod:
     return known[words(*known)(value)]
 
 
+def framework(value: str) -> Framework:
+    """Return whose workers the job has."""
+    return Framework(words(*(each.value for each in Framework))(value))
+
+
 def module_names(value: str) -> tuple[str, ...]:
     """Return dotted names separated by commas."""
     names = tuple(name.strip() for name in value.split(",") if name.strip())
@@ -387,11 +406,5 @@ def signals(value: str) -> frozenset[str]:
 
 
 def numa_binding(value: str) -> str:
-    """Return one of torchrun's modes that msrun has: near CPUs, for each worker its own."""
-    modes = ("node", "exclusive")
-    if value.lower() in ("socket", "core-complex"):
-        raise UsageError(
-            f"{quoted(value)} is a mode that msrun does not have ({choose(modes)}, or give the "
-            "CPUs with --bind-core)"
-        )
-    return words(*modes)(value)
+    """Return one of torchrun's modes."""
+    return words("node", "socket", "exclusive", "core-complex")(value)

@@ -42,9 +42,21 @@ EVENT_LOG_HANDLER = Option(
     name="event-log-handler",
     group=OptionGroup.PEERS,
     metavar="NAME",
-    help="Destination of events, null or console: the console has them in any case.",
+    help="Events of torchelastic's form, a line of JSON each on stderr: console, or null.",
     parse=parsers.words("null", "console"),
+    field="event_log",
+    default_text="null",
     torchrun="event_log_handler",
+)
+
+FRAMEWORK = Option(
+    name="framework",
+    group=OptionGroup.PEERS,
+    metavar="auto|torch|mindspore",
+    help="Whose workers they are; those of MindSpore need its scheduler, which auto notices.",
+    parse=parsers.framework,
+    field="framework",
+    default_text="auto",
 )
 
 _SIMULATION = "is refused: msrun simulates no cluster (choose -1, off)"

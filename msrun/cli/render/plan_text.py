@@ -15,7 +15,7 @@ from msrun.cli.render.section import TextSection
 from msrun.job import EVERY_RANK, Binding, BindMode, JobSpec
 from msrun.supervise import secret
 from msrun.topology import render_number_list
-from msrun.units import render_duration
+from msrun.units import render_duration, render_size
 
 SCHEMA = 1
 _NOTHING = "-"
@@ -112,7 +112,7 @@ def _formation_document(plan: LaunchPlan) -> dict[str, object]:
     return {
         "nnodes": [job.nnodes_min, job.nnodes_max],
         "world_size": job.world_size,
-        "scheduler": {"host": job.listen_host, "port": job.master_port},
+        "scheduler": {"host": job.listen_host, "port": job.scheduler_port},
         "serves": job.serves,
         "address": job.address,
         "secret": _secret(job),
@@ -184,6 +184,8 @@ def _plain(name: str, value: object) -> object:
             plain = sorted(value)
         case tuple():
             plain = list(value)
+        case int() if name == "log-limit":
+            plain = render_size(value)
         case None if name == "tail":
             plain = options.TAIL.default_text
         case dict() if name in ("tee", "redirects"):

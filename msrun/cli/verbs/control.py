@@ -15,6 +15,7 @@ from msrun.cli.options import parsers
 from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.errors import UsageError
+from msrun.job import LOOPBACK, SCHEDULER_LOOPBACK
 from msrun.units import PORT_MAX
 
 if TYPE_CHECKING:
@@ -127,7 +128,10 @@ def _remote(given: dict[str, Any], job: str, system: System) -> Card:
     if not addresses:
         raise UsageError(f"--master-addr {host!r} is no host that this machine knows")
     secret = read_secret(given["secret_file"] or str(own_file()))
-    return Card(job_id=job, host=addresses[0], port=port, keys=control_keys(secret))
+    where = addresses[0]
+    if where == LOOPBACK and system.port_problem(SCHEDULER_LOOPBACK, port):
+        where = SCHEDULER_LOOPBACK
+    return Card(job_id=job, host=where, port=port, keys=control_keys(secret))
 
 
 @contextlib.contextmanager

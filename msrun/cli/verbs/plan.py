@@ -66,7 +66,7 @@ def _plan_mesh(request: JobRequest, system: System) -> None:
     settings = request.settings
     if given := settings.get(ENV_OF):
         raise UsageError(f"{given.cite()} needs a SCRIPT")
-    ranks = count_ranks(settings, system.read_machine(merge_env(settings).value))
+    ranks = count_ranks(settings, system.read_machine(merge_env(settings).value), system)
     if ranks > RANKS_MAX:
         raise UsageError(f"a mesh of {ranks} ranks is more than plan shows (at most {RANKS_MAX})")
     parallel = fit_parallel(settings.get(PARALLEL), ranks)

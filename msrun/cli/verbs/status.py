@@ -13,6 +13,7 @@ from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
 from msrun.cli.verbs.control import JSON, PATIENCE, SCHEMA, connected, parse
 from msrun.errors import UnreachableError
+from msrun.units import shown
 
 if TYPE_CHECKING:
     from msrun.cli.render.section import TextSection
@@ -206,7 +207,15 @@ def duration(seconds: float) -> str:
 
 def ls(args: Sequence[str], system: System) -> int:
     """List the jobs on this machine."""
-    as_json = read_words("msrun ls", LS, (JSON,), args)["json"]
+    clean = click.Option(
+        ["--clean"],
+        is_flag=True,
+        help="Remove what killed launchers have left, as the next job would.",
+    )
+    given = read_words("msrun ls", LS, (clean, JSON), args)
+    as_json = given["json"]
+    for name in system.clean() if given["clean"] else ():
+        say(f"msrun: removed what job {shown(name)} had left")
     cards = system.jobs()
     ages = [system.now() - card.began for card in cards]
     if as_json:

@@ -493,7 +493,17 @@ class AgentState:
         return self._stop_alone(msgspec.structs.replace(verdict, hint=hint), now)
 
     def _internal(self, reason: str, code: int) -> Verdict:
-        return verdicts.internal(self.job_id, reason, generation=self.generation, code=code)
+        root = self.root()
+        known = f"{reason}; before that, {root.sentence()}" if root else reason
+        verdict = verdicts.internal(self.job_id, known, generation=self.generation, code=code)
+        return msgspec.structs.replace(verdict, root=root)
+
+    def root(self) -> RankExit | None:
+        """Return the first failure of a worker of this node in its last generation, if any."""
+        ends = [(end, at - end.age) for end, at in self._exits if not end.stopped]
+        if all(end.succeeded for end, _ in ends):
+            return None
+        return verdicts.root_cause(ends)
 
     def _conclude(self, verdict: Verdict) -> list[Action]:
         self.phase = AgentPhase.FINISHED

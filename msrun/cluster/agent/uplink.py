@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from msrun.cluster.agent.events import Forgotten, Reached, SchedulerMessage, SchedulerSilent
+from msrun.cluster.agent.events import (
+    Forgotten,
+    Reached,
+    SchedulerLost,
+    SchedulerMessage,
+    SchedulerSilent,
+)
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.wire.link import RESEND_SECONDS, OrderedLink
 from msrun.cluster.wire.messages import (
@@ -34,7 +40,7 @@ from msrun.cluster.wire.messages import (
     Waiting,
 )
 
-UplinkEvent = SchedulerMessage | SchedulerSilent | Forgotten | Reached
+UplinkEvent = SchedulerMessage | SchedulerSilent | SchedulerLost | Forgotten | Reached
 
 _OF_SCHEDULER = (
     Start,
@@ -75,6 +81,7 @@ class Uplink:
     _echo: float | None = None
     _beat_at: float | None = None
     _is_cut: bool = False
+    _has_given_up: bool = False
 
     def join(self, generation: int, register: Register, *, now: float) -> list[Envelope]:
         """Begin a new session with `register` as its first body."""
@@ -114,6 +121,12 @@ class Uplink:
         # too.
         if not frames and self._beat_at is not None and now >= self._beat_at:
             frames.append(self._frame(now))
+        refused = None if self._has_given_up else self._link.refused
+        if refused:
+            self._has_given_up = True
+            what = type(refused.body).__name__
+            reason = f"the scheduler did not take a message of this node ({what}, sent many times)"
+            return [SchedulerLost(reason)], []
         cut_at = self._cut_at()
         if cut_at is None or now < cut_at:
             return [], frames

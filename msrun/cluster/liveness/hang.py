@@ -4,8 +4,9 @@ With a time that the user gave, a worker that has ever beaten hangs when it has 
 
 Without one, several times the longest interval seen is the reason for a warning (`QUIET`) and no
 more: a worker that evaluates, compiles, saves or downloads does not beat either.  It is also
-reported, again and again, when it does no work (`IDLE`): its processes use hardly any CPU time,
-its main thread is hardly ever woken, as by data from the network, and does not wait for a disk.
+reported, again and again, when it does no work (`IDLE`): its processes use hardly any CPU time and
+read and write hardly anything, its main thread is hardly ever woken, as by data from the network,
+and neither waits for a disk nor sleeps for a time.
 The scheduler ends a generation in which no worker does any (`standstill`).
 
 CPU time alone is looked at only where the user asks for it.
@@ -27,6 +28,8 @@ _LOOK_SECONDS_MAX = 5.0
 _IDLE_SHARE = 0.01
 # A main thread that waits in a collective is woken less often each second.
 _IDLE_WAKES = 1.0
+# Threads that wait wake each other with less each second.
+_IDLE_BYTES = 1024
 REPEAT_SECONDS = 30.0
 
 # Signs that did not come.  Those without a time given by the user end nothing by themselves.
@@ -42,12 +45,15 @@ class WorkDone(msgspec.Struct, frozen=True):
     Args:
         cpu: Seconds of CPU time of it and its children.
         wakes: How often its main thread was woken.
-        in_disk: Whether its main thread waits for a disk right now.
+        goes_on: Whether its main thread waits right now for what comes by itself: a disk, or the
+            end of a time for which it sleeps.
+        moved: Bytes that it and its children have read and written.
     """
 
     cpu: float
     wakes: int
-    in_disk: bool = False
+    goes_on: bool = False
+    moved: int = 0
 
 
 class Sign(msgspec.Struct, frozen=True):
@@ -194,5 +200,7 @@ def _works(before: WorkDone, now: WorkDone) -> bool:
     """Return whether a worker has worked between two looks, up to a minute apart."""
     cpu, wakes = now.cpu - before.cpu, now.wakes - before.wakes
     is_woken = wakes >= _IDLE_WAKES * LEAST_SECONDS
+    # A child or another thread may copy or download while the main thread waits for it.
+    moves = now.moved - before.moved >= _IDLE_BYTES * LEAST_SECONDS
     # Less CPU time than before: a child has ended.
-    return now.in_disk or cpu < 0 or cpu >= 2 * _IDLE_SHARE * LEAST_SECONDS or is_woken
+    return now.goes_on or cpu < 0 or cpu >= 2 * _IDLE_SHARE * LEAST_SECONDS or is_woken or moves

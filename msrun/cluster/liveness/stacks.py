@@ -9,6 +9,8 @@ from pathlib import PurePath
 import msgspec
 
 from msrun.cluster.bounds import RankSet
+from msrun.cluster.liveness import collectives
+from msrun.cluster.liveness.collectives import Collective, MissedCollective
 
 FRAMES_MAX = 40
 FILE_CHARS_MAX = 120
@@ -32,6 +34,7 @@ _WAIT_FUNCTION = re.compile(
     r"init_process_group|new_group|rendezvous)"
     r"(?:_coalesced|_tensor|_into_tensor|_single|_object|_object_list|_all|_first|_helper)*"
 )
+_TORCH_FILE = re.compile(r"/torch/(?:autograd|optim|nn/parallel)/")
 _LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python[0-9.]+/|^<")
 
 
@@ -55,12 +58,14 @@ class RankStack(msgspec.Struct, frozen=True, kw_only=True):
         frames: Its main thread, innermost first.
         problem: Why there are no frames; empty when there are.
         idle: Seconds since its last beat; 0 for one that never beat.
+        entered: The latest collective of each of its process groups; None if that is not known.
     """
 
     rank: int
     frames: tuple[Frame, ...] = ()
     problem: str = ""
     idle: float = 0.0
+    entered: tuple[Collective, ...] | None = None
 
 
 class StackGroup(msgspec.Struct, frozen=True):
@@ -135,10 +140,11 @@ class Suspect(msgspec.Struct, frozen=True):
 def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> Suspect:
     """Return the rank that most likely keeps the others waiting.
 
-    A rank inside a collective, a barrier or a wait for the store waits for others, and is not
-    chosen while another is elsewhere.  Among the rest that make no progress it is one whose stack
-    could not be had, since what is stopped can show none; else one of the smallest group of equal
-    stacks; of these the one that has been silent for longest.
+    Of ranks that have entered fewer collectives than others it is one that does not wait itself.
+    Without such a one the stacks decide.  A rank inside a collective, a barrier or a wait for the
+    store waits for others, and is not chosen while another is elsewhere.  Among the rest that make
+    no progress it is one whose stack could not be had, since what is stopped can show none; else
+    one of the smallest group of equal stacks; of these the one that has been silent for longest.
 
     Args:
         stacks: Where all ranks are.
@@ -150,9 +156,14 @@ def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> Suspec
     silent = {stack.rank: stack.idle for stack in stacks if stack.idle >= least} | dict(stalled)
     waiting = {stack.rank for stack in stacks if waits(stack.frames)}
     elsewhere = {stack.rank for stack in stacks} - waiting
+    in_torch = {stack.rank for stack in stacks if _may_wait(stack.frames)}
+    behind = collectives.causes(missed(stacks)) & elsewhere
     chosen = set(silent)
-    if waiting and elsewhere:
-        chosen = (chosen & elsewhere) or elsewhere
+    if behind:
+        chosen = behind
+    elif waiting and elsewhere:
+        chosen = elsewhere - in_torch or elsewhere
+        chosen = (set(silent) & chosen) or chosen
     rank = min(
         chosen,
         key=lambda rank: (
@@ -162,7 +173,21 @@ def suspect(stacks: Sequence[RankStack], stalled: Mapping[int, float]) -> Suspec
             rank,
         ),
     )
-    return Suspect(rank, is_sure=elsewhere == {rank} and bool(waiting))
+    # In a backward pass, a rank may compute or wait: only the numbers tell.
+    others = elsewhere - in_torch - {rank}
+    is_alone = bool(waiting) and elsewhere == {rank} and rank not in in_torch
+    return Suspect(rank, is_sure=is_alone or (behind == {rank} and not others))
+
+
+def missed(stacks: Iterable[RankStack]) -> list[MissedCollective]:
+    """Return the collectives that some ranks have entered and others have not."""
+    entered = {stack.rank: stack.entered for stack in stacks if stack.entered is not None}
+    return collectives.missed(entered)
+
+
+def _may_wait(frames: Sequence[Frame]) -> bool:
+    """Return whether a rank is in torch's C++ code, which may wait for a collective there."""
+    return bool(frames) and bool(_TORCH_FILE.search(frames[0].file))
 
 
 def waits(frames: Sequence[Frame]) -> bool:

@@ -63,6 +63,7 @@ ANSWER_SECONDS = 5.0
 ALONE_SECONDS = 3.0
 _CAUSES_MAX = 8
 _INQUIRIES_MAX = 64
+_MISSED_MAX = 4
 _REPORT_CHARS_MAX = 12_000
 _OF_US = (Running, Stalled, Stack, LogPart)
 
@@ -376,6 +377,7 @@ class Control:
                 frames=tuple(stack.frames),
                 problem=stack.problem,
                 idle=stack.worker.stalled,
+                entered=None if stack.entered is None else tuple(stack.entered),
             )
             for rank, stack in inquiry.stacks.items()
         ]
@@ -393,6 +395,10 @@ class Control:
         suspect = pictures.suspect(pictured, inquiry.stalled)
         longest = max(inquiry.stalled.values())
         worker = self._suspect(inquiry, suspect.rank, longest)
+        missed = [each for each in pictures.missed(pictured) if suspect.rank in each.missing]
+        if missed:
+            where = min(missed, key=lambda each: len(each.missing))
+            worker = msgspec.structs.replace(worker, error=where.sentence())
         head = f"generation {inquiry.generation} hangs: no {inquiry.sign} of"
         told = self._tell_stacks(head, inquiry.stalled, pictured)
         return [*told, *self.state.give_up_on(worker, is_sure=suspect.is_sure, now=now)]
@@ -403,7 +409,8 @@ class Control:
         groups = pictures.group(pictured)
         ranks = self.state.current.describe_ranks(silent.keys())
         seconds = render_seconds(max(silent.values()))
-        text = f"{head} {ranks} for {seconds}\n{pictures.summary(groups)}"
+        missed = [each.sentence() for each in pictures.missed(pictured)[:_MISSED_MAX]]
+        text = "\n".join([f"{head} {ranks} for {seconds}", *missed, pictures.summary(groups)])
         hung = Hung(report=f"{text}\n\n{pictures.render(groups)}"[:_REPORT_CHARS_MAX])
         return [self._send(n, hung) for n in sorted(self.state.roster.nodes)]
 

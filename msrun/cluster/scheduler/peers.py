@@ -107,6 +107,17 @@ class AgentLinks:
         self._check_by(now)
         return [self._frame(node_id, peer, parcel.seq, generation, body)]
 
+    def has_earlier_life(self, envelope: Envelope) -> bool:
+        """Whether `receive` would take this frame for the end of a life that is not lost yet."""
+        peer = self._peers.get(envelope.node_id)
+        return (
+            peer is not None
+            and peer.incarnation != envelope.incarnation
+            and (envelope.node_id, envelope.incarnation) not in self._over
+            and self._is_first(envelope)
+            and self._follows(envelope)
+        )
+
     def receive(
         self, envelope: Envelope, *, now: float
     ) -> tuple[list[Lost | AgentMessage], list[Envelope]]:

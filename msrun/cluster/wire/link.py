@@ -26,6 +26,8 @@ RESEND_SECONDS = 1.0
 RESEND_SECONDS_MAX = 4.0
 # Seconds a scheduler takes for each node, if all of them come at once.
 _RESEND_SECONDS_EACH = 0.002
+# Times a body is sent again before its sender gives up: what can arrive has arrived long before.
+RESENDS_MAX = 60
 # Bodies that are sent again at once; the rest follows when these have arrived.
 RESEND_MAX = 64
 
@@ -61,6 +63,7 @@ class OrderedLink:
     _unacknowledged: deque[Parcel] = field(default_factory=deque)
     _resend_at: float | None = None
     _pause: float = 0.0
+    _resends: int = 0
 
     @property
     def deadline(self) -> float | None:
@@ -90,8 +93,20 @@ class OrderedLink:
             self._unacknowledged.popleft()
             arrived += 1
         if arrived:
+            self._resends = 0
             self._pause = RESEND_SECONDS
             self._resend_at = now + RESEND_SECONDS if self._unacknowledged else None
+
+    @property
+    def refused(self) -> Parcel | None:
+        """The body that the other end does not take, however often it is sent; None if it may.
+
+        Not a first one, whose other end may not be there yet.  Times are counted and not seconds,
+        so that whoever was frozen meanwhile sends it once and not too late.
+        """
+        if self._resends < RESENDS_MAX or self._unacknowledged[0].seq == 1:
+            return None
+        return self._unacknowledged[0]
 
     def overdue(self, *, now: float) -> list[Parcel]:
         """Return the bodies that must be sent again now."""
@@ -100,4 +115,5 @@ class OrderedLink:
         if self._unacknowledged[0].seq == 1:
             self._pause = max(self.first, min(self._pause * 2, RESEND_SECONDS_MAX))
         self._resend_at = now + self._pause
+        self._resends += 1
         return list(itertools.islice(self._unacknowledged, RESEND_MAX))

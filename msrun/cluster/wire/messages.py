@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from msrun.cluster.bounds import PROCESS_BYTES_MAX, PROCESSES_MAX, RANGES_MAX
+from msrun.cluster.liveness.collectives import GROUPS_MAX, Collective
 from msrun.cluster.liveness.stacks import Frame
 from msrun.cluster.verdict import Name, RankExit, Seconds, Verdict
 
@@ -32,6 +33,7 @@ NodeId = Annotated[str, msgspec.Meta(max_length=600)]
 Reason = Annotated[str, msgspec.Meta(max_length=2_000)]
 Ranges = Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=RANGES_MAX)]
 Process = Annotated[str, msgspec.Meta(max_length=PROCESS_BYTES_MAX)]
+Collectives = Annotated[list[Collective], msgspec.Meta(max_length=GROUPS_MAX)]
 Processes = Annotated[list[Process], msgspec.Meta(max_length=PROCESSES_MAX + 1)]
 
 
@@ -300,12 +302,14 @@ class Stack(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=Tru
         worker: The worker, described as if it had ended; `stalled` is the time since its last beat.
         frames: Its main thread, innermost first.
         problem: Why there are no frames; empty when there are.
+        entered: The latest collective of each of its process groups; None if it did not say.
     """
 
     inquiry: Number
     worker: RankExit
     frames: list[Frame] = []
     problem: str = ""
+    entered: Collectives | None = None
 
 
 class ReadLog(Body, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):

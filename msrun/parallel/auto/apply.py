@@ -16,13 +16,13 @@ from torch import nn
 
 from msrun.errors import ConfigError, ModelError, UsageError
 from msrun.parallel.auto.dropout_rng import DropoutRng
-from msrun.parallel.auto.executable import TracedBehaviour
+from msrun.parallel.auto.executable import TracedBehaviour, check_outputs
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
-from msrun.parallel.auto.structure import leaf_tensors
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.tracing.structure import leaf_tensors
+from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
 from msrun.parallel.layout import rules_of
 from msrun.parallel.losses.batch import Sample
@@ -192,12 +192,14 @@ def _find_plan(
     problem = build(traced.program, setting, cuts=layout_nodes(answer.chosen))
     rules = traced.rules | {node.name: node.rule for node in problem.nodes}
     lowering, behaviour = None, None
+    part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
     if chunks.count == 1 and not answer.recompute:
         check(traced.program)
         planned = Planned(traced.program, setting, tuple(_axes(context)), rules, answer.chosen)
-        part = resized(sample, setting.batch // context.layout.size(DATA_AXIS))
         lowering = lower(planned, traced.modules, lambda: trace(model, part).program)
     if lowering is None:
+        if context.layout.size(DATA_AXIS) > 1:
+            check_outputs(model, traced, setting.batch, lambda: trace(model, part))
         behaviour = TracedBehaviour(
             model, traced, whole, forwards=answer.microbatches, stages=chunks.count
         )
@@ -235,6 +237,12 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
         )
     if any(param.is_meta for param in model.parameters()):
         raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(
+                f"{ROOT}.mode: auto computes no sparse gradients, as {name} asks for",
+                hint="make it with sparse=False, or choose another mode",
+            )
     return sample
 
 

@@ -11,9 +11,9 @@ more.  A tensor with a layout node is redistributed once, as soon as it is made.
 on the redistributed base, with the sizes of the local shard.  What depends on no parameter is
 computed before, in the layout that `Uses` gives it.
 
-A few operators need more than local shards: embeddings split by row, losses and means over sharded
-samples, dropout, whose mask is that of one process.  `unsupported_ops` refuses what nothing can
-make right.  Repeated blocks may be recomputed; a pipeline stage runs a `Part` of the steps.
+A few operators need more than local shards: embeddings split by row, losses, means and batch norms
+over sharded samples, dropout, whose mask is that of one process.  `unsupported_ops` refuses what
+nothing can make right.  Repeated blocks may be recomputed; a stage runs a `Part` of the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,17 @@ from torch.nn import Parameter, functional
 from torch.utils.checkpoint import checkpoint
 
 from msrun.errors import ModelError
+from msrun.parallel.auto.batch_norms import BatchNorms
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.executable import TracedBehaviour
-from msrun.parallel.auto.modes import StepMode
+from msrun.parallel.auto.native import loss_sum
 from msrun.parallel.auto.redistribute import (
     Redistributor,
     redistribute_both_ways,
     with_gradient_share,
 )
-from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.tracing.modes import StepMode
+from msrun.parallel.auto.tracing.trace import Evaluation, Traced
 from msrun.parallel.local import replace_parameter
 from msrun.parallel.search.graph.axis_placement import (
     PARTIAL,
@@ -105,11 +107,12 @@ class Executor:
         self._rules = dict(rules)
         check(self._program)
         self._redistributor = Redistributor(mesh)
+        self._norms = BatchNorms(model, traced.buffers, self._redistributor)
         self._uses = Uses(self._program, setting, traced.rules)
         self._part = part or divide(self._program, self._uses, [0])[0]
         self._producers = {name: step for step in self._program.steps for name in step.outputs}
         self.dropout_rng = DropoutRng(self._program, seed)
-        self._blocks, self._behaviour = blocks, behaviour
+        self._blocks, self.behaviour = blocks, behaviour
         modes = {step.name: traced.mode(step.name) for step in self._program.steps}
         self._modes = {name: mode for name, mode in modes.items() if mode != StepMode()}
         self._stored: dict[str, Row] = {}
@@ -164,8 +167,8 @@ class Executor:
         A stage also takes what it receives, after the inputs; all but the last return what they
         send.
         """
-        if self._behaviour:
-            self._behaviour.check(self._model)
+        if self.behaviour:
+            self.behaviour.check(self._model)
         if self._model.training:
             self.dropout_rng.begin()
         part, own = self._part, len(args) - len(self._part.received)
@@ -191,9 +194,10 @@ class Executor:
 
     def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Give buffers what the forward leaves in them."""
-        for buffer, value in self._traced.written.items():
+        for buffer in self._traced.written.keys() - self._left_out().unwritten:
+            value = self._traced.written[buffer]
             module, _, own = buffer.rpartition(".")
-            # A new tensor, since backward may need the old one.
+            # A new tensor: backward may need the old one.
             setattr(self._model.get_submodule(module), own, values[value].detach())
 
     def _spans(self) -> Iterator[tuple[Sequence[Step], str | None]]:
@@ -221,11 +225,11 @@ class Executor:
 
     def _run_block(self, steps: Sequence[Step], cut: str, values: dict[str, Tensor]) -> None:
         """Add what a block passes on, and save its inputs to recompute the rest."""
-        given, rng_state = dict(values), self.dropout_rng.state
+        given, rng_state, runs = dict(values), self.dropout_rng.state, count()
 
         def run() -> Tensor:
             inside = dict(given)
-            with self.dropout_rng.again(rng_state):
+            with self.dropout_rng.again(rng_state), self._norms.again(is_again=next(runs) > 0):
                 self._run_all(steps, inside)
             return inside[cut]
 
@@ -385,6 +389,8 @@ class Executor:
             return [ins[0].reshape(self.local_shape(step.outputs[0], layout))]
         if step in self.dropout_rng:
             return [self._drop(step, tuple(uses.layouts[step.outputs[0]][0].tolist()), ins[0])]
+        if step.packet == "batch_norm":  # no choice reads its inputs as they are, so they are whole
+            return [self.normalize(step, (), ins)]
         return self._call(step, ins)
 
     def _call(
@@ -431,16 +437,15 @@ class Executor:
         index = 0
         for axis in axes:
             index = index * self._setting.sizes[axis] + self._mesh.get_local_rank(axis)
-        count = weight.shape[0]
-        low = index * count
-        is_other = (indices < low) | (indices >= low + count)
+        low = index * (rows := weight.shape[0])
+        is_other = (indices < low) | (indices >= low + rows)
         padding = int(step.attrs.get("padding_idx", -1))
-        rows = functional.embedding(
+        found = functional.embedding(
             torch.where(is_other, 0, indices - low),
             weight,
-            padding_idx=padding - low if low <= padding < low + count else None,
+            padding_idx=padding - low if low <= padding < low + rows else None,
         )
-        return rows.masked_fill(is_other.unsqueeze(-1), 0.0)
+        return found.masked_fill(is_other.unsqueeze(-1), 0.0)
 
     def average(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of a mean over all."""
@@ -451,28 +456,23 @@ class Executor:
     def cross_entropy(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the loss; the mean is over the targets that count."""
         axes = self.summed_axes(choices)
-        by_class = not ins[1].is_floating_point()
-        if step.attrs.get("reduction", 1) != 1 or not axes or not by_class:
+        if step.attrs.get("reduction", 1) != 1 or not axes or ins[1].is_floating_point():
             return self.average(step, choices, ins)
-        attrs = step.attrs
-        ignored = int(attrs.get("ignore_index", -100))
-        count = (ins[1] != ignored).sum().to(ins[0].dtype)
+        ignored = int(step.attrs.get("ignore_index", -100))
+        number = (ins[1] != ignored).sum().to(ins[0].dtype)
         source = [PARTIAL if axis in axes else REPLICATED for axis in range(self._mesh.ndim)]
-        target = [REPLICATED] * self._mesh.ndim
-        count = self._redistributor.redistribute(count, source, target)
-        options = {"ignore_index": ignored, "reduction": "sum"}
-        if step.packet == "cross_entropy_loss":
-            smoothing = float(attrs.get("label_smoothing", 0.0))
-            return (
-                functional.cross_entropy(
-                    ins[0],
-                    ins[1],
-                    label_smoothing=smoothing,
-                    **options,  # type: ignore[arg-type]
-                )
-                / count
-            )
-        return functional.nll_loss(ins[0], ins[1], **options) / count  # type: ignore[arg-type]
+        number = self._redistributor.redistribute(number, source, [REPLICATED] * len(source))
+        return loss_sum(step, ins[0], ins[1], ignored) / number
+
+    def normalize(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
+        """Normalize by the statistics of the global batch."""
+        takes_batch = step.attrs["training"] and step.name not in self._left_out().norms
+        return self._norms.run(step, ins, choices, is_training=takes_batch)
+
+    def _left_out(self) -> Evaluation:
+        """Return what this forward leaves out, if it is one of evaluation."""
+        behaviour = None if self._model.training else self.behaviour
+        return behaviour.evaluation if behaviour else Evaluation()
 
     def drop(self, step: Step, choices: Sequence[Choice], ins: Sequence[Tensor]) -> Tensor:
         """Apply dropout with the mask of one process."""
@@ -482,11 +482,10 @@ class Executor:
         """Apply dropout to a shard in the layout `codes`, with the mask of the full tensor."""
         if not self._model.training:
             return x
-        replicated = [REPLICATED] * self._mesh.ndim
         placements = value_placement(np.array(codes)).tolist()
         keep = 1 - float(step.attrs.get("p", 0.5))
         mask = self.dropout_rng.mask(step, keep)
-        shard = self._redistributor.redistribute(mask, replicated, placements)
+        shard = self._redistributor.redistribute(mask, [REPLICATED] * len(codes), placements)
         return x * shard.to(x).div(keep)
 
 
@@ -495,6 +494,7 @@ _Special = Callable[[Executor, Step, Sequence[Choice], Sequence[Tensor]], Tensor
 _SPECIAL: dict[str, _Special] = {
     "embedding": Executor.embed,
     "dropout": Executor.drop,
+    "batch_norm": Executor.normalize,
     **dict.fromkeys(BY_CLASS, Executor.cross_entropy),
     **dict.fromkeys(AVERAGES, Executor.average),
 }

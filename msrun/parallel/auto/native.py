@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.local import full_tensor
+from msrun.parallel.search.graph.program import Step
 from msrun.parallel.search.plan.lowering import Lowering
 
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
@@ -52,6 +53,19 @@ def return_means(
     losses = _CountedLosses(group)
     mean = partial(_mean, group=group)
     model.forward = partial(_run, losses, traced, lowering.means, mean, model.forward)
+
+
+def loss_sum(step: Step, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """Return the sum of the losses by class that `step` computes the mean of."""
+    if step.packet == "cross_entropy_loss":
+        return functional.cross_entropy(
+            logits,
+            target,
+            label_smoothing=float(step.attrs.get("label_smoothing", 0.0)),
+            ignore_index=ignored,
+            reduction="sum",
+        )
+    return functional.nll_loss(logits, target, ignore_index=ignored, reduction="sum")
 
 
 def _run(

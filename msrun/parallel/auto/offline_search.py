@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import UsageError
-from msrun.parallel.auto.structure import leaf_tensors, mapped
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
+from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
 from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import Traced
+from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
@@ -118,6 +118,9 @@ class PlannedModel(PipelineModel):
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what stages send, which follows from the plan."""
+        # Before a stage waits for another, so that all of them raise.
+        if self._any.behaviour:
+            self._any.behaviour.check(self)
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
         self._any.read(split.padded(inputs, 0), {})
         return split, self._borders

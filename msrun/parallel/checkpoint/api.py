@@ -107,6 +107,11 @@ class Checkpoints:
         self._extra: Extra = None
         self._due: Callable[[], None] | None = None
 
+    @property
+    def peers(self) -> HostGroup:
+        """All ranks; free after `finish`."""
+        return self._peers
+
     def save(
         self,
         path: str | Path | None,
@@ -145,10 +150,10 @@ class Checkpoints:
         optimizer: Optimizers,
         rest: tuple[Moment, Extra],
     ) -> None:
-        settings = self._settings
-        target = self._target(path, rest[0].step)
-        peers = self._peers
+        settings, peers = self._settings, self._peers
+        target, first_step = self._target(path, rest[0].step)
         with peers.together():
+            store.check_step(rest[0].step, first_step)
             state = self._collect(self._names(models), each_optimizer(optimizer), rest[0])
             manifest = self._manifest(*rest)
         if self._is_sharded_by_script:
@@ -472,11 +477,12 @@ class Checkpoints:
         except Exception as error:  # noqa: BLE001 - the next save or the end raises it
             self._failure = error
 
-    def _target(self, path: str | Path | None, step: int) -> Path:
-        """Return the directory to write, the same on every rank."""
+    def _target(self, path: str | Path | None, step: int) -> tuple[Path, int]:
+        """Return the directory to write and the number of steps, as rank 0 has them."""
         folder = self._folder("rt.save", path)
-        target = folder if path is not None else store.step_path(folder, step)
-        return Path(self._peers.from_first(str(target.absolute())))
+        target = store.step_path(folder, step) if path is None else folder
+        steps, _, name = self._peers.from_first(f"{step:d} {target.absolute()}").partition(" ")
+        return Path(name), int(steps)
 
     def _folder(self, who: str, path: str | Path | None) -> Path:
         if path is not None:

@@ -143,6 +143,28 @@ class DataFiles:
             self._pending.append((check, owner))
         self._wait(_PENDING_MAX)
 
+    def is_checked(self, name: str) -> bool:
+        """Return whether what is read of a file is checked, in whole blocks."""
+        return name in self._checksums
+
+    def read_alone(self, name: str, start: int, view: memoryview) -> None:
+        """Fill `view` from byte `start` of a file on, and read no byte around it nor check any.
+
+        Raises:
+            DamagedCheckpointError: The file cannot be read or is shorter.
+        """
+        try:
+            number = self._open(name).fileno()
+            while view:
+                count = os.preadv(number, [view], start)
+                if not count:
+                    raise DamagedCheckpointError(f"{name} has become shorter")
+                start, view = start + count, view[count:]
+        except OSError as error:
+            raise DamagedCheckpointError(
+                f"{self._folder / name} cannot be read: {error.strerror}"
+            ) from None
+
     def _wait(self, left: int) -> None:
         while len(self._pending) > left:
             check, _ = self._pending[0]

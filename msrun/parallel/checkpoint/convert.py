@@ -67,7 +67,8 @@ class Content(msgspec.Struct, kw_only=True):
 
     def names(self, kind: str) -> Iterator[str]:
         """Yield the tensors whose names begin with `kind`, aliases included."""
-        yield from (name for name in (*self.slots, *self.aliases) if name.startswith(kind))
+        names = dict.fromkeys((*self.slots, *self.aliases))  # earlier releases wrote some as both
+        yield from (name for name in names if name.startswith(kind))
 
 
 def convert(source: str | Path, target: str | Path, *, optimizer: bool = False) -> str:

@@ -93,6 +93,16 @@ class HostGroup:
         """Return this rank's entry of the `values` of rank 0."""
         return messages.scatter_from_first(values, kind, self._group)
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a contiguous tensor of the host to `rank`, which calls `receive`."""
+        if tensor.numel():
+            dist.send(tensor.reshape(-1).view(torch.uint8), rank, group=self._group)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor of the host with what `rank` sends."""
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), rank, group=self._group)
+
     def any_of(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it; all ranks pass equally many."""
         union = torch.tensor(flags, dtype=torch.uint8)

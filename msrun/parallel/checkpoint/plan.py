@@ -298,6 +298,9 @@ def contents(
     for own in reversed(side_states):  # values of the lowest rank win
         aliases |= own.aliases
         values |= json.loads(own.values)
+    # A weight that two stages share is a tensor under its name in each, and in one of them perhaps
+    # a further name too.
+    aliases = {name: first for name, first in aliases.items() if name not in layout.tensors}
     index = Index(tensors=layout.tensors, aliases=aliases, values=values)
     return msgspec.structs.replace(manifest, files=layout.files), index
 

@@ -27,6 +27,9 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 MODEL = "model."
 OPTIMIZER = "optim."
 
+# Attribute of a pipeline stage: name of the whole model -> first name of the same tensor.
+WHOLE_NAMES = "_msrun_whole_names"
+
 # Names that wrappers of torch insert into the names of a model.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Settings that change how an optimizer computes and not its result: the script's own stay.
@@ -62,6 +65,12 @@ class TensorNames:
         data_rank: This rank's index on the axis `dp`.
         models: One model, or the pipeline stages of this rank; or a mapping of several.
 
+    Attributes:
+        tensors: Name -> tensor.
+        aliases: Further name of a tensor -> its name.
+        extra: Name -> module with state of its own, of `get_extra_state`.
+        order: Names of tensors, further ones included, in the order of the models.
+
     Raises:
         CheckpointError: Two models have a name in common.
     """
@@ -72,6 +81,7 @@ class TensorNames:
         self.tensors: dict[str, Tensor] = {}
         self.extra: dict[str, nn.Module] = {}
         self.aliases: dict[str, str] = {}
+        self.order: list[str] = []
         self._of: dict[int, str] = {}
         for prefix, model in each_model(models):
             self._add(prefix, model)
@@ -87,11 +97,27 @@ class TensorNames:
             owner, _, last = raw.rpartition(".")
             if last == _EXTRA_STATE:
                 self.extra[name] = model.get_submodule(owner)
-            elif id(value) in self._of:
+                continue
+            self.order.append(name)
+            if id(value) in self._of:
                 self.aliases[name] = self._of[id(value)]
             else:
                 self._of[id(value)] = name
                 self.tensors[name] = value
+        self._add_names_of_others(prefix, getattr(model, WHOLE_NAMES, {}))
+
+    def _add_names_of_others(self, prefix: str, first_of: Mapping[str, str]) -> None:
+        """Add the names that the whole model has of tensors here, though this stage has not."""
+        groups: dict[str, list[str]] = {}
+        for name, first in first_of.items():
+            groups.setdefault(first, []).append(prefix + name)
+        for group in groups.values():
+            here = next((name for name in group if name in self.tensors), None)
+            if here is not None:
+                others = (name for name in group if name not in self.tensors)
+                self.aliases |= dict.fromkeys(others, here) | {
+                    name: self.aliases[name] for name in group if name in self.aliases
+                }
 
     def _stored(self, name: str, value: object) -> str:
         """Return the name in a checkpoint, with the rank if each data-parallel rank has its own."""

@@ -90,6 +90,18 @@ def begin(target: Path) -> Path:
     return partial
 
 
+def check_step(step: int, first: int) -> None:
+    """Refuse a checkpoint that would hold the tensors of different steps.
+
+    Raises:
+        CheckpointError: Rank 0 saves after another step.
+    """
+    if step != first:
+        hint = "have all ranks save after the same step"
+        msg = f"rt.save has step {step} here and step {first} on rank 0"
+        raise CheckpointError(msg, hint=hint)
+
+
 def check_target(target: Path) -> None:
     """Refuse a `target` that exists and is neither a checkpoint nor an empty directory."""
     if target.is_dir():

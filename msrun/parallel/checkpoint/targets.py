@@ -65,7 +65,9 @@ class Targets:
     def taken(self) -> list[bool]:
         """For each model tensor in the checkpoint, in order, whether this rank has a place."""
         own = {MODEL + name for name in (*self._names.tensors, *self._names.aliases)}
-        taken = {self._index.aliases.get(name, name) for name in own | set(self.tensors)}
+        own |= set(self.tensors)
+        # Earlier releases wrote names that are both a tensor and a further name of another one.
+        taken = own | {self._index.aliases.get(name, name) for name in own}
         return [name in taken for name in _models_tensors(self._index)]
 
     def apply(self) -> None:
@@ -104,7 +106,8 @@ class Targets:
                 self.tensors[MODEL + name] = Target(tensor=empty, stored=stored)
 
     def _stored(self, name: str) -> StoredTensor:
-        for candidate in _names_of(name):
+        same = (alias for alias, first in self._names.aliases.items() if first == name)
+        for candidate in (*_names_of(name), *same):
             stored = self._index.find(MODEL + candidate)
             if stored is not None:
                 return stored

@@ -22,6 +22,9 @@ Invariants:
   of 0 means that no rank has.  So a bucket is larger than its gradients by one element a parameter.
 - The parameters are those of `rt.shard`: at the end of a backward pass `check` refuses a model
   that has others by now, before the optimizer uses the gradients.
+- Buckets hold the parameters that are trained.  If a script freezes or thaws some, the pass that
+  sees it first sends the old buckets, then those of the thawed ones, and the next pass begins with
+  new buckets of all (`trained_set`).  Hooks are therefore on frozen parameters, too.
 
 It serves plain data parallelism, data parallelism around operator plans (the parts of DTensors are
 reduced like plain tensors), and the parameters that ZeRO leaves replicated.  Embedding tables with
@@ -49,9 +52,13 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.data_parallel.sparse_embedding import RowBucket
-from msrun.parallel.local import local_gradient, local_part, set_local_gradient
-
-Named = Sequence[tuple[str, Parameter]]
+from msrun.parallel.data_parallel.trained_set import Named, TrainedSet, VoteBucket, vote
+from msrun.parallel.local import (
+    local_gradient,
+    local_part,
+    on_accumulation,
+    set_local_gradient,
+)
 
 
 class Bucket:
@@ -72,13 +79,23 @@ class Bucket:
         self._sizes = [shape.numel() for shape in self._shapes]
         self._sent: tuple[Tensor, dist.Work] | None = None
         self._room: Tensor | None = None
+        self._votes: Tensor | None = None
         self._is_full = False
         self.pending = len(self.params)
 
-    def launch(self, group: dist.ProcessGroup, scale: float) -> None:
-        """Start the all-reduce over `group` of the gradients times `scale`, and release these."""
+    def launch(
+        self, group: dist.ProcessGroup, scale: float, *, has_changed: bool | None = None
+    ) -> None:
+        """Start the all-reduce over `group` of the gradients times `scale`, and release these.
+
+        Args:
+            group: The ranks.
+            scale: Factor of each gradient.
+            has_changed: Vote to send behind the marks; None sends none.
+        """
         elements = sum(self._sizes)
-        flat = self._take_room(elements + len(self.params))
+        votes = [] if has_changed is None else vote(has_changed=has_changed)
+        flat = self._take_room(elements + len(self.params) + len(votes))
         # Marks: 1 for each parameter that has a gradient on this rank.
         used = []
         parts = flat[:elements].split(self._sizes)
@@ -96,7 +113,7 @@ class Bucket:
                 # Scaled before the sum, which might overflow in a narrow type otherwise.
                 torch.mul(gradient.reshape(-1), scale, out=part)
                 param.grad = None
-        flat[elements:].copy_(torch.tensor(used))
+        flat[elements:].copy_(torch.tensor([*used, *votes]))
         # If this rank has every gradient, all marks are positive.  `finish` then need not read
         # them, for which the host would wait for the device.
         self._is_full = all(used)
@@ -111,15 +128,24 @@ class Bucket:
         work.wait()
         self._sent = None
         self.pending = len(self.params)
-        *parts, marks = flat.split([*self._sizes, len(self.params)])
+        count = len(self.params)
+        votes = flat.numel() - sum(self._sizes) - count
+        *parts, marks, self._votes = flat.split([*self._sizes, count, votes])
         # Marks are sums now: 0 only if no rank had a gradient.
         used = [1.0] * len(parts) if self._is_full else marks.tolist()
-        for param, part, shape, count in zip(self.params, parts, self._shapes, used, strict=True):
-            if count:
+        for param, part, shape, mark in zip(self.params, parts, self._shapes, used, strict=True):
+            if mark:
                 set_local_gradient(param, part.view(shape))
         # In another type the gradients are copies, and the buffer would be held beside them.
         if flat.device.type == "cpu" and flat.dtype == self.params[0].dtype:
             self._room = flat
+
+    def take_votes(self) -> Tensor:
+        """Return the sums of what ranks voted, and release them: they are a view of the buffer."""
+        votes, self._votes = self._votes, None
+        if votes is None:
+            raise RuntimeError("the bucket has not finished")
+        return votes
 
     def _take_room(self, elements: int) -> Tensor:
         """Return memory for the bucket: the last step's if no gradient is left in it, or new."""
@@ -135,12 +161,17 @@ class Bucket:
         self._room = None
 
 
+Fill = Callable[[Named], "list[Bucket | RowBucket]"]
+
+
 class GradientReducer:
     """Reduces gradients over one group of ranks during each backward pass.
 
     Args:
-        buckets: Buckets of all parameters, in the order in which they are reduced.
+        named: Parameters that may be trained at some time, in the order of the model.
+        fill: Returns the buckets of trained ones, in the order in which they are reduced.
         group: Ranks to reduce over.
+        device: Of this rank.
         scale: Factor of each gradient before the sum: 1 / ranks makes it a mean.
         check: Raises if the model has other parameters than these by now.
         check_hooks: Raises, at the first gradient of a backward pass, if hooks of the script see
@@ -149,27 +180,40 @@ class GradientReducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket | RowBucket],
+        named: Named,
+        fill: Fill,
         group: dist.ProcessGroup,
+        device: torch.device,
         *,
         scale: float,
         check: Callable[[], None],
         check_hooks: Callable[[], None] = lambda: None,
     ) -> None:
         self._check_hooks = check_hooks
-        self._buckets = tuple(buckets)
+        self._fill = fill
         self._group = group
+        self._device = device
         self._scale = scale
         self._check = check
         self._is_on = True
         self._is_running = False
         self._is_done = False
+        self._has_changed = False
         self._next = 0
-        self._bucket_of: Mapping[Parameter, Bucket | RowBucket] = {
+        self._trained = TrainedSet(named, group, device)
+        self._set_buckets(fill(self._trained.params()))
+        for _, param in named:
+            on_accumulation(param, _hook(self))
+
+    def _set_buckets(self, buckets: Sequence[Bucket | RowBucket]) -> None:
+        """Send `buckets` from now on, the votes with the last that is dense."""
+        dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self._voter = dense[-1] if dense else VoteBucket(self._device)
+        self._buckets = [*buckets] if dense else [*buckets, self._voter]
+        self._bucket_of: Mapping[Tensor, Bucket | RowBucket] = {
             param: bucket for bucket in buckets for param in bucket.params
         }
-        for param in self._bucket_of:
-            param.register_post_accumulate_grad_hook(_hook(self))
+        self._next = 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -202,21 +246,30 @@ class GradientReducer:
         # The first gradient of a backward pass arranges for its end.
         if not self._is_running:
             self._check_hooks()
+            self._has_changed = self._trained.has_changed()
             self._is_running = True
             torch_compat.after_backward(self.reduce)
-        bucket = self._bucket_of[param]  # type: ignore[index]  # a hook of a Parameter gets it
+        bucket = self._bucket_of.get(param)
+        if bucket is None:
+            return  # thawed since the last step; `reduce` sends it
         bucket.pending -= 1
         # In order: a full bucket waits for those before it, as it does on every other rank.
         while self._next < len(self._buckets) and self._buckets[self._next].pending <= 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        self._buckets[self._next].launch(self._group, self._scale)
+        bucket = self._buckets[self._next]
+        if bucket is self._voter:
+            self._voter.launch(self._group, self._scale, has_changed=self._has_changed)
+        elif not isinstance(bucket, VoteBucket):
+            bucket.launch(self._group, self._scale)
         self._next += 1
 
     def reduce(self) -> None:
         """Send the remaining buckets and wait for all; runs at the end of each backward pass."""
         self._check()
+        if not self._is_running:  # no gradient came first
+            self._has_changed = self._trained.has_changed()
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -224,6 +277,19 @@ class GradientReducer:
         self._is_running = False
         self._is_done = True
         self._next = 0
+        self._trained.check(self._voter.take_votes(), has_changed=self._has_changed)
+        if self._has_changed:
+            self._has_changed = False
+            self._follow()
+
+    def _follow(self) -> None:
+        """Send the gradients of what the script thawed, and make buckets of what is trained now."""
+        thawed = self._fill(self._trained.follow())
+        for bucket in thawed:
+            bucket.launch(self._group, self._scale)
+        for bucket in thawed:
+            bucket.finish()
+        self._set_buckets(self._fill(self._trained.params()))
 
 
 def _hook(reducer: GradientReducer) -> Callable[[Tensor], None]:

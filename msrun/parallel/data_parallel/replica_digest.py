@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from msrun.parallel.exchange import messages
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.rank_context import RankContext
 
+_GIVEN = "the state dict that load_state_dict was given"
 _FIRST_STEPS = frozenset([1, 3, 10, 30, 100, 300])
 _EVERY = 1000
 _COLUMNS = 4096
@@ -89,6 +90,7 @@ class ReplicaDigest:
         self._weights: Tensor | None = None
         self._steps = 0
         self._has_warned = False
+        self._given: Tensor | None = None
 
     def count_step(self) -> None:
         """Compare replicas if it is time to; called before each optimizer step.
@@ -99,6 +101,19 @@ class ReplicaDigest:
         self._steps += 1
         if self._steps in _FIRST_STEPS or any(self._steps % every == 0 for every in self._every):
             self.compare()
+
+    @torch.no_grad()
+    def note_given(self, tensors: Iterable[Tensor]) -> None:
+        """Note whole tensors of which each rank has taken its part, so all must have the same.
+
+        Some elements of each are enough to notice a rank that was given others, or none.
+        """
+        given = torch.zeros((), dtype=torch.int64, device=self._context.device)
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            given = given * _GOLDEN + self._digest(flat[:: max(1, flat.numel() // _COLUMNS)])
+        before = 0 if self._given is None else self._given
+        self._given = (given + before * _GOLDEN).reshape(1)
 
     @torch.no_grad()
     def compare(self) -> None:
@@ -146,6 +161,8 @@ class ReplicaDigest:
         for name, buffer in model.named_buffers() if self._has_buffers else ():
             if _has_bits(buffer):
                 yield name, buffer
+        if self._given is not None:
+            yield _GIVEN, self._given
 
     def _replicated(self, tensor: Tensor) -> set[str]:
         """Return the axes along which ranks hold equal parts of `tensor`."""

@@ -25,6 +25,7 @@ Invariants:
   their unit, those whose first dim packs several projections that a plan shards, and those that
   `reduce.exclude` matches.  `reducer` reduces all but the last like
   plain data parallelism.
+- A member of a list of which the module around takes a part is no unit (`used_outside`).
 - A module without a forward, such as a list, is no unit: nothing would gather its parameters.
 - All ranks must run units in the same order; `collective_order` checks that.
 
@@ -54,6 +55,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.data_parallel.used_outside import units_used_outside
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
@@ -62,13 +64,15 @@ from msrun.parallel.tensor.plan import ModulePlan
 SUM_LEVEL = 1
 RESHARD_LEVEL = 3
 _NAMES_SHOWN = 3
+# Attributes and keys of configurations that drop whole layers in training.
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) -> list[str]:
     """Return the names of the units, outermost first.
 
     Without patterns, units are the members of each outermost `ModuleList` or `Sequential`, or the
-    children of the model if it has none.
+    children of the model if it has none; not members whose inside other modules use.
 
     Args:
         config: The parallel configuration.
@@ -96,6 +100,8 @@ def units(config: ParallelConfig, model: nn.Module, planned: Collection[str]) ->
                 hint="name its members",
             )
     chosen = {inside for name in chosen for inside in _called_in(modules, name)}
+    if not config.optimizer.modules:
+        chosen -= units_used_outside(model, chosen)
     return [
         name
         for name in modules
@@ -141,6 +147,24 @@ def _is_shared(part: nn.Module, model: nn.Module) -> bool:
         for param in module.parameters(recurse=False)
     }
     return any(id(param) in others for param in part.parameters())
+
+
+def check_dropped_layers(model: nn.Module) -> None:
+    """Refuse layers that a rank drops at random, as encoders of transformers do in training.
+
+    Raises:
+        ModelError: A rate is above 0, so ranks would gather different layers.
+    """
+    for name, module in model.named_modules():
+        for owner in (module, getattr(module, "config", None)):
+            for key in _LAYER_DROPS:
+                rate = getattr(owner, key, 0.0)
+                if isinstance(rate, int | float) and rate > 0:
+                    raise ModelError(
+                        f"{ROOT}.optimizer.zero: {name or type(model).__name__} drops layers at "
+                        f"random ({key} {rate}), and all ranks must gather the same ones",
+                        hint=f"set {key} to 0, or choose zero 0",
+                    )
 
 
 def small_parameters(config: ParallelConfig, model: nn.Module) -> set[Parameter]:
@@ -307,6 +331,12 @@ def named_errors(model: nn.Module, level: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "RegisterPostBackwardFunction is a view and is being modified" in str(error):
+            raise ModelError(
+                f"{ROOT}.optimizer.zero: a module writes its input in place, which is a view of "
+                "what torch watches there",
+                hint="write a copy: x = x.clone()",
+            ) from None
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         names = [

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ROOT
 from msrun.parallel.local import is_sharded
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.rank_context import RankContext
 
 _DRAWING_NAMES = """
@@ -71,7 +72,9 @@ class ExactDropout(TorchFunctionMode):
 
     def apply(self, model: nn.Module) -> None:
         """Have `model` run in this mode in training."""
-        model.forward = partial(self._forward, model, model.forward)
+        forward = model.forward
+        # The wrapped one tells which inputs the model takes by name.
+        model.forward = update_wrapper(partial(self._forward, model, forward), forward)
 
     def _forward(
         self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -86,8 +89,8 @@ class ExactDropout(TorchFunctionMode):
                 hint="take rt.loader(..., drop_last=True)",
             )
         # The first tensor with dims has the batch size in its first dim.
-        given = (*args, *kwargs.values())
-        self._samples = next((len(x) for x in given if isinstance(x, Tensor) and x.dim()), 0)
+        given = tensors_in([args, kwargs])
+        self._samples = next((len(x) for x in given if x.dim()), 0)
         with self.active():
             return forward(*args, **kwargs)
 

@@ -7,8 +7,9 @@ Spectral norms move two buffers each time they compute their weight.  The iterat
 weights, which do not change within a step.  So each micro-batch begins where the step began: all of
 them then compute the weight that one process computes, and the last one leaves its buffers.
 
-Any other buffer, such as a moving average of activations, is refused if a second micro-batch of the
-first step changes it again.  A cache that the first one fills, and others only read, passes.
+Any other buffer, such as a moving average of activations, and any number in an attribute, such as a
+count of calls, is refused if a second micro-batch of the first step changes it again.  A cache that
+the first one fills, and others only read, passes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
-from msrun.parallel.local import is_equal
+from msrun.parallel.local import is_equal, numbers
 
 
 def check(config: ParallelConfig, model: nn.Module) -> None:
@@ -54,6 +55,7 @@ class MicroBatches:
         # With `batch_norm: local` buffers follow what a rank sees at once.
         self._is_checked = config.batch_norm == "local" or self._parts == 1
         self._after: dict[str, Tensor] | None = None
+        self._numbers: dict[str, float] | None = None
 
     @contextmanager
     def before_last(self, model: nn.Module) -> Iterator[None]:
@@ -79,7 +81,7 @@ class MicroBatches:
         """
         yield
         self._check_writes(model)
-        self._is_checked, self._after = True, None
+        self._is_checked, self._after, self._numbers = True, None, None
 
     def _check_writes(self, model: nn.Module) -> None:
         """Compare buffers with those after the micro-batch before, in the first step alone."""
@@ -87,13 +89,20 @@ class MicroBatches:
             return
         spectral = _spectral(model)
         now = {name: b for name, b in model.named_buffers() if name not in spectral}
-        for name, before in (self._after or {}).items():
-            if name in now and not is_equal(before, now[name]):
-                raise ModelError(
-                    f"{ROOT}.accumulate: each of {self._parts} micro-batches changes {name}, which "
-                    "one process changes once a step",
-                    hint="say `batch_norm: local` if that is meant",
-                )
+        again = [
+            name
+            for name, before in (self._after or {}).items()
+            if name in now and not is_equal(before, now[name])
+        ]
+        counts, before = numbers(model), self._numbers or {}
+        again += [name for name in before if name in counts and counts[name] != before[name]]
+        if again:
+            raise ModelError(
+                f"{ROOT}.accumulate: each of {self._parts} micro-batches changes {again[0]}, which "
+                "one process changes once a step",
+                hint="say `batch_norm: local` if that is meant",
+            )
+        self._numbers = counts
         self._after = {name: buffer.detach().clone() for name, buffer in now.items()}
 
 

@@ -35,6 +35,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.collectives import all_reduce
 from msrun.parallel.local import full_tensor, is_sharded
+from msrun.parallel.norms.normalize import normalized
 
 ANY_REGION = object()
 
@@ -121,25 +122,9 @@ class NormFunctions:
         if is_sharded(x) and any(p.is_shard() for p in x.placements) and not self._has_warned:
             self._has_warned = True
             warnings.warn("msrun: batch_norm is computed whole on every rank", stacklevel=2)
-        x = full_tensor(x)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        values = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = values.new_tensor([float(x.numel() // x.size(1))])
-        sums = self._sum(torch.cat([values.sum(dims), count]))
-        total = sums[-1].detach()
-        mean = sums[:-1] / total
-        centered = values - mean.view(shape)
-        variance = self._sum(centered.square().sum(dims)) / total
-        # A running variance is the unbiased one.
-        _track(running, (mean, variance * total / (total - 1)), momentum)
-        normal = centered * torch.rsqrt(variance + eps).view(shape)
-        weight, bias = affine
-        if weight is not None:
-            normal = normal * weight.view(shape)
-        if bias is not None:
-            normal = normal + bias.view(shape)
-        return normal.to(x.dtype)
+        return normalized(
+            full_tensor(x), running, affine, momentum=momentum, eps=eps, total=self._sum
+        )
 
     @torch.no_grad()
     def share_running(self, samples: int, running: tuple[Tensor | None, Tensor | None]) -> None:
@@ -164,15 +149,6 @@ class NormFunctions:
     def is_plain(self) -> bool:
         """Whether torch's own functions give the result, as on one rank."""
         return self._group is None and self._refusal is None
-
-
-@torch.no_grad()
-def _track(
-    running: tuple[Tensor | None, Tensor | None], batch: tuple[Tensor, Tensor], momentum: float
-) -> None:
-    for old, new in zip(running, batch, strict=True):
-        if old is not None:
-            old.lerp_(new.to(old.dtype), momentum)
 
 
 class _Scope:

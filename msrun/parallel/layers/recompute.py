@@ -16,6 +16,9 @@ its activations.  This module adds what is missing for unmodified modules in the
   copies, which are dropped afterwards.  All buffers are copied, since torch does not count every
   write: batch norms write without a new version.  The module's own buffers are not written back and
   forth, since backward passes may need the values that they hold now.
+- Plain values.  A module may count its calls in an attribute, or draw numbers of Python or numpy.
+  If its first run does, each later run begins with the values and generators of the first one.
+- Inputs that a module writes in place are refused: the second run would begin with what it wrote.
 - Caches.  Decoders of transformers fill a cache of keys and values, by default in training too.  A
   second run would fill it again, so recomputed modules get none, as transformers itself has it.
 
@@ -28,7 +31,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -39,9 +42,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from msrun.parallel.config import Recompute
+from msrun.errors import ModelError
+from msrun.parallel.config import ROOT, Recompute
+from msrun.parallel.layers.plain_state import PlainCall, PlainState
+from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.match import matching
 from msrun.parallel.sharded_model import Context
+from msrun.parallel.torch_compat import write_count
 
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -79,25 +86,37 @@ def apply(model: nn.Module, names: Iterable[str], save: Sequence[str], context: 
         module = model.get_submodule(name)
         names = tuple(inspect.signature(module.forward).parameters)
         caches = {key: at for at, key in enumerate(names) if key in _CACHES}
-        module.forward = partial(_forward, module, module.forward, context, options, caches)
+        forward = module.forward
+        plain = PlainState(module)
+        changed = partial(_forward, module, name, forward, (context, options, caches, plain))
+        # Where the signature of the forward is looked for.
+        module.forward = update_wrapper(changed, forward)
 
 
 def _forward(
     module: nn.Module,
+    name: str,
     forward: Callable[..., Any],
-    context: Context,
-    options: dict[str, Any],
-    caches: Mapping[str, int],
+    how: tuple[Context, dict[str, Any], Mapping[str, int], PlainState],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    context, options, caches, plain = how
     # Without gradients nothing is saved, so nothing is to be computed again.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if caches:
         args, kwargs = _without_caches(caches, args, kwargs)
-    run = partial(_run, _Buffers(module), forward, context)
-    return checkpoint(run, *args, **options, **kwargs)
+    given = [(tensor, write_count(tensor)) for tensor in tensors_in([args, kwargs])]
+    run = partial(_run, (_Buffers(module), plain.of_call()), forward, context)
+    result = checkpoint(run, *args, **options, **kwargs)
+    if any(write_count(tensor) != count for tensor, count in given):
+        raise ModelError(
+            f"{ROOT}.recompute: {name or type(module).__name__} writes its input in place, and a "
+            "second run would begin with what it wrote",
+            hint="write a copy: x = x.clone()",
+        )
+    return result
 
 
 def _without_caches(
@@ -111,9 +130,14 @@ def _without_caches(
 
 
 def _run(
-    buffers: _Buffers, forward: Callable[..., Any], context: Context, *args: Any, **kwargs: Any
+    state: tuple[_Buffers, PlainCall],
+    forward: Callable[..., Any],
+    context: Context,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    with buffers.written_once(), context():
+    buffers, plain = state
+    with buffers.written_once(), plain.changed_once(), context():
         return forward(*args, **kwargs)
 
 

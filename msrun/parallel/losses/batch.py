@@ -1,4 +1,4 @@
-"""Batches as scripts have them: tensors in tuples, named tuples, lists and mappings of any depth.
+"""Batches as scripts have them: tensors in tuples, lists, mappings and data classes of any depth.
 
 Mappings keep their type, such as the `BatchEncoding` of a tokenizer.  A tensor whose first dim is
 the number of samples is cut; numbers, strings and tensors of another first dim are for every
@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,10 @@ class StepBatch(NamedTuple):
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """Return `value` with everything of `kind` in its tuples, lists and mappings changed."""
+    """Return `value` with everything of `kind` in its structure changed.
+
+    Structure are tuples, lists, mappings and data classes.
+    """
     match value:
         case _ if isinstance(value, kind):
             return change(value)
@@ -49,14 +53,32 @@ def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) ->
             return like(value, [map_leaves(change, item, kind) for item in value])
         case Mapping():
             changed = {key: map_leaves(change, item, kind) for key, item in value.items()}
-            if type(value) is dict or not isinstance(value, MutableMapping):
-                return changed
-            result = copy.copy(value)
-            for key, item in changed.items():
-                result[key] = item
-            return result
+            return with_items(value, changed)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            items = {field.name: getattr(value, field.name) for field in fields(value)}
+            return with_fields(value, {k: map_leaves(change, x, kind) for k, x in items.items()})
         case _:
             return value
+
+
+def with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return `items` in a mapping of the type of `value`, if it can be written."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    result = copy.copy(value)
+    for key, item in items.items():
+        result[key] = item
+    return result
+
+
+def with_fields(value: Any, items: Mapping[str, Any]) -> Any:
+    """Return a data class like `value` with other fields, which may be frozen."""
+    if all(getattr(value, key) is item for key, item in items.items()):
+        return value
+    result = copy.copy(value)
+    for key, item in items.items():
+        object.__setattr__(result, key, item)
+    return result
 
 
 def like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
@@ -158,15 +180,37 @@ def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return bool(names.intersection(batch)) or len(required) != 1
 
 
-def own_loss(output: Any) -> Any:
+def check_target(batch: StepBatch, parts: int) -> None:
+    """Refuse a target that `parts` micro-batches could not have their own part of.
+
+    Raises:
+        ModelError: It has rows, and not as many as the first input, so it would not be cut.
+    """
+    samples = batch_size(batch)
+    rows = [len(tensor) for tensor in tensors_in(batch.target) if tensor.dim()]
+    if parts > 1 and max(rows, default=1) > 1 and samples not in rows:
+        raise ModelError(
+            f"the first input has {samples} rows and the target {max(rows)}, so {parts} "
+            "micro-batches cannot have their own part of both",
+            hint="put samples first in inputs and target: transpose a batch with the sequence "
+            "first, and flatten targets in the loss function",
+        )
+
+
+def own_loss(output: Any, *, is_whole: bool = False) -> Any:
     """Return the loss that a model returned: itself, or its field `loss`.
+
+    Args:
+        output: Of the model.
+        is_whole: Whether it is of the whole batch of all ranks.
 
     Raises:
         ModelError: There is none, or it has a term over the whole batch.
     """
     if isinstance(output, Tensor):
         return output
-    if _field(output, "aux_loss") is not None and _field(output, "aux_loss").requires_grad:
+    balancing = None if is_whole else _field(output, "aux_loss")
+    if balancing is not None and balancing.requires_grad:
         raise ModelError(
             "the loss of the model has a term that balances experts over a whole batch (aux_loss),"
             " and each rank and micro-batch has a part of it",

@@ -13,7 +13,9 @@ has the sums, the counts and the loss at once:
   replaced by one with the same gradient in which each mean has its weight.  With several the counts
   must be alike in all parts; otherwise all ranks raise.
 
-Errors are raised in `finish`, before the optimizer step, on all ranks of the job alike.  The host
+Errors are raised in `finish`, before the optimizer step, on all ranks of the job alike.  A stage of
+a pipeline that raised alone would leave the others waiting for its gradients: it notes the error
+and goes on with zeros, and the numbers tell all ranks that there is one.  The host
 reads the numbers that decide only there, and waits no longer for the device than to the end of the
 last forward pass.
 """
@@ -29,17 +31,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import ModelError
+from msrun.errors import ConfigError, ModelError, UsageError
+from msrun.parallel.exchange import messages
 from msrun.parallel.local import full_tensor, is_sharded, local_gradient
-from msrun.parallel.losses.watch import Kind, LossWatch, PartLoss, Term, count_type
+from msrun.parallel.losses.terms import Kind, PartLoss, Term, count_type
+from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
-_SUM, _COUNT, _FLOOR, _OFFSET, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 5)
+_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 6)
 _TERMS_MAX = 8
 _SIZE = _FIRST_TERM + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
 _ALIKE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError)}
 _HINT = (
     "return (sum, count) from the loss function: a step then divides the sum of all by the count"
 )
@@ -74,7 +79,7 @@ class LossTally:
         ranks: The data-parallel ranks.
         parts: Micro-batches of a rank.
         samples: Samples of this rank's batch.
-        is_pipeline: Whether backward passes begin before the last forward pass has ended.
+        pipeline: The stages, where backward passes begin before the last forward pass has ended.
         dtype: Type of the loss on a rank that computes none.
 
     Attributes:
@@ -88,20 +93,26 @@ class LossTally:
         *,
         parts: int,
         samples: int,
-        is_pipeline: bool = False,
+        pipeline: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._ranks = ranks
         self._parts = parts
         self._samples = samples
-        self._is_pipeline = is_pipeline
+        self._pipeline = pipeline
+        self._refusal: UsageError | None = None
         # Whether the counts of the whole batch are known before the backward pass.
-        self._is_early = parts == 1 and not is_pipeline
+        self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
-        self._is_plain = not is_pipeline
+        self._is_plain = pipeline is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the only part is the whole batch of all ranks."""
+        return self._ranks.size == self._parts == 1
 
     def measure(
         self, compute: Callable[[], Any], samples: int, data: Sequence[Tensor] | None = None
@@ -116,7 +127,7 @@ class LossTally:
         Raises:
             ModelError: It cannot be combined with that of other parts, or is not one number.
         """
-        if self._ranks.size == self._parts == 1:
+        if self.is_whole:
             loss = compute()
             if pair := self._pair(loss):
                 return pair
@@ -200,6 +211,21 @@ class LossTally:
                 numbers[first + 1] += (count / samples).square()
         numbers[_SUM] += value * self._share(samples)
 
+    def refuse(self, error: UsageError) -> None:
+        """Note that this stage refuses a part of the batch; `finish` raises on all ranks."""
+        self._refusal = self._refusal or error
+        self.numbers[_REFUSED] += 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._ranks.device
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether this stage refused a part."""
+        return self._refusal is not None
+
     def combine(self) -> None:
         """Add the numbers of all data-parallel ranks, which all call this."""
         if self._ranks.group is not None:
@@ -241,6 +267,8 @@ class LossTally:
         if self._host is None:
             return loss.to(self._dtype)
         found = self._host.read()
+        if found[_REFUSED]:
+            raise self._agreed()
         kinds = [kind for kind, count in zip(_KINDS, found, strict=False) if count]
         if len(kinds) > 1:
             raise ModelError(
@@ -266,6 +294,17 @@ class LossTally:
         elif kinds == ["linear"]:
             self._check_alike(found)
         return loss.to(self._dtype)
+
+    def _agreed(self) -> UsageError:
+        """Return the error of the first rank that has one; all ranks that add numbers call it."""
+        error = self._refusal
+        own = [] if error is None else [type(error).__name__, error.message, error.hint or ""]
+        for group in (self._pipeline, self._ranks.group):
+            if group is not None:
+                every = messages.gather_all(own, list[str], group, self._ranks.device)
+                own = next(filter(None, every), [])
+        kind, message, hint = own
+        return _ERRORS.get(kind, UsageError)(message, hint=hint or None)
 
     def _check_alike(self, found: Sequence[float]) -> None:
         """Refuse means in a linear loss that have other counts in other parts of the batch."""

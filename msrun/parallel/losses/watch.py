@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
+from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
     BY_ELEMENT,
@@ -43,12 +46,11 @@ from msrun.parallel.losses.torch_losses import (
 )
 from msrun.parallel.torch_compat import write_count
 
-Kind = Literal["plain", "counted", "summed", "linear"]
-
 # Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
 # tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
 # two are numbers of terms, beside that of the watch: tensors may outlive it.
 _TERM, _SOURCES, _RANGE = "msrun_term", "msrun_sources", "msrun_range"
+_ORDER = "msrun_order"  # a permutation
 # The number of the watch that saw a tensor computed from parameters alone.
 _OF_WEIGHTS = "msrun_of_weights"
 # The batch among the sources has no number of a term.
@@ -74,79 +76,6 @@ _KEEPING = frozenset(
 )
 _KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What keeps a divisor from 0: `count.clamp(min=floor) + offset`.
-
-    Args:
-        floor: The least count.
-        offset: What is added to it.
-    """
-
-    floor: float = 0.0
-    offset: float = 0.0
-
-    def __call__(self, count: Tensor) -> Tensor:
-        """Return the divisor for `count`."""
-        return count.clamp(min=self.floor) + self.offset if self != NO_LIMIT else count
-
-
-NO_LIMIT = Limit()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Term:
-    """A sum over this part of the batch, and what it is divided by.
-
-    Args:
-        name: Of the function that computed it.
-        total: The sum, one number.
-        count: What divides it; None for a sum.
-        mean: `total / count`, or 0 without anything that counts; None for a sum.
-        limit: What the script does to the divisor.
-        is_opaque: Whether `total` is no sum, and so does not add up over parts.
-        elements: Elements of which a sum is one; 0 if not known.
-        is_scaled: Whether the sum was multiplied or divided by a number.
-        is_by_hand: Whether that made it a mean, by its elements or samples.
-    """
-
-    name: str
-    total: Tensor
-    count: Tensor | None = None
-    mean: Tensor | None = None
-    limit: Limit = NO_LIMIT
-    is_opaque: bool = False
-    elements: int = 0
-    is_scaled: bool = False
-    is_by_hand: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartLoss:
-    """The loss of one part of a batch.
-
-    Args:
-        kind: How losses of parts make one.
-        value: The loss of the part alone; of a counted or summed one its sum.
-        count: What divides a counted one.
-        limit: What the script does to the divisor.
-        terms: Means that a linear one is made of.
-        slopes: Derivatives of the value by them, if it needs gradients.
-    """
-
-    kind: Kind
-    value: Tensor
-    count: Tensor | None = None
-    limit: Limit = NO_LIMIT
-    terms: Sequence[Term] = ()
-    slopes: Sequence[Tensor] = field(default=())
-
-
-def count_type(device: torch.device) -> torch.dtype:
-    """Return the type in which counts are added; HCCL has no float64."""
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 class LossWatch(TorchFunctionMode):
@@ -182,6 +111,7 @@ class LossWatch(TorchFunctionMode):
         if func in LOSSES:
             return self._loss(func, args, kwargs, sources)
         result = func(*args, **kwargs)
+        self._mixed(name, result, args, kwargs, sources)
         if not isinstance(result, Tensor):
             return result
         if self._takes_all and self._are_weights((*args, *kwargs.values())):
@@ -191,14 +121,57 @@ class LossWatch(TorchFunctionMode):
             return self._reduced(name, result, args, kwargs, sources)
         if name == "arange" and len(args) == 1:
             setattr(result, _RANGE, True)
-        if sources:
-            self._link(result, sources)
+        if name == "randperm":
+            setattr(result, _ORDER, True)
         if args and isinstance(args[0], Tensor) and result is not args[0]:
             if name in _KEEPING:
                 self._keep(args[0], result)
-            elif (term := self._own_term(args[0])) and term.count is None and not term.is_opaque:
+            elif (term := self._own_term(args[0])) and term.is_sum:
                 return self._changed(term, name, result, args, kwargs)
         return result
+
+    def _mixed(
+        self,
+        name: str,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: frozenset[int],
+    ) -> None:
+        """Link `result`; where it mixes samples it leaves a term that the loss must fit."""
+        tensors = [result] if isinstance(result, Tensor) else tensors_in(result)
+        for tensor in tensors:
+            self._link(tensor, sources)
+        if not tensors or (isinstance(result, Tensor) and not result.dim()):
+            return
+
+        def is_sample(tensor: Tensor) -> bool:
+            return not self._are_weights([tensor]) if self._takes_all else self._is_of(tensor)
+
+        kind: Columns = ""
+        if not self._takes_all and -1 in sources:
+            kind = columns(name, args, kwargs, self._samples)
+        shown = f"a {name} over samples"
+        shape = tuple(tensors[0].shape)
+        if name == "__getitem__" and -1 in sources and hasattr(args[1], _ORDER):
+            kind, shown = "opaque", "samples in a random order"
+        if self._samples == 1 and -1 in sources and moves_samples(name, args, kwargs):
+            kind, shown = "opaque", "pairs of samples"
+        if has_pairs(name, args, shape, self._samples, is_sample, in_model=self._takes_all):
+            kind, shown = "opaque", f"pairs of samples ({name})"
+        for tensor in tensors if kind else ():
+            term = Term(name=shown, total=tensor, is_opaque=kind == "opaque", columns=kind)
+            self._leave(tensor, term, sources)
+
+    def _compares(self, values: Tensor, target: Tensor) -> bool:
+        """Return whether a loss of each element broadcasts samples over samples."""
+        shape = tuple(torch.broadcast_shapes(values.shape, target.shape))
+        args = (values, target)
+        return has_pairs("", args, shape, self._samples, lambda _: True, in_model=False)
+
+    def _is_of(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is computed from the samples of the part."""
+        return -1 in self._sources((tensor,))
 
     def read(self, loss: Tensor) -> PartLoss:
         """Return what the functions that were seen say about `loss`, one number.
@@ -209,7 +182,8 @@ class LossWatch(TorchFunctionMode):
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
-        if term and len(sources) == 1 and not (term.is_opaque or term.is_scaled):
+        is_whole = term and not (term.is_opaque or term.is_scaled or term.columns)
+        if term and is_whole and len(sources) == 1:
             kind: Kind = "summed" if term.count is None else "counted"
             # The loss itself takes part, for hooks on it: `fully_shard` has one on each output.
             total = term.total + value.to(term.total.dtype) * 0.0
@@ -223,6 +197,7 @@ class LossWatch(TorchFunctionMode):
                     hint=_HINT,
                 )
         self._check_sums(terms)
+        _check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
         if not means:
             return PartLoss(kind="plain", value=value)
@@ -231,8 +206,7 @@ class LossWatch(TorchFunctionMode):
     def _check_sums(self, terms: Sequence[Term]) -> None:
         """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
         for term in terms:
-            is_sum = term.count is None and not term.is_opaque and not term.is_by_hand
-            if is_sum and term.total.requires_grad:
+            if term.is_sum and not term.is_by_hand and term.total.requires_grad:
                 raise ModelError(
                     f"the loss is a function of {term.name} over a part of the batch, and may mean "
                     "a mean or a sum over the whole batch",
@@ -259,6 +233,11 @@ class LossWatch(TorchFunctionMode):
                 self._link(result, sources)
             return result
         values, target = args[0], args[1]
+        if func in BY_ELEMENT and self._compares(values, target):
+            result = func(*args, **kwargs)
+            shown = f"pairs of samples ({name} of {tuple(values.shape)} and {tuple(target.shape)})"
+            self._leave(result, Term(name=shown, total=full_tensor(result), is_opaque=True))
+            return result
         if values.dtype in (torch.float16, torch.bfloat16):
             values = values.float()  # a sum over many would exceed their range
         options = kwargs | {"size_average": None, "reduce": None, "reduction": "sum"}
@@ -290,6 +269,9 @@ class LossWatch(TorchFunctionMode):
     ) -> Tensor:
         """Return the mean or sum `result`; over elements of the batch it leaves a term."""
         x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor) and name in _SUMS and (own := self._own_term(x)):
+            # The sum of the sums of columns is one sum.
+            sources -= {self._terms.index(own)} if own.columns == "sum" else _NOTHING
         self._link(result, sources)
         if isinstance(x, Tensor) and not x.dim():
             self._keep(x, result)
@@ -320,8 +302,7 @@ class LossWatch(TorchFunctionMode):
             return result
         if name in _DIVIDING and isinstance(other, Tensor):
             count = self._own_term(other)
-            is_sum = count and count.count is None and not count.is_opaque
-            if count and is_sum and not count.total.requires_grad:
+            if count and count.is_sum and not count.total.requires_grad:
                 shown = f"{term.name} / {count.name}"
                 return self._mean(shown, term.total, count.total, result.dtype, limit=count.limit)
         if isinstance(other, int | float) and term.total.requires_grad:
@@ -436,6 +417,20 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
+def _check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
+    """Refuse a loss that is no linear function of the means of columns, or uses their sums."""
+    means = [term for term in terms if term.columns == "mean"]
+    for term in terms:
+        if term not in means:
+            raise ModelError(
+                f"the loss depends on {term.name} of a part of the batch, which is another number "
+                "for the whole batch",
+                hint=_HINT,
+            )
+    if means and loss.requires_grad:
+        _check_linear(loss, [term.total for term in means], means)
+
+
 def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
     """Return the derivatives of `loss` by `means`; it must be linear in them.
 
@@ -444,20 +439,26 @@ def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
     if not loss.requires_grad:
         return []
     inputs = [term.mean for term in means if term.mean is not None]
+    slopes = _check_linear(loss, inputs, means)
+    return [torch.zeros_like(loss) if slope is None else slope.detach() for slope in slopes]
+
+
+def _check_linear(
+    loss: Tensor, inputs: Sequence[Tensor], terms: Sequence[Term]
+) -> Sequence[Tensor | None]:
+    """Return the derivatives of `loss` by `inputs`, the values of `terms`; they must not change."""
     slopes = _gradients(loss, inputs)
-    found = []
     for slope in slopes:
         if slope is not None and slope.requires_grad:
-            again = _gradients(slope, inputs)
-            for term, curve in zip(means, again, strict=True):
+            again = _gradients(slope.sum(), inputs)
+            for term, curve in zip(terms, again, strict=True):
                 if curve is not None:
                     raise ModelError(
                         f"the loss is no linear function of {term.name} over the batch, so losses "
                         "of parts of the batch do not make the loss of the batch",
                         hint=_HINT,
                     )
-        found.append(torch.zeros_like(loss) if slope is None else slope.detach())
-    return found
+    return slopes
 
 
 def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -78,6 +78,31 @@ def join_graph(values: Sequence[Tensor], received: Sequence[Tensor]) -> Tensors:
     return tuple(next(joined) if v.requires_grad else v.contiguous().detach() for v in values)
 
 
+def nothing(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 0, whose gradients by all of `tensors` are 0."""
+    zero = torch.zeros((), requires_grad=True)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            zero = zero.to(tensor.device) + (tensor * 0.0).sum().real
+    return zero
+
+
+def stand_ins(
+    borders: Sequence[Border], received: Sequence[Tensor], device: torch.device
+) -> list[Tensor]:
+    """Return zeros to send in place of values that a chunk refused to compute.
+
+    Args:
+        borders: What it is expected to send.
+        received: What it received, which gets gradients of 0.
+        device: Of this rank.
+    """
+    zero = nothing(received).to(device)
+    values = [torch.zeros(b.shape, dtype=b.dtype, device=device) for b in borders]
+    pairs = zip(values, borders, strict=True)
+    return [value + zero.to(b.dtype) if b.requires_grad else value for value, b in pairs]
+
+
 def _fitting(value: Any, border: Border) -> Tensor:
     if not isinstance(value, Tensor):
         raise ModelError(f"{STAGES}: {border.name} yields no tensor but {type(value).__name__}")
@@ -91,7 +116,11 @@ def _fitting(value: Any, border: Border) -> Tensor:
             f"and the next stage expects {_kind(border.shape, border.dtype)}"
         )
     if tensor.requires_grad and not border.requires_grad:
-        raise ModelError(f"{STAGES}: {border.name} had no gradient when the model was split")
+        raise ModelError(
+            f"{STAGES}: {border.name} needs a gradient, and needed none when the model was split, "
+            "so the next stage computes none",
+            hint="freeze what is to be trained later after rt.shard",
+        )
     return tensor
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.local import is_equal
-from msrun.parallel.losses.batch import like, map_leaves
+from msrun.parallel.local import is_equal, numbers
+from msrun.parallel.losses.batch import like, map_leaves, with_fields, with_items
 from msrun.parallel.pipeline.chunks import MICROBATCHES
 
 
@@ -136,18 +135,17 @@ def join(outputs: Sequence[Any]) -> Any:
             return like(first, [join(items) for items in zip(*outputs, strict=True)])
         case Mapping():
             joined = {key: join([output[key] for output in outputs]) for key in first}
-            if type(first) is dict or not isinstance(first, MutableMapping):
-                return joined
-            result = copy.copy(first)
-            for key, item in joined.items():
-                result[key] = item
-            return result
+            return with_items(first, joined)
+        case _ if is_dataclass(first) and not isinstance(first, type):
+            names = [field.name for field in fields(first)]
+            items = {name: join([getattr(output, name) for output in outputs]) for name in names}
+            return with_fields(first, items)
         case _:
             return first
 
 
 class WrittenBuffers:
-    """Which buffers of a stage the micro-batches of the first step have written.
+    """Which buffers and numbers of a stage the micro-batches of the first step have written.
 
     One process writes them once a step, a stage once a micro-batch.
 
@@ -163,25 +161,28 @@ class WrittenBuffers:
         self.is_checked = parts == 1
 
     @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
+    def watched(self, model: nn.Module, refuse: Callable[[ModelError], None]) -> Iterator[None]:
         """Run a chunk of `model` on a micro-batch.
 
-        Raises:
-            ModelError: It writes a buffer that another micro-batch has written.
+        Args:
+            model: The stage.
+            refuse: Called if it writes a buffer that another micro-batch has written.
         """
         if self.is_checked:
             yield
             return
         before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        counts = numbers(model)
         yield
         written = {name for name, now in model.named_buffers() if _differs(before.get(name), now)}
+        written |= {name for name, now in numbers(model).items() if counts.get(name) != now}
         again = sorted(written & self._written)
         if again:
-            raise ModelError(
+            problem = (
                 f"{MICROBATCHES}: each of {self._parts} micro-batches changes {again[0]}, which "
-                "one process changes once a step",
-                hint="say `batch_norm: local` if that is meant",
+                "one process changes once a step"
             )
+            refuse(ModelError(problem, hint="say `batch_norm: local` if that is meant"))
         self._written |= written
 
 

@@ -125,6 +125,22 @@ class PipelineModel(nn.Module):
             )
         return batch.inputs
 
+    def divided(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that no stage calls as a whole, by name: the model itself."""
+        return [(self._name, self)]
+
+    def cannot_split(self, samples: int, *, returns_loss: bool) -> str:
+        """Return why a batch of so many samples is not split; empty if it is.
+
+        Args:
+            samples: Of this rank.
+            returns_loss: Whether the model returns its loss.
+        """
+        norm = self._norms[0] if self.training and self._norms else ""
+        needs = norm or ("a model that returns its loss" if returns_loss else "")
+        is_even = samples % self._microbatches == 0
+        return "" if is_even or not needs else f"{self._microbatches} equal parts, as {needs} needs"
+
     def can_wait(self, chunk: int) -> bool:  # noqa: ARG002 - of others
         """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
         return True
@@ -206,7 +222,7 @@ class PipelineModel(nn.Module):
             ranks,
             parts=split.parts,
             samples=split.samples,
-            is_pipeline=True,
+            pipeline=self._ranks.group,
             dtype=reduce(torch.promote_types, sent, torch.float32),
         )
         work = Work(
@@ -219,11 +235,11 @@ class PipelineModel(nn.Module):
             buffers=self.written_buffers,
         )
         self._schedule(borders).run(work)
-        self.written_buffers.is_checked = True
+        self.written_buffers.is_checked = not tally.has_refused
         for param in self.parameters():
             local_gradient(param)  # completes gradients that were computed apart, without a hook
-        last = self._ranks.rank(self._cut.chunks.count - 1)
-        dist.broadcast(tally.numbers, last, self._ranks.group)
+        # The last stage has the loss, and any stage may have refused.
+        dist.all_reduce(tally.numbers, group=self._ranks.group)
         return tally
 
     def reduce_tied(self) -> None:
@@ -232,6 +248,10 @@ class PipelineModel(nn.Module):
         In that order copies stay equal to the last bit.  All ranks of the axis take part.
         """
         self._tied.reduce()
+
+    def tied_names(self) -> list[str]:
+        """Return the names of the parameters here that other stages have, too."""
+        return self._tied.names()
 
     def borrowed(self) -> set[Parameter]:
         """Return the parameters here that an earlier stage has too, and counts in norms."""
@@ -292,6 +312,11 @@ class SplitModel(PipelineModel):
     def arguments(self, batch: StepBatch) -> Sequence[Any]:
         """Return the inputs of a batch, as `train_step` takes them."""
         return [*batch.inputs, NamedInputs(batch.named)] if batch.named else batch.inputs
+
+    def divided(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules that no stage calls as a whole, by name."""
+        names = filter(None, self._opened)
+        return [*super().divided(), *((name, self.get_submodule(name)) for name in names)]
 
     def can_wait(self, chunk: int) -> bool:
         """Return whether all weights of `chunk` are applied to what it received.

@@ -29,19 +29,22 @@ from torch.distributed.pipelining import (
 from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
-from msrun.parallel.losses.batch import own_loss, tensors_in
+from msrun.parallel.losses.batch import map_leaves, own_loss, tensors_in
 from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
     Border,
     Borders,
     join_graph,
+    nothing,
     ready_to_send,
+    stand_ins,
     with_dense_gradient,
 )
-from msrun.parallel.pipeline.chunks import MICROBATCHES
+from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
+from msrun.parallel.torch_compat import write_count
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {
@@ -80,12 +83,24 @@ class Work:
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
 
-    def loss(self, run: Callable[[], Any], part: int) -> Tensor:
+    def loss(self, run: Callable[[], Any], part: int, received: Sequence[Tensor]) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
 
-        Raises:
-            ModelError: The loss is not one number.
+        If the loss is refused, zero, so that other stages get the gradients they wait for.
         """
+        outputs: list[Any] = []
+
+        def output() -> Any:
+            outputs.append(run())
+            return outputs[0]
+
+        try:
+            return self._loss(output, part)
+        except UsageError as error:
+            self.tally.refuse(error)
+            return nothing([*tensors_in(outputs), *received])
+
+    def _loss(self, run: Callable[[], Any], part: int) -> Tensor:
         samples, loss_fn = self.split.count(part), self.loss_fn
         if loss_fn is None:
             if self.split.repeats:
@@ -94,7 +109,8 @@ class Work:
                     f"{self.split.parts} equal micro-batches, as a model that returns its loss "
                     "needs"
                 )
-            loss = self.tally.measure(lambda: own_loss(run()), samples)
+            whole = self.tally.is_whole
+            loss = self.tally.measure(lambda: own_loss(run(), is_whole=whole), samples)
         else:
             output = self.split.trim(run(), part)
             target = self.split.real(self.target, part)
@@ -122,6 +138,8 @@ class Runner(nn.Module):
         self._weights = model.parameters
         self.work: Work | None = None
         self._sent = sent
+        # Whether the model writes its inputs in place, as the first micro-batch shows.
+        self._writes: bool | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:  # noqa: FBT001, FBT002
         """Yield the parameters whose gradients torch may compute apart from those of inputs."""
@@ -133,16 +151,48 @@ class Runner(nn.Module):
             raise RuntimeError("there is no batch")
         index = int(part.item())
         inputs = self.work.split.padded(self.work.inputs, index)
+        if self._writes is not False:
+            # Micro-batches are views of one batch: a write to one would count as one to all.
+            inputs = map_leaves(Tensor.clone, inputs)
         tensors = [with_dense_gradient(tensor) for tensor in received]
-        run = partial(self._watched, self.work.buffers, [*inputs, *tensors])
+        run = partial(self._watched, self.work, inputs, tensors)
         if self._sent is _LOSS:
-            return join_graph([self.work.loss(run, index)], tensors)[0]
-        return ready_to_send(run(), self._sent, tensors)
+            return join_graph([self.work.loss(run, index, tensors)], tensors)[0]
+        try:
+            return ready_to_send(run(), self._sent, tensors)
+        except UsageError as error:
+            self.work.tally.refuse(error)
+            return join_graph(stand_ins(self._sent, tensors, self.work.tally.device), tensors)
 
-    def _watched(self, buffers: WrittenBuffers, inputs: Sequence[Any]) -> Any:
+    def _watched(self, work: Work, inputs: Sequence[Any], received: Sequence[Tensor]) -> Any:
+        """Run the chunk.
+
+        Raises:
+            ModelError: It writes what it received, which the stage before differentiates.
+        """
         model: Any = self._run.func
-        with buffers.watched(model):
-            return self._run(*inputs)
+        counts = [write_count(tensor) for tensor in received]
+        given = [(tensor, write_count(tensor)) for tensor in tensors_in(inputs)]
+        try:
+            with work.buffers.watched(model, work.tally.refuse):
+                result = self._run(*inputs, *received)
+        except RuntimeError as error:
+            if "is a view and is being modified" not in str(error):
+                raise
+            raise _written() from None
+        if self._writes is None:
+            self._writes = any(write_count(tensor) != count for tensor, count in given)
+        for tensor, count in zip(received, counts, strict=True):
+            if tensor.requires_grad and write_count(tensor) != count:
+                raise _written()
+        return result
+
+
+def _written() -> ModelError:
+    return ModelError(
+        f"{STAGES}: a module writes in place what its stage received from the stage before",
+        hint="write a copy: x = x.clone()",
+    )
 
 
 class Schedule:

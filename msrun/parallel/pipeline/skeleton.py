@@ -197,12 +197,11 @@ class Skeleton:
 
         def call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = partial(kind.__call__, unit)
-            recorder = self._recorder
-            return (
-                run(*args, **kwargs)
-                if recorder is None
-                else recorder.call(name, run, *args, **kwargs)
-            )
+            if (recorder := self._recorder) is None:
+                return run(*args, **kwargs)
+            if any(id(param) not in self._tensors for param in unit.parameters()):
+                recorder.refuse_weights(name)
+            return recorder.call(name, run, *args, **kwargs)
 
         members = {"__call__": call, "__setattr__": set_attribute, "__module__": kind.__module__}
         module.__class__ = type(kind.__name__, (kind,), members)

@@ -23,21 +23,23 @@ class Tie:
 
     Args:
         names: Stage -> its names there.
+        is_trained: Whether it was in `rt.shard`; later no stage would know of a change in another.
     """
 
     names: dict[int, tuple[str, ...]]
+    is_trained: bool
 
 
 def find_ties(plan: PipelineCut) -> list[Tie]:
-    """Return the trained weights of several stages, in one order on all ranks."""
+    """Return the weights of several stages, in one order on all ranks."""
     stages_of: dict[int, dict[int, list[str]]] = {}
+    trained = {id(p): p.requires_grad for params in plan.stage_params for p in params.values()}
     for stage, params in enumerate(plan.stage_params):
         for name, param in params.items():
-            if param.requires_grad:
-                stages_of.setdefault(id(param), {}).setdefault(stage, []).append(name)
+            stages_of.setdefault(id(param), {}).setdefault(stage, []).append(name)
     return [
-        Tie({stage: tuple(names) for stage, names in stages.items()})
-        for stages in stages_of.values()
+        Tie({stage: tuple(names) for stage, names in stages.items()}, trained[key])
+        for key, stages in stages_of.items()
         if len(stages) > 1
     ]
 
@@ -64,8 +66,9 @@ class TiedWeights:
         self._device = device
         self._group = group
         self._stage = group.rank()
-        self._ties = ties
-        self._is_checked = not ties
+        self._frozen = [tie for tie in ties if not tie.is_trained]
+        self._ties = [tie for tie in ties if tie.is_trained]
+        self._is_checked = not self._ties
 
     def reduce(self) -> None:
         """Give each copy the sum of the gradients of all.
@@ -81,6 +84,11 @@ class TiedWeights:
             total = _sum(self._exchange(own, sorted(tie.names)))
             for param in copies:
                 set_local_gradient(param, total.clone())
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters here that other stages have too, frozen ones too."""
+        ties = (*self._ties, *self._frozen)
+        return [name for tie in ties for name in tie.names.get(self._stage, ())]
 
     def borrowed(self) -> set[Parameter]:
         """Return the parameters here that an earlier stage has too."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
+from msrun.parallel.config import ROOT
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import Held, Rebuild
@@ -142,13 +143,17 @@ def input_names(model: nn.Module, sample: Sequence[Any] | None) -> list[str]:
         ModelError: `forward` takes fewer than there are in `sample`.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [
-        parameter
-        for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.kind in kinds
-    ]
+    every = inspect.signature(model.forward).parameters.values()
+    parameters = [parameter for parameter in every if parameter.kind in kinds]
     if sample is None:
         return [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    if len(sample) > len(parameters) and any(p.kind is p.VAR_POSITIONAL for p in every):
+        raise ModelError(
+            f"{ROOT}.pipeline: the forward of {type(model).__name__} takes its inputs as *args, "
+            "and stages need their names",
+            hint="shard a module whose forward names its inputs, such as model.get_base_model() of "
+            "peft, or wrap the model in one",
+        )
     if len(sample) > len(parameters):
         raise ModelError(
             f"the sample has {len(sample)} inputs, "

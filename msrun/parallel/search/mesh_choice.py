@@ -94,7 +94,9 @@ def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
     Raises:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
-    results = [*_without_stages(request), *_with_stages(request, clock)]
+    results = [*_without_stages(request)]
+    if not request.programs.ends[0].is_of_whole_batch:
+        results += _with_stages(request, clock)
     fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
         raise OutOfMemoryError(min(one for one in results if isinstance(one, float)))
@@ -107,7 +109,8 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
     A sample never takes less time in a micro-batch than in the batch at once, so more micro-batches
     are tried only while fewer fit no mesh without recomputation.
     """
-    for number in divisors(request.batch):
+    is_whole = request.programs.ends[0].is_of_whole_batch
+    for number in [1] if is_whole else divisors(request.batch):
         part = request.batch // number
         program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)

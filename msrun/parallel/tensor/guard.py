@@ -88,6 +88,8 @@ _SEQUENCES = (tuple, list)
 # torch's words where a write to a view would be lost: the view is of a gathered tensor, which comes
 # from a function with its own gradient.
 _VIEW_ERROR = "This view was created inside a custom Function"
+# And where code that torch runs by itself meets divided tensors.
+_LAYOUT_ERRORS = ("mixed torch.Tensor and DTensor", "autograd.Function with functorch transforms")
 # Functions that write their first argument, besides names such as `clamp_`.
 _WRITING = frozenset(["__setitem__", *(f"__i{name}__" for name in _ASSIGNING.split())])
 VERIFIED = frozenset(_VERIFIED.split())
@@ -144,6 +146,12 @@ class Guard(TorchFunctionMode):
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
         except RuntimeError as error:
+            if any(words in str(error) for words in _LAYOUT_ERRORS):
+                raise ModelError(
+                    f"{ROOT}.plan: the model computes with a divided tensor by torch.func, or by a "
+                    "torch.autograd.Function whose gradient has no layout",
+                    hint="give the layer before it an `out` that is whole, or leave out its rule",
+                ) from error
             if _VIEW_ERROR not in str(error):
                 raise
             raise ModelError(

@@ -54,7 +54,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
-from msrun.parallel.local import local_gradient, replace_parameter
+from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.local_module import make_local
 from msrun.parallel.tensor.outputs import plain
@@ -137,12 +137,12 @@ def watch(model: nn.Module, check: Callable[[], None]) -> None:
         local_gradient(param)  # type: ignore[arg-type]  # a hook of a Parameter gets it
 
     for param in model.parameters():
-        if isinstance(param, DTensor) and param.requires_grad:
-            tensor: Tensor = param
+        if isinstance(param, DTensor):
             _, hooks = torch_compat.gradient_hooks(param)
             earlier = dict(hooks)
             hooks.clear()
-            tensor.register_post_accumulate_grad_hook(reduce_partial)
+            # Frozen ones too, which may be thawed.
+            on_accumulation(param, reduce_partial)
             hooks.update(earlier)
 
 

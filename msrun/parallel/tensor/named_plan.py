@@ -25,7 +25,9 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Dims, PlanRule
+from msrun.parallel.layout import named_axis
 from msrun.parallel.plans.families import AUTO, Block, blocks_of
+from msrun.parallel.rank_context import RankContext
 from msrun.parallel.tensor.plan import ModuleShape, NamedRules
 
 # Styles of transformers -> ours.  Others, such as those of q_norm, need nothing here: what they
@@ -222,6 +224,17 @@ class _Maker:
             if count % self._size:
                 return f"{count} heads do not divide by {self._size}"
         return ""
+
+
+def named_rules(
+    name: str, context: RankContext, model: nn.Module, shapes: Mapping[str, ModuleShape]
+) -> NamedRules:
+    """Return the rules that a plan that ships has for `model`, and say what it does."""
+    axis = named_axis(name, context.layout)
+    rules, lines = make_rules(name, model, shapes, axis, context.layout.size(axis))
+    if context.layout.size(axis) > 1:
+        context.print("\n".join(lines))
+    return rules
 
 
 def make_rules(

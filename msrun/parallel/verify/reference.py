@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Reference:
         loss: Of the last run.
         state: Random generators before the last run.
         has_drawn: Whether the last run drew random numbers.
+        dtypes: Types in which the runs computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,6 +54,7 @@ class Reference:
         self.problem = ""
         self.loss = torch.zeros(())
         self.has_drawn = False
+        self.dtypes: set[torch.dtype] = set()
         self._before: dict[str, Tensor] = {}
         self._hooks = {name: of_script(param) for name, param in model.named_parameters()}
         try:
@@ -123,8 +126,9 @@ class Reference:
         for name, value in self._before.items():
             self.take(name, value)
         state = GeneratorStates(device)
+        seeing = partial(_alone, self.dtypes)
         try:
-            with self._hooked(), torch_compat.dispatching(_alone), torch.enable_grad():
+            with self._hooked(), torch_compat.dispatching(seeing), torch.enable_grad():
                 self.loss = _loss(model, loss_fn, batch)
                 if self.loss.requires_grad:
                     self.loss.backward()
@@ -147,7 +151,7 @@ class Reference:
             self.take(name, value)
         state = GeneratorStates(next(self.model.parameters()).device)
         try:
-            with torch_compat.dispatching(_alone):
+            with torch_compat.dispatching(partial(_alone, set())):
                 if loss_fn is None:
                     return self.model(*batch.inputs, **batch.named)
                 return _loss(self.model, loss_fn, batch).item()
@@ -211,7 +215,11 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _alone(
-    func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    seen: set[torch.dtype],
+    func: Any,
+    types: Iterable[type],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Run an operator, unless other ranks would have to take part."""
     if any(issubclass(kind, Tensor) and kind.__name__ == "DTensor" for kind in types):
@@ -219,12 +227,15 @@ def _alone(
     if "c10d" in func.namespace:
         name = func.name().partition("::")[2].partition(".")[0].strip("_")
         raise CannotRunError(f"the loss or the model calls {name}, in which all ranks take part")
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if isinstance(result, Tensor) and result.is_floating_point():
+        seen.add(result.dtype)
+    return result
 
 
 def _loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: StepBatch) -> Tensor:
     output = model(*batch.inputs, **batch.named)
-    loss = own_loss(output) if loss_fn is None else loss_fn(output, batch.target)
+    loss = own_loss(output, is_whole=True) if loss_fn is None else loss_fn(output, batch.target)
     if isinstance(loss, tuple):  # its sum and count
         loss = loss[0] / loss[1]
     if not isinstance(loss, Tensor) or loss.numel() != 1:

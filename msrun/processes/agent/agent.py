@@ -39,18 +39,29 @@ from msrun.cluster.agent.uplink import Uplink, UplinkEvent
 from msrun.cluster.tick import Tick
 from msrun.cluster.verdict import Verdict, render_seconds
 from msrun.cluster.wire.link import first_resend
-from msrun.cluster.wire.messages import Envelope, FromAgent, Register, Restarting
+from msrun.cluster.wire.messages import Envelope, FromAgent, Restarting
 from msrun.errors import ExitCode, MsrunError, VersionError
 from msrun.processes import ending, first_process
-from msrun.processes.agent import background, place, terminal, worker_end
+from msrun.processes.agent import (
+    background,
+    mindspore,
+    place,
+    sentences,
+    terminal,
+    worker_end,
+)
+from msrun.processes.agent.event_log import EventLog
+from msrun.processes.agent.helper_watch import FORKSERVER, REAPER, SCHEDULER, HelperWatch
 from msrun.processes.agent.line_filter import LineFilters
+from msrun.processes.agent.log_limit import LogLimit
 from msrun.processes.agent.node_control import NodeControl
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place
 from msrun.processes.agent.scheduler_watch import SchedulerWatch
+from msrun.processes.agent.timers import TimerServer
 from msrun.processes.agent.worker_end import OomCounter, RunningWorker
-from msrun.processes.console import Console, NodeStatus, open_console
+from msrun.processes.console import Console, open_console
 from msrun.processes.launcher import STOPS
 from msrun.supervise import logs, orders, process
 from msrun.supervise.channel import ChannelClosed
@@ -98,7 +109,7 @@ class Agent:
         when_running: Called when all workers run for the first time.
     """
 
-    _verdict: Verdict
+    _verdict: Verdict | None = None
 
     def __init__(self, own: Place, loop: Loop, when_running: Callable[[], None]) -> None:
         plan = self._plan = own.plan
@@ -114,10 +125,13 @@ class Agent:
         self._stops = (*STOPS, *(signal.Signals[name] for name in plan.job.stop_signals))
         loop.on_signals(dict.fromkeys((*self._stops, *FORWARDED)), self._on_signal)
         own.hear_signals()
-        first_process.reap_orphans(loop, lambda: self._node.pids)
+        # What is below the reaper comes to this process if the reaper is killed.
+        process.become_subreaper()
+        first_process.reap_orphans(loop, lambda: self._node.pids, is_subreaper=True)
         journal = own.journal
         # Of several nodes, none knows its ranks yet.
-        self._output = NodeOutput(plan.job, loop)
+        self._limit = LogLimit(plan.job.log_limit)
+        self._output = NodeOutput(plan.job, loop, self._limit.gap)
         tails = self._output.tails((w, {}) for w in plan.workers) if plan.job.is_alone else []
         self._console: Console = open_console(journal, tails, plan.machine.host)
         self._output.show_with(self._console.pump)
@@ -125,19 +139,17 @@ class Agent:
         if terminal.is_foreground():
             loop.on_signals((signal.SIGTSTP,), lambda _: self._on_suspended())
         node = place.journal_name(plan).removesuffix(".log").removeprefix("msrun").strip("_")
-        self._filters = LineFilters(plan.job, node)
+        self._filters = LineFilters(plan.job, node, self._limit.gap)
+        self._timers: TimerServer | None = None
+        self._events = EventLog(plan.job, plan.machine.host, self._console.say)
         is_watching = tails or self._console.is_live or plan.job.filters
         self._refresh_at = self._began_at if is_watching else None
         # In the background nothing may hold on to the terminal.
         for note in own.notes:
-            self._console.say(f"msrun: {note}")
+            self._console.say(note)
         self._node = NodeResources(own, stderr=journal if self._job.detach else None)
-        self._scheduler = SchedulerWatch(
-            self._node, loop, self._console, tell=self._handle, greet=self._greet
-        )
-        self._control = NodeControl(
-            self._job, self._node, loop, self._console, send=self._tell_scheduler
-        )
+        self._open_watches()
+        self._stuck: list[str] = []
         self._uplink = Uplink(
             job_id=self._job.job_id,
             node_id=self._node.node_id,
@@ -147,7 +159,7 @@ class Agent:
         )
         self._state = AgentState(
             job_id=self._job.job_id,
-            register=self._register(),
+            register=self._node.register(),
             grace=self._job.grace,
             forwarded=tuple(signum for signum in FORWARDED if signum not in self._stops),
             form_by=self._began_at + self._job.join_timeout,
@@ -156,63 +168,90 @@ class Agent:
             scheduler=self._node.scheduler_name,
         )
 
-    def _register(self) -> Register:
-        return Register(
-            host=self._plan.machine.host,
-            slots=self._job.workers_per_node,
-            store_host=self._node.store[0],
-            store_port=int(self._node.store[1]),
-            node_rank=self._job.node_rank,
-            serves=self._job.serves,
-            shares_host=bool(self._job.node_name),
-            formation=self._node.formation,
-            devices=self._node.devices(),
+    def _open_watches(self) -> None:
+        self._scheduler = SchedulerWatch(
+            self._node, self._loop, self._console, tell=self._handle, greet=self._greet
+        )
+        send, gap_of = self._tell_scheduler, self._limit.gap
+        self._control = NodeControl(
+            self._job, self._node, self._loop, self._console, send=send, gap_of=gap_of
+        )
+        self._helpers = HelperWatch(
+            self._node,
+            self._loop,
+            self._console,
+            ask_scheduler=self._greet,
+            workers=lambda: {worker.pid for worker in self._workers.values() if worker.pid},
         )
 
     def run(self) -> Verdict:
         """Take part in the job until its verdict, then end everything and report."""
+        try:
+            return self._run()
+        except Exception as caught:  # noqa: BLE001 - it is raised again, in words
+            error = ending.in_words(caught)
+            # A refusal of the start is said, and nothing has run that a verdict could be of.
+            if not isinstance(error, MsrunError) or self._workers:
+                self._record(error)
+            raise error from error.__cause__
+
+    def _record(self, error: Exception) -> None:
+        """Leave a verdict with the cause known so far; by now our files are closed."""
+        root = self._state.root()
+        known = root.sentence() if root else self._known
+        if self._verdict:
+            known = self._verdict.reason or "all ranks exited with code 0"
+        job, generation = self._job, self._state.generation
+        ending.record(error, known, job.job_id, job.log_dir, generation=generation, root=root)
+
+    def _run(self) -> Verdict:
         stuck: list[str] = []
         with terminal.modes_kept(), self._console:
             try:
                 self._start()
                 self._loop.run(self._deadline, self._tick)
-            except Exception as error:
-                # A refusal of the start is said, and nothing has run that a verdict could be of.
-                if not isinstance(error, MsrunError) or self._workers:
-                    job, generation = self._job, self._state.generation
-                    ending.record(
-                        error, self._known, job.job_id, job.log_dir, generation=generation
-                    )
-                raise
             finally:
-                stuck = self._node.close()
+                stuck = [*self._stuck, *self._node.close()]
+                if self._timers:
+                    self._timers.close()
                 self._output.copy()
                 self._filters.copy(final=True)
-            stopped = self._verdict.code > ExitCode.DO_NOT_REQUEUE and self._verdict.root is None
+            decided = self._decided()
+            stopped = decided.code > ExitCode.DO_NOT_REQUEUE and decided.root is None
             seconds = CONSOLE_SECONDS_STOPPED if stopped else CONSOLE_SECONDS
             self._console.finish(self._loop.now, total=seconds)
+            self._limit.close_up()
         verdict = msgspec.structs.replace(
-            self._verdict,
-            stuck=list(dict.fromkeys([*self._verdict.stuck, *stuck])),
+            decided,
+            stuck=list(dict.fromkeys([*decided.stuck, *stuck])),
             insecure=self._job.insecure,
         )
         took = self._loop.now() - self._began_at
+        self._events.over(self._workers.values(), verdict, took=took, is_stopped=stopped)
         workers = self._job.workers_per_node
         ending.report(verdict, self._console, self._job.log_dir, workers=workers, took=took)
         return verdict
 
+    def _decided(self) -> Verdict:
+        if self._verdict is None:
+            raise RuntimeError("the loop ended without a verdict")
+        return self._verdict
+
     def _start(self) -> None:
+        self._limit.check(self._job.log_dir)
         self._filters.open()
+        self._limit.follow("the copy of lines", self._filters.paths, now=self._began_at)
+        if self._node.timer_file:
+            self._timers = TimerServer(self._node.timer_file, self._loop, self._on_expired)
         self._node.open()
         job = self._job
-        self._console.say(
-            f"msrun: {job.job_id}: {_count(job.workers_per_node)} on {self._plan.machine.host}, "
-            f"contained by {self._node.containment}; logs: {job.log_dir}"
-        )
+        host, containment = self._plan.machine.host, self._node.containment
+        self._console.say(sentences.begun(job, host, containment))
         self._loop.watch(self._node.tree.reaper.fileno(), self._on_reaper)
         self._loop.watch(self._node.tree.forkserver.fileno(), self._on_forkserver)
         self._loop.watch(self._node.socket.socket, self._on_scheduler)
         self._scheduler.start()
+        self._helpers.start()
         process.raise_priority(before_all=True)
         self._perform(self._state.begin())
 
@@ -224,6 +263,9 @@ class Agent:
             self._uplink.deadline(),
             self._scheduler.deadline(),
             self._control.deadline(),
+            self._timers.deadline() if self._timers else None,
+            self._helpers.deadline(),
+            self._limit.deadline(),
             self._refresh_at,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -233,9 +275,18 @@ class Agent:
             self._refresh_at = self._loop.now() + REFRESH_SECONDS
             self._filters.copy()
             self._console.pump()
-            self._console.show(self._status())
+            elapsed, workers = self._loop.now() - self._began_at, self._job.workers_per_node
+            status = sentences.status(
+                self._state, workers=workers, running=self._running, elapsed=elapsed
+            )
+            self._console.show(status)
         self._scheduler.tick()
         self._control.tick()
+        if self._timers:
+            self._timers.tick()
+        self._helpers.tick()
+        for warning in self._limit.tick(now=self._loop.now()):
+            self._console.say(warning)
         self._keep_time()
         self._handle(Tick())
 
@@ -250,6 +301,9 @@ class Agent:
         if signum in self._stops:
             self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the workers")
         self._handle(Signalled(signum))
+
+    def _on_expired(self, pid: int, name: str, signum: int) -> None:
+        self._console.say(sentences.expired(self._workers.values(), pid, name, signum))
 
     def _on_resized(self) -> None:
         if self._output.terminal:
@@ -270,6 +324,8 @@ class Agent:
             reason = f"{self._node.scheduler_name}: {error.message}: {error.hint}"
             self._handle(SchedulerLost(reason, code=error.exit_code))
             return
+        if envelopes:
+            self._helpers.heard(SCHEDULER)
         for envelope in envelopes:
             until = self._uplink.live_until
             self._after_uplink(*self._uplink.receive(envelope, now=self._loop.now()))
@@ -294,17 +350,24 @@ class Agent:
             reports = tree.reaper.receive()
         except ChannelClosed:
             self._loop.forget(tree.reaper.fileno())
-            self._node.kill_by_force()
-            self._handle(TreeLost(f"the reaper (pid {tree.pid}) ended", ExitCode.NODE_LOST))
+            self._helpers.forkserver_ended()
+            self._stuck += self._node.kill_by_force()
+            how = self._helpers.given_up.get(REAPER, f"the reaper (pid {tree.pid}) ended")
+            self._handle(TreeLost(how, ExitCode.NODE_LOST))
             return
+        self._helpers.heard(REAPER)
         for report in reports:
             match report:
                 case orders.Swept(generation=generation, stuck=stuck):
                     self._handle(GenerationSwept(generation, tuple(stuck)))
+                case orders.ForkserverStarted(pid=pid):
+                    self._helpers.forkserver_started(pid)
                 case orders.ForkserverExited(status=status):
-                    how = process.render_status(status)
+                    self._helpers.forkserver_ended()
                     when = "" if self._has_imported else " during its imports"
-                    self._handle(TreeLost(f"the forkserver {how}{when}", ExitCode.NODE_LOST))
+                    how = f"the forkserver {process.render_status(status)}{when}"
+                    how = self._helpers.given_up.get(FORKSERVER, how)
+                    self._handle(TreeLost(how, ExitCode.NODE_LOST))
 
     def _on_forkserver(self) -> None:
         self._keep_time()
@@ -315,12 +378,15 @@ class Agent:
             # Its parent, the reaper, reports how it ended.
             self._loop.forget(forkserver.fileno())
             return
+        self._helpers.heard(FORKSERVER)
         for report in reports:
             match report:
                 case orders.Ready():
                     self._on_ready(report)
                 case orders.Spawned():
                     self._on_spawned(report)
+                case orders.Exited(is_mindspore=True):
+                    self._on_mindspore_end(report)
                 case orders.Exited(rank=None):
                     self._on_store_end(report)
                 case orders.Exited():
@@ -328,6 +394,7 @@ class Agent:
 
     def _on_ready(self, ready: orders.Ready) -> None:
         self._has_imported = True
+        self._node.mindspore.is_known = ready.mindspore
         if ready.reason:
             self._console.say(
                 f"warning: {ready.reason}, so every worker is an interpreter of its own"
@@ -339,6 +406,7 @@ class Agent:
             return
         worker = self._workers[spawned.rank]
         worker.started_at, worker.pid = spawned.at, spawned.pid
+        self._events.started(worker, spawned.generation)
         self._running += 1
         if self._running < self._job.workers_per_node:
             return
@@ -354,6 +422,12 @@ class Agent:
             how = end.reason or process.render_status(end.status)
             self._handle(TreeLost(f"the store of the process group {how}", ExitCode.NODE_LOST))
 
+    def _on_mindspore_end(self, end: orders.Exited) -> None:
+        is_needed = self._state.phase is AgentPhase.RUNNING
+        lost = mindspore.loss(end, self._job.log_dir)
+        if lost and is_needed and end.generation == self._state.generation:
+            self._handle(lost)
+
     def _on_worker_end(self, end: orders.Exited) -> None:
         if end.generation != self._state.generation or end.rank is None:
             return
@@ -362,6 +436,7 @@ class Agent:
         self._output.copy()
         self._running -= worker.started_at is not None
         rank_exit = worker_end.describe(end, worker, self._oom, now=self._loop.now())
+        self._events.ended(rank_exit)
         self._handle(WorkerEnded(end.generation, rank_exit))
 
     # Actions.
@@ -370,6 +445,7 @@ class Agent:
         self._perform(self._state.handle(event, now=self._loop.now()))
 
     def _perform(self, actions: list[Action]) -> None:
+        self._helpers.wake_for(actions)
         for action in actions:
             match action:
                 case Join(register=register):
@@ -410,6 +486,8 @@ class Agent:
             )
         }
         self._filters.follow((w.plan, action.generation) for w in self._workers.values())
+        for rank, worker in self._workers.items():
+            self._limit.follow(f"rank {rank}", worker.plan.logs, now=self._loop.now())
         self._control.started(action.generation, self._workers.values())
         if not self._job.is_alone:
             workers = self._workers.values()
@@ -419,34 +497,4 @@ class Agent:
 
     def _announce(self, restarting: Restarting) -> None:
         self._known = restarting.reason
-        when = f"in {render_seconds(restarting.delay)}" if restarting.delay else "now"
-        log = f"; log: {restarting.log_file}" if restarting.log_file else ""
-        if not restarting.restart:
-            self._console.say(f"msrun: {restarting.reason}: starting again {when}")
-            return
-        self._console.say(
-            f"warning: {restarting.reason}{log}\n"
-            f"msrun: restart {restarting.restart} of {restarting.max_restarts} {when}"
-        )
-
-    def _status(self) -> NodeStatus:
-        workers = self._job.workers_per_node
-        phase = self._state.phase.value
-        if self._state.phase is AgentPhase.JOINING:
-            phase = "forming"
-        elif self._state.phase is AgentPhase.RUNNING and self._running < workers:
-            phase = "starting" if not self._some_ended() else "running"
-        return NodeStatus(
-            phase=phase,
-            running=self._running,
-            workers=workers,
-            generation=self._state.generation,
-            elapsed=self._loop.now() - self._began_at,
-        )
-
-    def _some_ended(self) -> bool:
-        return len(self._state.live) < self._job.workers_per_node
-
-
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' if workers != 1 else ''}"
+        self._console.say(sentences.restarting(restarting))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from msrun import environ
 from msrun.backend import WorkerPlan
 from msrun.job import JobSpec
 from msrun.supervise import logs
-from msrun.supervise.logs import STDERR, STDOUT
+from msrun.supervise.logs import STDERR, STDOUT, LogGap, open_to_read
 from msrun.worker.stdio import LogFile
 
 _READ_BYTES = 1024 * 1024
@@ -23,11 +23,15 @@ class LineFilters:
     Args:
         job: The job.
         node: Name of the node in the files' names; empty in a job of one node.
+        gap_of: As of `Tail`.
     """
 
-    def __init__(self, job: JobSpec, node: str) -> None:
+    def __init__(self, job: JobSpec, node: str, gap_of: Callable[[str], LogGap | None]) -> None:
         self._job = job
+        self._gap_of = gap_of
         self._node = node
+        self.paths: list[str] = []
+        """The files."""
         self._files: dict[int, LogFile] = {}
         self._sources: dict[str, _Source] = {}
 
@@ -41,6 +45,7 @@ class LineFilters:
             name = "_".join(filter(None, (_NAMES[stream], self._node)))
             path = str(Path(self._job.log_dir, f"{name}.log"))
             self._files[stream] = LogFile(logs.create(path), "w")
+            self.paths.append(path)
 
     def follow(self, workers: Iterable[tuple[WorkerPlan, int]]) -> None:
         """Go through what these workers write.
@@ -64,7 +69,7 @@ class LineFilters:
         """
         for path, source in self._sources.items():
             texts = [text.encode() for text in self._job.filters[source.stream]]
-            for line in source.lines(path, final=final):
+            for line in source.lines(path, self._gap_of(path), final=final):
                 if any(text in line for text in texts):
                     self._files[source.stream].write(source.prefix + line + b"\n")
 
@@ -77,10 +82,12 @@ class _Source:
         self._offset = offset
         self._rest = b""
 
-    def lines(self, path: str, *, final: bool) -> list[bytes]:
+    def lines(self, path: str, gap: LogGap | None, *, final: bool) -> list[bytes]:
         """Return the lines that were added, all of them if `final`."""
         lines: list[bytes] = []
-        while data := _read(path, self._offset):
+        if gap and gap.start <= self._offset < gap.end:
+            self._offset, self._rest = gap.end, b""
+        while data := _read(path, self._offset, gap):
             self._offset += len(data)
             *whole, self._rest = (self._rest + data).split(b"\n")
             lines += whole
@@ -92,13 +99,14 @@ class _Source:
         return lines
 
 
-def _read(path: str, offset: int) -> bytes:
+def _read(path: str, offset: int, gap: LogGap | None) -> bytes:
     if _size(path) <= offset:
         return b""
+    most = gap.start - offset if gap and offset < gap.start else _READ_BYTES
     try:
-        with Path(path).open("rb") as file:
+        with open_to_read(path) as file:
             file.seek(offset)
-            return file.read(_READ_BYTES)
+            return file.read(min(most, _READ_BYTES))
     except OSError:
         return b""
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from msrun.cluster.liveness import hang, stacks
+from msrun.cluster.liveness.collectives import Collective
 from msrun.cluster.liveness.hang import HangWatch, Sign, WorkDone
 from msrun.cluster.verdict import RankExit
 from msrun.cluster.wire.control_messages import LOG_BYTES_MAX
 from msrun.cluster.wire.messages import (
+    Collectives,
     DumpStacks,
     FromAgent,
     FromScheduler,
@@ -29,7 +34,7 @@ from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.console import Console
 from msrun.supervise import logs, process
-from msrun.supervise.logs import open_to_read
+from msrun.supervise.logs import LogGap, open_to_read, printable
 from msrun.transport.loop import Loop
 from msrun.worker.beat import LAYOUT
 from msrun.worker.stacks import AGENT_SIGNAL
@@ -38,6 +43,9 @@ _OF_US = (DumpStacks, ReadLog, SignalRanks, Hung)
 # A dump is written in many small pieces; it is complete once it has stopped growing.
 _POLL_SECONDS = 0.1
 _STACK_SECONDS = 3.0
+# Of a rank that has the interpreter to itself, no other thread can tell anything.
+_COLLECTIVES_SECONDS = 1.0
+_COLLECTIVES_BYTES_MAX = 64 * 1024
 _STACK_BYTES_MAX = 256 * 1024
 _TAIL_LINES = 5
 _TAIL_CHARS_MAX = 200
@@ -51,6 +59,7 @@ class _Dump:
 
     inquiry: int
     due: float
+    told_by: float
     sizes: dict[int, int] = field(default_factory=dict)
     poll_at: float = 0.0
 
@@ -64,6 +73,7 @@ class NodeControl:
         loop: This process's loop.
         console: Takes messages to the user.
         send: Takes messages to the scheduler about the generation that runs here.
+        gap_of: As of `Tail`.
     """
 
     def __init__(
@@ -72,9 +82,12 @@ class NodeControl:
         node: NodeResources,
         loop: Loop,
         console: Console,
+        *,
         send: Callable[[FromAgent], None],
+        gap_of: Callable[[str], LogGap | None],
     ) -> None:
         self._job = job
+        self._gap_of = gap_of
         self._node = node
         self._loop = loop
         self._console = console
@@ -185,7 +198,7 @@ class NodeControl:
             return LogPart(inquiry=asked.inquiry, problem=f"rank {asked.rank} has no log here yet")
         path = worker.plan.error_log
         try:
-            data, offset = read_part(path, asked.offset, asked.lines)
+            data, offset = read_part(path, asked.offset, asked.lines, self._gap_of(path))
         except OSError as error:
             problem = f"{path} cannot be read: {error.strerror}"
             return LogPart(inquiry=asked.inquiry, problem=logs.printable(problem))
@@ -197,14 +210,20 @@ class NodeControl:
 
     def _begin_dump(self, inquiry: int) -> None:
         now = self._loop.now()
-        self._dump = _Dump(inquiry, now + _STACK_SECONDS, poll_at=now + _POLL_SECONDS)
+        self._dump = _Dump(
+            inquiry,
+            due=now + _STACK_SECONDS,
+            told_by=now + _COLLECTIVES_SECONDS,
+            poll_at=now + _POLL_SECONDS,
+        )
         asked = []
         for rank, worker in self._workers.items():
             if problem := _why_silent(worker):
-                self._send(self._stack(inquiry, worker, problem=problem))
+                self._send(self._stack(inquiry, worker, [], problem))
                 continue
             with contextlib.suppress(OSError):
                 os.truncate(worker.stack_file, 0)
+            ask_for_collectives(*worker.collective_files)
             self._dump.sizes[rank] = 0
             asked.append(rank)
         self._node.ask_for_stacks(tuple(asked))
@@ -218,11 +237,13 @@ class NodeControl:
             text = _read(worker.stack_file)
             dump.sizes[rank] = len(text)
             is_whole = text.endswith("\n") and len(text) == before
+            is_whole &= now >= dump.told_by or not _is_expected(worker)
             if is_whole or not worker.pid or now >= dump.due:
                 del dump.sizes[rank]
                 frames = list(stacks.parse(text))
+                entered = read_collectives(worker.collective_files[1])
                 problem = "" if frames else "it did not show one in time"
-                self._send(self._stack(dump.inquiry, worker, frames=frames, problem=problem))
+                self._send(self._stack(dump.inquiry, worker, frames, problem, entered))
         if not dump.sizes:
             self._dump = None
 
@@ -230,9 +251,9 @@ class NodeControl:
         self,
         inquiry: int,
         worker: RunningWorker,
-        *,
-        frames: list[stacks.Frame] | None = None,
-        problem: str = "",
+        frames: list[stacks.Frame],
+        problem: str,
+        entered: list[Collective] | None = None,
     ) -> Stack:
         plan, now = worker.plan, self._loop.now()
         tail = worker.last_lines(_TAIL_LINES)
@@ -248,13 +269,15 @@ class NodeControl:
             tail=[line[:_TAIL_CHARS_MAX] for line in tail],
             log_file=logs.printable(plan.error_log),
         )
-        return Stack(inquiry=inquiry, worker=who, frames=frames or [], problem=problem)
+        return Stack(inquiry=inquiry, worker=who, frames=frames, problem=problem, entered=entered)
 
 
-def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
+def read_part(
+    path: str, offset: int | None, lines: int, gap: LogGap | None = None
+) -> tuple[bytes, int]:
     """Return a bounded part of a log from `offset` on, and the offset of the byte after it.
 
-    Without an offset these are its last `lines` lines.
+    Without an offset these are its last `lines` lines.  In place of a `gap` there is a line.
 
     Raises:
         OSError: It cannot be read.
@@ -262,9 +285,15 @@ def read_part(path: str, offset: int | None, lines: int) -> tuple[bytes, int]:
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - LOG_BYTES_MAX) if offset is None else max(0, min(offset, size))
+        most, missed = LOG_BYTES_MAX, b""
+        if gap and start < gap.start:
+            most = min(most, gap.start - start)
+        elif gap and start < gap.end <= size:
+            start, missed = gap.end, LogGap(start, gap.end).note()
         file.seek(start)
-        data = file.read(LOG_BYTES_MAX)
+        data = file.read(most - len(missed))
     end = start + len(data)
+    data = missed + data
     if offset is None:
         kept = data.splitlines(keepends=True)[-lines:] if lines > 0 else []
         data = b"".join(kept)
@@ -282,11 +311,44 @@ def _why_silent(worker: RunningWorker) -> str:
     return ""
 
 
+def ask_for_collectives(question: str, answer: str) -> None:
+    """Ask a worker for its collectives, if it listens; an earlier answer is none any more."""
+    with contextlib.suppress(OSError):
+        Path(answer).unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(question, flags)
+        try:
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.write(descriptor, b"?")
+        finally:
+            os.close(descriptor)
+
+
+def read_collectives(path: str) -> list[Collective] | None:
+    """Return what a worker has answered; None if it has not, or its file holds something else."""
+    try:
+        with open_to_read(path) as file:
+            found = msgspec.json.decode(
+                file.read(_COLLECTIVES_BYTES_MAX), type=list[tuple[str, int, str]]
+            )
+        named = [Collective(printable(g), n, printable(name)) for g, n, name in found]
+        return msgspec.convert(msgspec.to_builtins(named), Collectives)
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _is_expected(worker: RunningWorker) -> bool:
+    """Return whether a worker has yet to tell its collectives."""
+    question, answer = worker.collective_files
+    return Path(question).exists() and not Path(answer).exists()
+
+
 def _work(pid: int) -> WorkDone:
     return WorkDone(
         cpu=process.tree_cpu_seconds(pid),
         wakes=process.main_thread_wakes(pid),
-        in_disk=process.state(pid) in _IN_DISK,
+        goes_on=process.state(pid) in _IN_DISK or process.sleeps(pid),
+        moved=process.tree_bytes(pid),
     )
 
 

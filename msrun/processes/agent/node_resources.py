@@ -10,10 +10,11 @@ from pathlib import Path
 from msrun import environ
 from msrun.backend import LaunchPlan, WorkerPlan
 from msrun.cluster.liveness.lease import Lease, lease
-from msrun.cluster.wire.messages import Start
+from msrun.cluster.wire.messages import Register, Start
 from msrun.errors import MsrunError, UsageError
 from msrun.job import JobSpec, ProgramKind, StartMethod
 from msrun.processes import control_file, run_dir
+from msrun.processes.agent.mindspore import MindSporePort
 from msrun.processes.agent.output import NodeOutput
 from msrun.processes.agent.place import Place, node_name
 from msrun.processes.agent.terminal import is_foreground
@@ -21,7 +22,7 @@ from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
 from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
-from msrun.supervise import affinity, containment, node_plan
+from msrun.supervise import affinity, containment, node_plan, process
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import LOOPBACK, Placement
@@ -33,7 +34,7 @@ from msrun.supervise.orders import (
     SpawnWorker,
     StoreLeg,
 )
-from msrun.supervise.tree import ProcessTree
+from msrun.supervise.tree import ProcessTree, end_strays
 from msrun.transport.keys import hkdf
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.sockets import (
@@ -77,6 +78,9 @@ class NodeResources:
         self._stderr = stderr
         self._job = plan.job
         self._base = {**environ.current(), **plan.job.env}
+        self.timer_file = environ.timer_file(self._base, str(place.directory))
+        if self.timer_file:
+            self._base[environ.TIMER_FILE] = self.timer_file
         self._opened: set[str] = set()
         self._context = new_context()
         job = plan.job
@@ -88,11 +92,13 @@ class NodeResources:
         self.scheduler_address = (job.listen_host, str(port))
         # Workers reach the store over this interface alone; on several nodes the stores' ends meet
         # on another socket.
-        self._store_sockets = [listen_or_refuse(LOOPBACK, 0, "the loopback interface")]
+        self._store_sockets = [place.store]
         if not job.is_alone:
             self._store_sockets.append(listen_or_refuse(job.address, 0, "the address of this node"))
         self.store = (job.address, str(self._store_sockets[-1].getsockname()[1]))
+        self.mindspore = MindSporePort(job)
         self._dir = place.directory
+        self._cgroup: str | None = None
         if listening:
             config = scheduler_config(job, self.formation, self._secret, self._dir, alone=False)
             self.scheduler = SchedulerSupervisor(config, listening, self._base)
@@ -120,6 +126,20 @@ class NodeResources:
         """How long this node may go on without the scheduler."""
         return lease(self.formation.lease)
 
+    def register(self) -> Register:
+        """Return what this node tells the scheduler of itself."""
+        return Register(
+            host=self._plan.machine.host,
+            slots=self._job.workers_per_node,
+            store_host=self.store[0],
+            store_port=int(self.store[1]),
+            node_rank=self._job.node_rank,
+            serves=self._job.serves,
+            shares_host=bool(self._job.node_name),
+            formation=self.formation,
+            devices=self.devices(),
+        )
+
     def devices(self) -> list[tuple[int, str]]:
         """Return the devices of this node's workers, as a rank table has them."""
         # hccn_tool is slow, so only a job that writes a rank table asks it.
@@ -141,6 +161,8 @@ class NodeResources:
         try:
             self._open()
         except OSError as error:
+            if error.filename and Path(str(error.filename)).is_relative_to(self._dir):
+                raise _unwritable(str(error.filename), error) from error
             msg = f"{self._plan.machine.host} cannot start another process: {error.strerror}"
             raise MsrunError(msg, hint="see `ulimit -u`, `ulimit -n` and free memory") from error
 
@@ -164,12 +186,11 @@ class NodeResources:
         try:
             run_dir.write_private(path, self._job.parallel)
         except OSError as error:
-            msg = f"{path} cannot be written: {error.strerror}"
-            raise MsrunError(msg, hint="it holds the parallel configuration") from error
+            raise _unwritable(path, error) from error
 
     def _open(self) -> None:
         env = environ.node_env(self._base, str(self._dir), _threads(self._plan))
-        cgroup = self._make_cgroup()
+        cgroup = self._cgroup = self._make_cgroup()
         self.containment = containment.describe(cgroup)
         self.tree = ProcessTree(
             _configure(self._job, str(self._dir), cgroup, env[environ.OMP_THREADS]),
@@ -196,14 +217,18 @@ class NodeResources:
             workers=self._job.workers_per_node,
             began=Loop.now(),
         )
-        control_file.write(self._dir, card)
+        try:
+            control_file.write(self._dir, card)
+        except OSError as error:
+            raise _unwritable(str(self._dir), error) from error
 
     def _make_cgroup(self) -> str | None:
-        parent = self._plan.machine.cgroup
-        cgroup = containment.create(parent, f"msrun-{self._dir.name}") if parent else None
-        if cgroup:
-            run_dir.note_cgroup(self._dir, cgroup)
-        return cgroup
+        if self._plan.machine.cgroup is None:
+            return None
+        try:
+            return run_dir.make_cgroup(self._dir, self._plan.machine.cgroup)
+        except OSError as error:
+            raise _unwritable(str(self._dir), error) from error
 
     def let_live(self, generation: int, until: float | None) -> None:
         """Let the workers live until then and no longer; None for ever."""
@@ -228,7 +253,7 @@ class NodeResources:
             first_rank=start.first_rank,
             world_size=start.world_size,
             store=(LOOPBACK, str(self._store_sockets[0].getsockname()[1])),
-            scheduler=self.scheduler_address,
+            scheduler=self.mindspore.seen_by_workers,
             run_dir=str(self._dir),
             rank0_address=start.store_host,
             first_local_rank=start.first_local_rank,
@@ -238,8 +263,14 @@ class NodeResources:
         self.let_live(generation, until)
         if start.serve_store or not self._job.is_alone:
             self._order_store(generation, start)
+        if order := self.mindspore.order(generation, start):
+            self.tree.forkserver.send(order)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
-        return [self._order_worker(generation, plan, until, output) for plan in plans]
+        try:
+            return [self._order_worker(generation, plan, until, output) for plan in plans]
+        except OSError as error:
+            msg = f"generation {generation} cannot be started: {error.filename}: {error.strerror}"
+            raise MsrunError(msg, hint="see `ulimit -n` and free space") from error
 
     def _make_generation_dir(self, generation: int) -> None:
         """Make the private directory of a generation, and that of the job if it was removed.
@@ -265,6 +296,7 @@ class NodeResources:
             leg=None if self._job.is_alone else self._store_leg(generation, start),
             insecure=self._job.insecure,
             lazy=self._job.program.kind is ProgramKind.COMMAND,
+            mindspore=self.mindspore.told_by(start),
         )
         self.tree.forkserver.send(order)
 
@@ -302,6 +334,7 @@ class NodeResources:
             # A job in the background must not take the keys that the shell is to get.
             keep_stdin=plan.rank == 0 and (not os.isatty(0) or is_foreground()),
             until=until,
+            asks_for_mindspore=self.mindspore.asks_store,
         )
         worker = RunningWorker(
             plan=plan,
@@ -309,6 +342,7 @@ class NodeResources:
             error_file=node_plan.error_file(str(self._dir), generation, plan.rank),
             beat_file=node_plan.beat_file(str(self._dir), generation, plan.rank),
             stack_file=node_plan.stack_file(str(self._dir), generation, plan.rank),
+            collective_files=node_plan.collective_files(str(self._dir), generation, plan.rank),
             log_starts=starts,
         )
         self.tree.forkserver.send(order, streams)
@@ -327,9 +361,16 @@ class NodeResources:
         """Have Python workers write where they are, each into its `stack_file`."""
         self.tree.forkserver.send(SignalWorkers(ranks=list(ranks), signum=AGENT_SIGNAL))
 
-    def kill_by_force(self) -> None:
-        """Kill the rest of the tree after its reaper has ended."""
-        self.tree.kill_by_force(run_dir.cookie(self._dir))
+    def kill_by_force(self) -> list[str]:
+        """Kill the rest of the tree after its reaper has ended; return the processes that stay.
+
+        What the reaper had adopted is ours now, in whatever session and environment it runs.
+        """
+        return self.tree.kill_by_force(run_dir.cookie(self._dir), self._adopted)
+
+    def _adopted(self) -> list[int]:
+        own = self.pids
+        return [pid for pid in process.descendants(os.getpid()) if pid not in own]
 
     def close(self) -> list[str]:
         """End all processes and remove their files; return those that could not be killed."""
@@ -339,15 +380,30 @@ class NodeResources:
             timeout = SCHEDULER_SECONDS if is_alone else FAREWELL_SECONDS
             self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
-            stuck = self.tree.end(TREE_SECONDS)
+            stuck = self.tree.end(TREE_SECONDS, run_dir.cookie(self._dir), self._adopted)
+        self._end_what_is_left()
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
         self._context.destroy(linger=0)
         if self.scheduler:
             self.scheduler.close()
         for sock in self._store_sockets:
             sock.close()
+        self.mindspore.close()
         self._place.release()
         return stuck
+
+    def _end_what_is_left(self) -> None:
+        """Do what the reaper could not: it may never have begun, or was killed."""
+        if self._cgroup is None or not Path(self._cgroup).exists():
+            return
+        end_strays(run_dir.cookie(self._dir), self._cgroup)
+        if Path(self._cgroup).exists():
+            containment.note_remains(self._cgroup, str(self._dir))
+
+
+def _unwritable(path: str, error: OSError) -> MsrunError:
+    hint = "it holds the job's private files; choose another place with XDG_RUNTIME_DIR"
+    return MsrunError(f"{path} cannot be written: {error.strerror}", hint=hint)
 
 
 def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -> Configure:
@@ -364,6 +420,7 @@ def _configure(job: JobSpec, directory: str, cgroup: str | None, threads: str) -
         run_dir=directory,
         cgroup=cgroup,
         threads=threads,
+        framework=job.framework.value,
     )
 
 

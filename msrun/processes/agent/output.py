@@ -11,7 +11,7 @@ from msrun.job import JobSpec
 from msrun.processes.agent.terminal import WorkerTerminal
 from msrun.processes.console import is_terminal, streams_differ
 from msrun.supervise import logs
-from msrun.supervise.logs import BOTH, STDERR, STDOUT, StreamSplit, Tail
+from msrun.supervise.logs import BOTH, STDERR, STDOUT, LogGap, StreamSplit, Tail
 from msrun.transport.loop import Loop
 
 
@@ -21,14 +21,16 @@ class NodeOutput:
     Args:
         job: The job.
         loop: This process's loop.
+        gap_of: As of `Tail`.
     """
 
     terminal: WorkerTerminal | None = None
     """Of the one worker that is shown at a terminal, once it has begun."""
     rank_at_terminal = -1
 
-    def __init__(self, job: JobSpec, loop: Loop) -> None:
+    def __init__(self, job: JobSpec, loop: Loop, gap_of: Callable[[str], LogGap | None]) -> None:
         self._job = job
+        self._gap_of = gap_of
         self._loop = loop
         self._show: Callable[[], object] = lambda: None
         self._is_terminal = os.isatty(1)
@@ -70,6 +72,7 @@ class NodeOutput:
                 shown=frozenset(stream for stream in paths if paths[stream] == path),
                 is_live=is_only or (plan.rank == 0 and os.isatty(0)),
                 is_raw=self._has_terminal(plan),
+                gap_of=self._gap_of,
             )
             for path in dict.fromkeys(paths.values())
         ]
@@ -95,7 +98,7 @@ class NodeOutput:
             if not start:
                 os.close(logs.create(plan.log_file))
             opened += (logs.reopen(plan.log_file) for _ in BOTH)
-            opened.append(os.open(samples, os.O_RDONLY | os.O_CLOEXEC))
+            opened.append(os.open(samples, os.O_RDWR | os.O_CLOEXEC))
         except OSError:
             # The worker meets the same problem with its log, and says so.
             for descriptor in opened:

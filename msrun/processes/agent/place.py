@@ -18,12 +18,13 @@ import msgspec
 
 from msrun.backend import LaunchPlan
 from msrun.errors import UsageError
-from msrun.job import JobSpec
+from msrun.job import LOOPBACK, JobSpec
 from msrun.processes import control_file, run_dir
-from msrun.processes.launcher import STOPS, open_journal
+from msrun.processes.launcher import STOPS, open_journal, whose
 from msrun.processes.rendezvous import listen_or_refuse
 
 _BESIDE_MAX = 1024
+_STORE = "--master-port"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +37,8 @@ class Place:
         lock: Descriptor that holds its lock.
         journal: Descriptor of the launcher's own log.
         listening: The scheduler's socket; None where another node has the scheduler.
-        notes: What the user should know, one sentence each.
+        store: The socket at which this node's workers find the store.
+        notes: What the user should know, one line each.
         signals: Signals that were blocked before `take`, which also blocks those that end a job:
             one that comes before there are handlers would leave the directory.
     """
@@ -46,6 +48,7 @@ class Place:
     lock: int
     journal: int = -1
     listening: socket.socket | None = None
+    store: socket.socket = field(init=False)
     notes: list[str] = field(default_factory=list)
     signals: set[int] = field(default_factory=set)
 
@@ -78,11 +81,13 @@ def take(plan: LaunchPlan) -> Place:
         place = _take_directory(plan)
         place.signals = {*signals}
         _take_port(place)
+        _take_store_port(place)
         _take_logs(place)
     except BaseException:
-        if place and place.listening:
-            place.listening.close()
         if place:
+            for sock in (place.listening, getattr(place, "store", None)):
+                if sock:
+                    sock.close()
             place.release()
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         raise
@@ -117,7 +122,8 @@ def _take_directory(plan: LaunchPlan) -> Place:
                 raise
             continue
         own = msgspec.structs.replace(plan, job=job)
-        return Place(plan=own, directory=directory, lock=lock)
+        notes = [run_dir.why_elsewhere(directory)]
+        return Place(plan=own, directory=directory, lock=lock, notes=list(filter(None, notes)))
     msg = f"{job.job_id} has {_BESIDE_MAX} nodes on this machine already"
     raise UsageError(msg, hint="choose another --job-id")
 
@@ -127,7 +133,7 @@ def _take_port(place: Place) -> None:
     if not job.serves:
         return
     try:
-        place.listening = listen_or_refuse(job.listen_host, job.master_port, "--master-port")
+        place.listening = listen_or_refuse(job.listen_host, job.scheduler_port, "--master-port")
     except UsageError:
         if not control_file.has_node(job, but=place.directory):
             raise
@@ -135,13 +141,38 @@ def _take_port(place: Place) -> None:
         place.plan = msgspec.structs.replace(place.plan, job=job)
 
 
+def _take_store_port(place: Place) -> None:
+    """Take the port at which a script may expect the store, whatever its node.
+
+    Another node of the job on this machine may have it: its store's end serves this node's workers
+    just as well.  Where another program has it, the workers' MASTER_PORT is a free one, unless the
+    scheduler is here: then the port is refused, as if it were the scheduler's.
+    """
+    job = place.plan.job
+    is_shared = False
+    problem = ""
+    try:
+        place.store = listen_or_refuse(LOOPBACK, job.store_port, _STORE)
+    except UsageError as error:
+        is_shared = control_file.is_beside(job, place.directory)
+        if job.is_alone or not job.store_port or (job.serves and not is_shared):
+            raise
+        place.store = listen_or_refuse(LOOPBACK, 0, _STORE)
+        problem = error.message
+    if problem and not is_shared:
+        port = place.store.getsockname()[1]
+        place.notes.append(f"{problem}; the workers of this node have MASTER_PORT={port}")
+
+
 def _take_logs(place: Place) -> None:
     plan = place.plan
     before = plan.job.log_dir
     place.journal, log_dir = open_journal(plan.job, journal_name(plan))
+    if warning := whose(before):
+        place.notes.append(warning)
     if log_dir == before:
         return
     job = msgspec.structs.replace(plan.job, log_dir=log_dir)
     workers = tuple(worker.in_directory(log_dir) for worker in plan.workers)
     place.plan = msgspec.structs.replace(plan, job=job, workers=workers)
-    place.notes.append(f"logs are in {log_dir}: another job writes to {before}")
+    place.notes.append(f"msrun: logs are in {log_dir}: another job writes to {before}")

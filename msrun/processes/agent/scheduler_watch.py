@@ -97,13 +97,13 @@ class SchedulerWatch:
                 self._reject()
 
     def _warn_of_silence(self) -> None:
-        """Warn once that another program may have the port, unless the scheduler is our own."""
+        """Warn once that nobody answers at the port, unless the scheduler is our own."""
         self._rejected_at = None
         if not self._has_warned and self._node.scheduler is None:
             self._has_warned = True
             self._console.say(
                 f"warning: what listens at {self._node.scheduler_name} does not answer as a "
-                "scheduler does; is that the port of another program?"
+                "scheduler does: it is overloaded or stopped, or another program has the port"
             )
 
     def _reject(self) -> None:

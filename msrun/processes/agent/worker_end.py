@@ -29,6 +29,7 @@ class RunningWorker:
         error_file: Where it leaves its exception.
         beat_file: Where it counts its beats.
         stack_file: Where it writes its stacks when it is asked to.
+        collective_files: Where it is asked for its collectives, and where it answers.
         log_starts: Size of each of its logs when it was started.
         started_at: When, on the monotonic clock; None when it could not be.
         pid: Its pid as long as it lives, 0 when it has ended; None before.
@@ -39,6 +40,7 @@ class RunningWorker:
     error_file: str
     beat_file: str = ""
     stack_file: str = ""
+    collective_files: tuple[str, str] = ("", "")
     log_starts: Mapping[str, int] = field(default_factory=dict)
     started_at: float | None = None
     pid: int | None = None

@@ -5,6 +5,9 @@ import msgspec
 from msrun.cluster.wire.messages import Formation
 from msrun.job import RestartLimits
 
+# Fits into a pipe that nobody reads yet.
+REASON_BYTES_MAX = 2_000
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first line on the scheduler's standard input, the secret included.
@@ -24,7 +27,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         alone: The parent is no agent of this job, but passes on the signals that it gets, by
             standard input; the scheduler leaves by itself when all nodes know the verdict.
         listen_fd: Inherited listening socket.
-        began_fd: Inherited pipe that gets this scheduler's term once the log has it.
+        began_fd: Inherited pipe that gets a line with this scheduler's term once the log has it,
+            and a sentence if the scheduler cannot go on.
         rank_table: Where to write the rank table of each generation; empty writes none.
     """
 

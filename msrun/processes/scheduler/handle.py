@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, cast
 
 import msgspec
@@ -15,11 +15,15 @@ import msgspec
 from msrun.cluster.scheduler import wal
 from msrun.cluster.verdict import Verdict
 from msrun.errors import signal_name
-from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.processes.scheduler.config import REASON_BYTES_MAX, SchedulerConfig
 from msrun.supervise import logs, process
 from msrun.supervise.channel import dump
+from msrun.supervise.reaper import DEAF_TO
 from msrun.supervise.tree import dies_with_us, python_command
 from msrun.transport.loop import wait_readable
+
+# Seconds that a killed process may take to end.
+_KILLED_SECONDS = 5.0
 
 
 class SchedulerProcess:
@@ -42,23 +46,26 @@ class SchedulerProcess:
         opener = logs.reopen if again else logs.create
         self.term = 0
         """Its term; 0 until it is closed, and if it never began."""
+        self._words = b""
         self._began, began = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._began, False)
         with os.fdopen(opener(config.log_file), "ab") as log, os.fdopen(began, "wb") as theirs:
             config = msgspec.structs.replace(
                 config, listen_fd=listening.fileno(), began_fd=theirs.fileno()
             )
-            self._process = subprocess.Popen(
-                python_command("msrun.processes.scheduler.scheduler:main"),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listening.fileno(), theirs.fileno()],
-                start_new_session=True,
-                env=dict(env),
-                # A `preexec_fn` is unsafe beside threads, which this process has by the second
-                # time; the scheduler also asks the kernel for this itself.
-                preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
-            )
+            with process.signals_held(DEAF_TO):
+                self._process = subprocess.Popen(
+                    python_command("msrun.processes.scheduler.scheduler:main"),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listening.fileno(), theirs.fileno()],
+                    start_new_session=True,
+                    env=dict(env),
+                    # A `preexec_fn` is unsafe beside threads, which this process has by the second
+                    # time; the scheduler also asks the kernel for this itself.
+                    preexec_fn=None if again else dies_with_us(),  # noqa: PLW1509 - see there
+                )
         self._lifeline = cast("IO[bytes]", self._process.stdin)
         # If it has ended already, its pidfd says so.
         with contextlib.suppress(BrokenPipeError):
@@ -72,6 +79,14 @@ class SchedulerProcess:
         """Its pid."""
         return self._process.pid
 
+    def wake(self) -> None:
+        """Let it go on, should somebody have stopped it."""
+        process.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it; `pidfd` says when it has ended."""
+        self._process.kill()
+
     def pass_on(self, signum: int) -> None:
         """Pass a signal on to a scheduler that is `alone`."""
         with contextlib.suppress(BrokenPipeError):
@@ -83,7 +98,8 @@ class SchedulerProcess:
         with process.patiently():
             code = self._process.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        return f"the scheduler {how}; log: {self._log_file}"
+        _, why = self._told()
+        return f"the scheduler {how}{f': {why}' if why else ''}; log: {self._log_file}"
 
     @property
     def has_died(self) -> bool:
@@ -94,22 +110,32 @@ class SchedulerProcess:
     def verdict(self) -> Verdict | None:
         """Return the verdict in its log, None when there is none."""
         try:
-            return wal.verdict(Path(self._wal_file).read_bytes())
+            with logs.open_to_read(self._wal_file) as file:
+                return wal.verdict(file.read())
         except OSError:
             return None
 
     def end(self, timeout: float) -> None:
         """Let it end and wait for that; kill it after `timeout` seconds."""
         self._lifeline.close()
+        self.wake()
         if not wait_readable(self.pidfd, timeout):
             self._process.kill()
-        with process.patiently():
-            self._process.wait()
+        # The kernel may keep one that waits for a disk: then it is left behind.
+        with process.patiently(), contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_SECONDS)
         self.close()
+
+    def _told(self) -> tuple[int, str]:
+        """Return its term, 0 if it never began, and why it could not go on, if it said so."""
+        with contextlib.suppress(BlockingIOError):
+            self._words += os.read(self._began, 2 * REASON_BYTES_MAX)
+        *terms, why = self._words.decode(errors="replace").split("\n")
+        return int(terms[0]) if terms else 0, why
 
     def close(self) -> None:
         """Close the handle, after the process has ended."""
-        self.term = int(os.read(self._began, 20) or 0)
+        self.term, _ = self._told()
         self._lifeline.close()
         os.close(self._began)
         os.close(self.pidfd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -38,12 +39,13 @@ from msrun.cluster.wire import codec, control_messages
 from msrun.cluster.wire.control_messages import Answer, AnyReply, Denied
 from msrun.cluster.wire.link import first_resend
 from msrun.cluster.wire.messages import Envelope, Refused, Register, Start
-from msrun.errors import ExitCode, ProtocolError, UsageError, VersionError
-from msrun.processes.scheduler.config import SchedulerConfig
+from msrun.errors import ExitCode, MsrunError, ProtocolError, UsageError, VersionError
+from msrun.processes.scheduler.config import REASON_BYTES_MAX, SchedulerConfig
+from msrun.processes.scheduler.contest import Contests
 from msrun.processes.scheduler.dropped_messages import Dropped
 from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
-from msrun.supervise.logs import LINE_CHARS_MAX, printable
+from msrun.supervise.logs import LINE_CHARS_MAX, open_to_read, printable
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
@@ -86,8 +88,7 @@ class Scheduler:
         is_whole = wal.term(records) >= config.term
         term = max(wal.term(records), config.started_before) + 1
         self._write(wal.Began(term))
-        os.write(config.began_fd, b"%d" % term)
-        os.close(config.began_fd)
+        os.write(config.began_fd, b"%d\n" % term)
         times = lease(config.formation.lease)
         self._peers = AgentLinks(
             job_id=config.job_id,
@@ -113,6 +114,7 @@ class Scheduler:
         for member in self._state.recover(records, now=now, is_whole=is_whole):
             self._peers.expect(member.node_id, member.incarnation, now=now)
             self._admission.expect(member.node_id, member.incarnation)
+        self._contests = Contests()
         self._addresses: dict[str, tuple[int, str, int]] = {}
         self._leave_by: float | None = None
         self._perform([])  # if the verdict is in the log, it leaves when all nodes know it
@@ -177,23 +179,41 @@ class Scheduler:
             if envelope.job_id != self._config.job_id:
                 self._refuse_stranger(envelope)
                 continue
-            events, frames = self._peers.receive(envelope, now=self._loop.now())
-            self._send(frames)
-            for event in events:
-                if isinstance(event, Lost):
-                    self._lose(event)
-                    continue
-                log.info(
-                    "node=%s generation=%d received %s",
-                    event.node_id,
-                    event.generation,
-                    type(event.body).__name__,
-                )
-                self._admit(event)
+            if self._peers.has_earlier_life(envelope):
+                self._contest(envelope)
+                continue
+            self._take(envelope)
         for asked in self._socket.asked():
             self._answer(asked)
         if self._leave_by is not None and self._has_told_all:
             self._loop.stop()
+
+    def _take(self, envelope: Envelope) -> None:
+        events, frames = self._peers.receive(envelope, now=self._loop.now())
+        self._send(frames)
+        for event in events:
+            if isinstance(event, Lost):
+                self._lose(event)
+                continue
+            log.info(
+                "node=%s generation=%d received %s",
+                event.node_id,
+                event.generation,
+                type(event.body).__name__,
+            )
+            self._admit(event)
+
+    def _contest(self, envelope: Envelope) -> None:
+        """Hold the registration of a node back whose earlier life may not be over."""
+        node_id, now = envelope.node_id, self._loop.now()
+        silence = self._peers.silence(node_id, now=now) or 0.0
+        if refused := self._contests.claim(envelope, heard_at=now - silence, now=now):
+            log.warning("node=%s refused: %s", node_id, refused.reason)
+            term = self._peers.term
+            answer = msgspec.structs.replace(envelope, seq=1, ack=1, term=term, body=refused)
+            self._socket.send(answer)
+        elif self._contests.must_watch(node_id, now=now):
+            self._watch_end(node_id)
 
     def _refuse_stranger(self, envelope: Envelope) -> None:
         """Tell a node of another job that its scheduler is not here."""
@@ -233,13 +253,17 @@ class Scheduler:
     def _on_broken(self) -> None:
         """Find out whether a node whose connection ended is still there."""
         for node_id in self._socket.broken():
-            if node_id in self._peers and node_id in self._addresses:
-                incarnation, host, port = self._addresses[node_id]
-                self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
+            self._watch_end(node_id)
+
+    def _watch_end(self, node_id: str) -> None:
+        if node_id in self._peers and node_id in self._addresses:
+            incarnation, host, port = self._addresses[node_id]
+            self._prober.watch_end(host, port, partial(self._on_end, node_id, incarnation))
 
     def _on_end(self, node_id: str, incarnation: int) -> None:
         # The agent and all that it started held that socket, so nothing of them lives.
-        for loss in self._peers.lose(node_id, incarnation, "its launcher has ended"):
+        reason = "it was started anew" if node_id in self._contests else "its launcher has ended"
+        for loss in self._peers.lose(node_id, incarnation, reason):
             self._lose(loss)
 
     # Actions.
@@ -248,6 +272,8 @@ class Scheduler:
         log.warning("node=%s lost: %s", loss.node_id, loss.reason)
         self._admission.lose(loss)
         self._handle(loss)
+        if envelope := self._contests.over(loss.node_id):
+            self._take(envelope)
 
     def _handle(self, event: Event) -> None:
         now = self._loop.now()
@@ -311,8 +337,15 @@ class Scheduler:
             log.error("no rank table: %s", error.message)  # noqa: TRY400 - it is no bug of ours
 
     def _write(self, record: wal.Record) -> None:
-        os.write(self._wal, wal.encode(record))
-        os.fdatasync(self._wal)
+        data = wal.encode(record)
+        try:
+            written = os.write(self._wal, data)
+            if written < len(data):  # the rest does not fit, and the error says why
+                os.write(self._wal, data[written:])
+            os.fdatasync(self._wal)
+        except OSError as error:
+            msg = f"the scheduler's log {self._config.wal_file} cannot be written: {error.strerror}"
+            raise MsrunError(msg) from error
 
     def _send(self, frames: list[Envelope]) -> None:
         for frame in frames:
@@ -328,10 +361,15 @@ def _frame(reply: AnyReply) -> bytes:
 
 def _open_wal(path: str) -> tuple[int, list[wal.Record]]:
     """Open the log, cut off a torn record at its end, and return the records."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o600)
-    data = Path(path).read_bytes()
-    os.ftruncate(descriptor, wal.whole(data))
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o600)
+        with open_to_read(path) as file:
+            data = file.read()
+        os.ftruncate(descriptor, wal.whole(data))
+    except OSError as error:
+        msg = f"the scheduler's log {path} cannot be opened: {error.strerror}"
+        raise MsrunError(msg) from error
     return descriptor, wal.decode(data)
 
 
@@ -347,16 +385,26 @@ def main(arguments: list[str]) -> NoReturn:
     process.die_with_parent(config.parent)
     process.raise_priority()
     title.show_as(["msrun", "scheduler", config.job_id], environ.current())
-    _log_to(config.log_file)
-    _set_limits(config.formation.nnodes_max)
     gc.freeze()  # Modules stay to the end, so no collection need walk them.
     try:
+        _log_to(config.log_file)
+        _set_limits(config.formation.nnodes_max)
         Scheduler(config).run()
-    except Exception:
+    except MsrunError as error:
+        log.error("%s", error.message)  # noqa: TRY400 - the sentence says it all
+        _leave_with(config, error.message)
+    except Exception as error:
         log.exception("this is a bug of msrun")
-        os._exit(70)
+        _leave_with(config, f"this is a bug in msrun: {type(error).__name__}: {error}")
     sys.stderr.flush()
     os._exit(0)
+
+
+def _leave_with(config: SchedulerConfig, why: str) -> NoReturn:
+    """End with one sentence for the parent, which may have no other way to learn it."""
+    with contextlib.suppress(OSError):
+        os.write(config.began_fd, printable(why).encode()[:REASON_BYTES_MAX])
+    os._exit(ExitCode.INTERNAL)
 
 
 def _read_line() -> bytes:

@@ -117,6 +117,11 @@ class SchedulerSupervisor:
             self._child().pass_on(self._signum)
         self.watch(loop, say, when_over)
 
+    def kill(self) -> None:
+        """Kill a scheduler that does not answer; another takes its place."""
+        if self._process:
+            self._process.kill()
+
     def pass_on(self, signum: int) -> None:
         """Tell a scheduler that is `alone` of a signal, and those after it of the first one."""
         self._signum = self._signum or signum

@@ -13,6 +13,8 @@ from typing import Protocol
 
 VALUE_BYTES_MAX = 64 << 20
 """Of one key, to which `append` adds without end; one message brings at most 8 MiB."""
+MINDSPORE_KEY = b"msrun/mindspore"
+"""Where MindSpore's scheduler is, in a job of several nodes that has one."""
 _KEY_COST = 160  # of Python's objects around a key and its value
 _INT64 = 1 << 63
 _NUMBER = re.compile(rb"-?[0-9]{1,19}").fullmatch

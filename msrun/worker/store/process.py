@@ -52,6 +52,7 @@ def _exec(context: SpawnContext, order: SpawnStore) -> NoReturn:
 
 def main(arguments: list[str]) -> NoReturn:
     """Serve in an interpreter of its own: descriptors of the order, and of the sockets."""
+    title.set_name("msrun store")
     handed_over, *listen_fds = map(int, arguments)
     line = os.pread(handed_over, channel.FRAME_BYTES_MAX, 0)
     os.close(handed_over)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from msrun.supervise import limits
 from msrun.supervise.orders import SpawnStore
 from msrun.worker.store.admission import LoopbackAdmission, choose_finder
-from msrun.worker.store.keys import StoreKeys
+from msrun.worker.store.keys import MINDSPORE_KEY, StoreKeys
 from msrun.worker.store.server import LoopbackServer
 from msrun.worker.store.tell import Teller
 from msrun.worker.store.wire import StoreClient
@@ -37,6 +37,8 @@ def serve(order: SpawnStore, listen_fds: tuple[int, ...]) -> NoReturn:
         return admitted
 
     keys = StoreKeys(_BYTES_MAX)
+    if order.mindspore:
+        keys.set(MINDSPORE_KEY, order.mindspore.encode())
     open_server = partial(LoopbackServer, loopback, admit)
     if order.leg is None:
         server = open_server(lambda line: StoreClient(keys, line), tell)

@@ -143,6 +143,15 @@ def test_a_job_that_cannot_start_is_one_sentence_in_python(
     assert message in refused.value.message
 
 
+def test_a_log_directory_where_none_can_be_made_is_one_sentence_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    job = msrun.Job("train.py", workers=1, log_dir="/proc/x")
+
+    with pytest.raises(msrun.UsageError, match="log_dir=/proc/x cannot be made"):
+        job.start().wait()
+
+
 def test_a_job_says_what_it_cannot_do_yet_or_again(start):
     job = msrun.Job("train.py")
     for call in (job.wait, job.status, job.logs):

@@ -6,6 +6,7 @@ import os
 import re
 
 import pytest
+from ports import free_port
 from support import script, shell
 
 pytestmark = pytest.mark.process
@@ -51,6 +52,21 @@ def test_each_stream_of_each_rank_stays_what_it_is(msrun, tmp_path, method):
     assert job.wait() == 0
     assert by_rank(job.out) == {rank: lines("out", rank) for rank in range(3)}
     assert by_rank(job.err) == {rank: lines("err", rank) for rank in range(3)}
+
+
+OPENED = """
+    import subprocess, sys
+    look = "import os; print(*sorted(map(int, os.listdir('/proc/self/fd'))))"
+    subprocess.run([sys.executable, "-c", look], close_fds=False)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_programs_that_a_worker_starts_inherit_the_standard_streams_alone(msrun, tmp_path, method):
+    job = msrun("--start-method", method, script(tmp_path, OPENED))
+
+    assert job.wait() == 0
+    assert job.log(0) == "0 1 2 3\n"  # the last is that of the look
 
 
 def test_torchrun_keeps_the_streams_of_the_same_program_apart(msrun, tmp_path, torchrun):
@@ -193,3 +209,15 @@ def test_a_local_rank_that_does_not_exist_is_refused(msrun):
 
     assert job.wait() == 2
     assert job.err == ("error: -r 0:1,2:3 names rank 2, which does not exist (choose 0 to 1)\n")
+
+
+def test_the_consoles_of_several_nodes_show_the_workers_of_each(msrun, tmp_path):
+    program = script(tmp_path, BOTH)
+    words = ["--nnodes", 2, "--master-addr", "localhost", "--master-port", free_port()]
+    words += ["--workers-per-node", 2, "--insecure", program]
+    nodes = [msrun("--job-id", "two", "--node-rank", rank, *words) for rank in (0, 1)]
+
+    assert [node.wait() for node in nodes] == [0, 0]
+    for node, ranks in zip(nodes, ((0, 1), (2, 3)), strict=True):
+        assert by_rank(node.out) == {rank: lines("out", rank) for rank in ranks}
+        assert by_rank(node.err) == {rank: lines("err", rank) for rank in ranks}

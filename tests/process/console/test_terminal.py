@@ -112,6 +112,40 @@ def test_tqdm_draws_what_it_draws_at_a_terminal(at_terminal, terminal, tmp_path)
     assert log.count(b"\r") > 3
 
 
+RICH = """
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    print(console.is_terminal, console.width)
+    for _ in track(range(3), "steps", console=console):
+        pass
+"""
+
+
+def test_rich_draws_what_it_draws_at_a_terminal(at_terminal, terminal, tmp_path):
+    pytest.importorskip("rich")
+    job = at_terminal(script(tmp_path, RICH))
+    terminal.until_closed()
+
+    assert job.wait() == 0
+    log = (job.logs / "worker_0.log").read_bytes()
+    assert log.startswith(b"True 300")
+    assert b"100%" in log
+    assert log.count(b"\x1b[") > 4  # colours, and the cursor that is hidden and shown again
+    assert log in terminal.raw.replace(b"\r\n", b"\n")
+
+
+def test_rich_draws_no_bar_in_a_pipe(msrun, tmp_path):
+    pytest.importorskip("rich")
+    job = msrun("--workers-per-node", 2, script(tmp_path, RICH))
+
+    assert job.wait() == 0
+    assert "\x1b" not in job.out
+    for rank in (0, 1):
+        assert f"[rank {rank}] False " in job.out
+
+
 def test_the_shown_worker_is_at_a_terminal(at_terminal, terminal, tmp_path):
     text = """
         import os

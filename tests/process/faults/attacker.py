@@ -23,7 +23,7 @@ def main(connections, seconds, port):
             stranger = socket.socket()
             stranger.settimeout(0)
             with contextlib.suppress(BlockingIOError):
-                stranger.connect(("127.0.0.1", port))
+                stranger.connect(("127.0.0.2", port))
             crowd[stranger.fileno()] = stranger
             poller.register(stranger, select.EPOLLOUT | select.EPOLLET)
             opened += 1

@@ -33,6 +33,7 @@ from msrun.cluster.wire.messages import (
     Unknown,
     WorkerExited,
 )
+from msrun.job import SCHEDULER_LOOPBACK
 from msrun.supervise.secret import read_secret
 from msrun.transport.loop import new_context, wait_readable
 from msrun.transport.sockets import AgentSocket, endpoint
@@ -92,7 +93,7 @@ class Siege:
         """Connect with the key, say `body` and get the answer; note how long that takes."""
         began_at = time.monotonic()
         context = new_context()
-        agent = AgentSocket(context, endpoint("127.0.0.1", self.port), self.secret)
+        agent = AgentSocket(context, endpoint(SCHEDULER_LOOPBACK, self.port), self.secret)
         agent.send(self.says(body))
         answered = wait_readable(agent.socket, PATIENCE)
         bodies = [envelope.body for envelope in agent.receive()]
@@ -142,7 +143,7 @@ def visit(port, *greetings, start=b"", more=b"", most=0):
     What is sent before the peer has taken a greeting would be taken for a part of it.
     Return how much of `more` was taken before the connection was ended or left standing.
     """
-    with socket.create_connection(("127.0.0.1", port), timeout=1.0) as stranger:
+    with socket.create_connection((SCHEDULER_LOOPBACK, port), timeout=1.0) as stranger:
         sent = 0
         try:
             for greeting in greetings:
@@ -162,7 +163,7 @@ def crowd(port, count, data=b""):
     """Return `count` strangers who have sent `data` and now wait."""
     strangers = []
     for _ in range(count):
-        stranger = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+        stranger = socket.create_connection((SCHEDULER_LOOPBACK, port), timeout=PATIENCE)
         strangers.append(stranger)
         with contextlib.suppress(OSError):
             stranger.sendall(data)
@@ -354,7 +355,7 @@ def serve():
     with contextlib.ExitStack() as stack:
 
         def start(answer):
-            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server = stack.enter_context(socket.create_server((SCHEDULER_LOOPBACK, 0)))
             thread = threading.Thread(target=serve_all, args=(server, answer))
             stack.callback(thread.join)
             stack.callback(server.shutdown, socket.SHUT_RDWR)
@@ -396,7 +397,7 @@ def test_a_port_that_keeps_silent_is_named_within_seconds(lonely, serve):
     """S-07."""
     node = lonely(serve(b""))
     began_at = node.until_begun()
-    node.until_said("does not answer as a scheduler does; is that the port of another program?")
+    node.until_said("does not answer as a scheduler does: it is overloaded or stopped, or another")
     took = time.monotonic() - began_at
     node.send(signal.SIGTERM)
 

@@ -215,3 +215,30 @@ def test_ctrl_c_is_a_keyboard_interrupt_in_a_python_worker(msrun, tmp_path):
 
     assert job.wait() == 130
     assert job.log(0) == job.log(1) == "up\nsaved\n"
+
+
+SLOW = """
+    import os, sys, time
+
+    class Slow:
+        def find_spec(self, name, *_):
+            if name == os.environ.get("SLOW_IMPORT"):
+                print("importing", name, flush=True)
+                time.sleep(600)
+
+    sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.parametrize("name", ["click", "msgspec", "zmq"])
+def test_ctrl_c_while_msrun_is_imported_shows_no_traceback(msrun, tmp_path, name):
+    """A slow import, as from a busy file system, gives people the time to press it."""
+    (tmp_path / "site").mkdir()
+    script(tmp_path / "site", SLOW, "sitecustomize.py")
+    env = {"PYTHONPATH": str(tmp_path / "site"), "SLOW_IMPORT": name}
+    job = msrun(*shell("true"), env=env)
+    until(lambda: f"importing {name}" in job.out, "for the import")
+    job.send(signal.SIGINT)
+
+    assert job.wait() == 130
+    assert "Traceback" not in job.err

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.local import local_part
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.solve.build import build

@@ -11,12 +11,13 @@ import pytest
 import torch
 from auto_quirks import REFUSED, RIGHT, Dropping, Evaluating, Quirk, Reading, Structured, given
 from ranks import run_warm
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import msrun
 from msrun.parallel.auto.execute import Executor
-from msrun.parallel.auto.trace import trace
+from msrun.parallel.auto.tracing.trace import trace
 from msrun.parallel.search.cost.topology import PRESETS
 from msrun.parallel.search.solve.build import build
 from msrun.parallel.search.solve.eliminate import solve
@@ -122,6 +123,40 @@ def test_a_number_made_of_tensors_is_refused():
     assert "computes from tensors" in message or "cannot be traced" in message
 
 
+def test_functions_over_samples_and_shapes_by_values_are_refused():
+    (message,) = run_warm(said, 1, auto_quirks.Mapped)
+    assert message == (
+        "search: the forward of the model uses torch.func or torch.vmap, which mode auto does not "
+        "follow"
+    )
+    (message,) = run_warm(said, 1, auto_quirks.Chosen)
+    assert message.startswith("search: the shape of nonzero depends on values of tensors")
+
+
+def hooked_later(mesh, change):
+    """Return what the first call after a change of hooks says."""
+    torch.manual_seed(0)
+    settings = {"pipeline": {"stages": "auto", "microbatches": 2}} if "pp" in mesh else {}
+    rt, net = msrun.init({"mode": "auto", "mesh": mesh, **settings}), Dropping()
+    hook = net.down.register_forward_hook(lambda _, __, output: output * 2)
+    net = rt.shard(net, sample=(given(),))
+    if change == "removed":
+        hook.remove()
+    elif "down" in dict(net.named_children()):
+        net.down.register_forward_hook(lambda _, __, output: output * 2)
+    update = rt.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(msrun.ModelError) as caught:
+        rt.step(net, update, given())
+    return caught.value.message
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_hooks_that_change_after_the_trace_are_refused(change):
+    for message in run_warm(hooked_later, 2, {"dp": 2}, change):
+        hooks = "hooks of down that were registered or removed after rt.shard"
+        assert message == f"parallel.mode: auto cannot run {hooks}"
+
+
 def hooked(kind, register):
     """Return what refuses a model with a hook."""
     torch.manual_seed(0)
@@ -146,6 +181,29 @@ def test_hooks_that_no_plan_runs_are_refused():
     (message,) = run_warm(hooked, 1, Dropping, with_pre_hook)
     pre_hook = "the forward pre-hook of Dropping, the model itself,"
     assert message == f"parallel.mode: auto cannot run {pre_hook}"
+
+
+class OfWords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.up = nn.EmbeddingBag(32, 8, sparse=True, mode="sum"), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.up(self.words(x))
+
+
+def sparse_table():
+    with pytest.raises(msrun.ModelError) as caught:
+        msrun.init({"mode": "auto", "mesh": {"dp": 1}}).shard(
+            OfWords(), sample=(torch.zeros(4, 3, dtype=torch.long),)
+        )
+    return caught.value.message
+
+
+def test_sparse_gradients_are_refused():
+    assert run_warm(sparse_table, 1) == [
+        "parallel.mode: auto computes no sparse gradients, as words asks for"
+    ]
 
 
 def hooks_run():
@@ -304,3 +362,67 @@ def test_outputs_of_any_structure_come_back():
         net, x = want
         assert loss == pytest.approx(float(net.down(net.up(x)).square().mean().detach()))
         assert message == "parallel.mode: auto does not compute the Cache that the model returns"
+
+
+class Rows(torch.nn.Module):
+    """A table with sparse gradients."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.table, self.head = kind(32, 16, sparse=True), torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        found = self.table(x)
+        return self.head(found if found.dim() == 2 else found.mean(1))
+
+
+def looked_up(kind, config, name="SGD"):
+    """Return losses, or what refuses the optimizer."""
+    torch.manual_seed(0)
+    rt, net = msrun.init(config), Rows(kind).double()
+    words = torch.randint(0, 32, (16, 4), generator=torch.Generator().manual_seed(1))
+    count, share = rt.layout.axes.get("dp", 1), rt.coordinate.get("dp", 0)
+    x, y = (part.chunk(count)[share] for part in (words, words[:, 0] % 8))
+    net = rt.shard(net, sample=(x,))
+    try:
+        optimizer = rt.optimizer(getattr(torch.optim, name)(net.table.parameters(), lr=0.5))
+    except msrun.ModelError as error:
+        return error.message
+    return [rt.step(net, optimizer, functional.cross_entropy, x, y).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_sparse_gradients_learn_what_they_do_in_one_process(kind):
+    auto = {"mode": "auto", "mesh": {"dp": 2}}
+    (losses,) = run_warm(looked_up, 1, kind, {})
+    for found in run_warm(looked_up, 2, kind, auto):
+        assert found == pytest.approx(losses, rel=1e-9)
+    for said in run_warm(looked_up, 2, kind, auto, "SparseAdam"):
+        assert isinstance(said, list) or said.startswith("SparseAdam takes sparse gradients")
+
+
+class Pairs(torch.nn.Module):
+    """Scores of all pairs of samples, as CLIP has them; an executor runs it, since it drops."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = functional.dropout(self.up(x), 1e-9, training=self.training)
+        return h @ h.t()
+
+
+def paired():
+    rt = msrun.init({"mode": "auto", "mesh": {"dp": 2}})
+    with pytest.raises(msrun.ModelError) as caught:
+        rt.shard(Pairs(), sample=(given().chunk(2)[rt.rank],))
+    return caught.value.message
+
+
+def test_outputs_of_pairs_of_samples_are_refused():
+    said = (
+        "parallel.mode: auto gives a rank samples of the whole batch, and an output of Pairs has "
+        "the shape [4, 4] for those of one rank and [8, 8] for all"
+    )
+    assert run_warm(paired, 2) == [said] * 2

@@ -12,8 +12,8 @@ from auto_models import GPT, Llama, tokens
 from torch import nn
 from torch.nn import functional
 
-from msrun.parallel.auto import export
-from msrun.parallel.auto.trace import Traced, trace
+from msrun.parallel.auto.tracing import export
+from msrun.parallel.auto.tracing.trace import Traced, trace
 
 pytestmark = pytest.mark.torch
 

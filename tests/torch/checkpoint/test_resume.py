@@ -189,3 +189,24 @@ def test_the_end_does_not_wait_for_ever_for_a_rank_that_ended_early(tmp_path):
 
     assert message.startswith("not all ranks came within 0:00:01: ")
     assert "1" in message.partition(": ")[2]
+
+
+def test_ranks_that_save_after_different_steps_are_refused(tmp_path):
+    """The directory and the number of steps are rank 0's, the tensors each rank's own."""
+    here, there = run_warm(_save_apart, 2, tmp_path)
+
+    assert here == "rank 1: rt.save has step 8 here and step 7 on rank 0"
+    assert there == "rt.save has step 8 here and step 7 on rank 0"
+    assert list(tmp_path.iterdir()) == []
+
+
+def _save_apart(folder):
+    runtime = msrun.init({"checkpoint": {"dir": str(folder)}})
+    network = runtime.shard(torch.nn.Linear(2, 2))
+    said = []
+    for path in (None, folder / "named"):
+        with pytest.raises(msrun.CheckpointError) as refused:
+            runtime.save(network, step=7 + runtime.rank, path=path)
+        said.append(refused.value.message)
+    assert said[0] == said[1]
+    return said[0]

@@ -60,8 +60,9 @@ def test_fusion_is_as_configured(fuse, buckets, accumulate):
 
     # One more is the loss, 24 numbers of eight bytes.
     assert calls == {"allreduce_": buckets + 1}
-    # Each parameter travels with one number that says whether anybody has its gradient.
-    assert sent == {"allreduce_": MLP_BYTES + 4 * 6 + 24 * 8}
+    # Each parameter travels with one number that says whether anybody has its gradient, and the
+    # last bucket with the votes on a change of what is trained.
+    assert sent == {"allreduce_": MLP_BYTES + 4 * (6 + 2) + 24 * 8}
 
 
 def gradients_of(config):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipelines import stages
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
-from test_collective_bytes import FLOAT, LAYERS, VOCABULARY, padded, shapes
+from test_collective_bytes import FLOAT, LAYERS, VOCABULARY, VOTES, padded, shapes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -77,8 +77,8 @@ def held(config, model):
 
 
 def marks(model, share=1):
-    """Return the bytes of the numbers that say whether anybody has a gradient, one each."""
-    return FLOAT * len(shapes(model)) // share
+    """Return the bytes of the numbers that say whether anybody has a gradient, and of the votes."""
+    return FLOAT * (len(shapes(model)) // share + VOTES)
 
 
 def whole(model):
@@ -122,7 +122,7 @@ def test_what_stays_whole_has_whole_gradients():
     biases = [shape for name, shape in named if "bias" in name]
     small = padded(biases, 1)
     for found in run_warm(held, 2, {"optimizer": {"zero": 3, "threshold": 256}}, "mlp"):
-        assert found == (divided + small + FLOAT * len(biases), divided + small)
+        assert found == (divided + small + FLOAT * (len(biases) + VOTES), divided + small)
 
 
 @pytest.mark.parametrize(

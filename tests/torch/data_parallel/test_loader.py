@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import assert_equal_curves, build, run_warm
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -220,3 +221,64 @@ def test_a_plain_loop_without_weights_is_refused_at_its_first_step(config):
         "takes the mean of ranks"
     )
     assert run_warm(learned_by_hand, 4, config, 0, 0) == [(problem, 0)] * 4
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x, y):
+        return functional.cross_entropy(self.down(self.up(x)), y)
+
+
+def refused_at_once(config, samples, batch_size, returns_loss):
+    """Return what refuses a loop, and after how many steps; None if nothing does."""
+    runtime = msrun.init(config)
+    data = TensorDataset(torch.randn(samples, 16), torch.randint(0, 10, (samples,)))
+    network = WithLoss() if returns_loss else build("mlp")
+    sample = data[:batch_size] if returns_loss else data[:batch_size][:1]
+    network = runtime.shard(network, sample=sample)
+    update = runtime.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    for steps, (x, y) in enumerate(runtime.loader(data, batch_size)):
+        try:
+            if returns_loss:
+                runtime.step(network, update, (x, y))
+            else:
+                runtime.step(network, update, functional.cross_entropy, x, y)
+        except UsageError as error:
+            return error.message, steps
+    return None
+
+
+LAST = "the last batch of rt.loader has {} sample(s) on some rank, which do not fit "
+PP = {"stages": {"up": 0, "down": 1}, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "samples", "returns_loss", "sentence"),
+    [
+        ({"accumulate": 4}, 22, False, "accumulate: " + LAST.format(3) + "4 micro-batches"),
+        ({"accumulate": 2}, 17 + 3, False, None),
+        (
+            {"mode": "auto", "mesh": {"dp": 2}},
+            22,
+            False,
+            "mode: auto: " + LAST.format(3) + "a plan for batches of 8 on each rank",
+        ),
+        (
+            {"mesh": {"pp": 2}, "pipeline": PP},
+            11,
+            True,
+            "pipeline.microbatches: "
+            + LAST.format(3)
+            + "2 equal parts, as a model that returns its loss needs",
+        ),
+        ({"mesh": {"pp": 2}, "pipeline": PP}, 12, True, None),
+    ],
+)
+def test_a_last_batch_that_no_step_could_run_is_refused_in_the_first(
+    config, samples, returns_loss, sentence
+):
+    expected = sentence and (f"parallel.{sentence}", 0)
+    assert run_warm(refused_at_once, 2, config, samples, 8, returns_loss) == [expected] * 2

@@ -164,3 +164,47 @@ def test_a_buffer_that_each_micro_batch_changes_is_refused(ranks):
     for kind in ("cache", "nothing"):
         assert run_warm(writes, ranks, kind, {"accumulate": 2}) == [None] * ranks
     assert run_warm(writes, ranks, "counter", {}) == [None] * ranks
+
+
+class Counted(nn.Module):
+    """Counts its calls in an attribute."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 10)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) / self.calls
+
+
+def counted(config):
+    runtime = msrun.init(config)
+    model = runtime.shard(nn.Sequential(nn.Linear(16, 16), Counted()))
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        runtime.step(model, update, functional.cross_entropy, *batches("mlp")[0])
+    except msrun.ModelError as error:
+        return error.message
+    return ""
+
+
+PIPELINE = {"stages": {"0": 0, "1": 1}, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "key", "config"),
+    [
+        (1, "accumulate", {"accumulate": 2}),
+        (2, "pipeline.microbatches", {"mesh": {"pp": 2}, "pipeline": PIPELINE}),
+    ],
+)
+def test_a_number_that_each_micro_batch_changes_is_refused(ranks, key, config):
+    sentence = (
+        f"parallel.{key}: each of 2 micro-batches changes 1.calls, which one process changes once "
+        "a step"
+    )
+    assert run_warm(counted, ranks, config) == [sentence] * ranks
+    assert run_warm(counted, ranks, {**config, "batch_norm": "local"}) == [""] * ranks

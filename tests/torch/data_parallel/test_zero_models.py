@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import msrun
 from msrun.errors import UsageError
+from msrun.parallel.data_parallel.used_outside import units_used_outside
 
 pytestmark = pytest.mark.torch
 
@@ -91,7 +92,45 @@ class Outside(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x):
-        return self.head(functional.linear(x, self.first.weight, self.first.bias))
+        first = self.first
+        return self.head(functional.linear(x, first.weight, first.bias))
+
+
+class Seen(nn.Module):
+    """Uses parts of its blocks and of its head, and its code says so."""
+
+    class Layer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(16, width)
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def bent(self, x):
+            return self.linear(x).relu()
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(16) for _ in range(4)])
+        self.head = self.Layer(10)
+
+    def forward(self, x):
+        x = self.layers[0].linear(x)
+        for layer in self.layers[1:3]:
+            x = x + layer(x)
+        return self.head.bent(self.layers[-1].bent(x)) + self.head.linear.bias
+
+
+class SeenAlone(nn.Module):
+    """Uses the weight of a layer that is no member of a list, before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.first(x @ self.first.weight))
 
 
 class Method(nn.Module):
@@ -111,7 +150,7 @@ class Method(nn.Module):
         return x
 
 
-RIGHT = (Nested, Scalar, ChannelsLast, Types, Lists)
+RIGHT = (Nested, Scalar, ChannelsLast, Types, Lists, Seen, SeenAlone)
 
 
 def built(kind):
@@ -163,6 +202,13 @@ def test_a_method_of_a_block_may_use_what_stays_gathered():
     assert run_warm(learned, 2, zero(3), Method) == 2 * [
         NOT_GATHERED.format(3, "layers.0, layers.1")
     ]
+
+
+def test_what_code_uses_by_itself_is_no_unit():
+    layers = {f"layers.{at}" for at in range(4)}
+    assert units_used_outside(Seen(), layers) == {"layers.0", "layers.3"}
+    assert units_used_outside(SeenAlone(), {"first", "head"}) == {"first"}
+    assert units_used_outside(Nested(), {"layers.0.0", "layers.2.last", "head"}) == set()
 
 
 def test_parameters_of_no_unit_are_gathered_all_through_forward():
@@ -231,3 +277,72 @@ def test_a_model_without_a_forward_is_refused():
         "gathered"
     )
     assert run_warm(learned, 2, zero(1), nn.ModuleList) == [sentence] * 2
+
+
+class Dropping(nn.Module):
+    """Drops layers at random, as encoders of transformers do in training."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.layers, self.layerdrop = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]), rate
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not (self.training and torch.rand([]) < self.layerdrop):
+                x = x + layer(x)
+        return x
+
+
+def dropping(config, rate):
+    try:
+        model = msrun.init(config).shard(Dropping(rate), sample=(torch.ones(4, 16),))
+    except UsageError as error:
+        return error.message, error.hint
+    return type(model).__name__
+
+
+def test_layers_dropped_at_random_are_refused_where_ranks_gather_them():
+    sentence = (
+        "parallel.optimizer.zero: Dropping drops layers at random (layerdrop 0.1), and all ranks "
+        "must gather the same ones"
+    )
+    expected = [(sentence, "set layerdrop to 0, or choose zero 0")] * 2
+    assert run_warm(dropping, 2, zero(3), 0.1) == expected
+    assert run_warm(dropping, 2, zero(3), 0.0) == ["FSDPDropping"] * 2
+    assert run_warm(dropping, 2, {}, 0.1) == ["Dropping"] * 2
+
+
+def test_stages_refuse_layers_dropped_at_random():
+    stages = {"layers.0": 0, "layers.1": 1}
+    config = {"mesh": {"pp": 2}, "pipeline": {"stages": stages, "microbatches": 2}}
+    for message, hint in run_warm(dropping, 2, config, 0.1):
+        assert message.startswith(
+            "parallel.pipeline.stages: forward reads the value of a tensor (__bool__), which other "
+            "stages do not have (test_zero_models.py, line "
+        )
+        assert hint.endswith("; layers dropped at random (layerdrop) need a rate of 0")
+
+
+def compiled(config):
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10)), backend="eager")
+    try:
+        msrun.init(config).shard(model)
+    except UsageError as error:
+        return error.message
+    return None
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (zero(1), "optimizer.zero"),
+        ({"mesh": {"tp": 2}, "plan": [{"match": "*", "style": "colwise"}]}, "plan"),
+        (
+            {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "1": 1}, "microbatches": 2}},
+            "pipeline",
+        ),
+    ],
+)
+def test_what_torch_compile_returned_is_refused(config, key):
+    expected = f"parallel.{key}: rt.shard got what torch.compile returned, of which it can shard "
+    assert run_warm(compiled, 2, config) == [expected + "nothing that is compiled"] * 2

@@ -15,6 +15,7 @@ PAGES = (
     "parallel.md",
     "how-to/restart_and_resume.md",
     "how-to/other_layout.md",
+    "how-to/pretrained.md",
     "how-to/from_accelerate.md",
 )
 BLOCK = re.compile(r"^```(\w+)( prelude)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -49,8 +49,8 @@ def train_lm(config, path):
     return run("train_lm.py", config, "train", {"STEPS": 3}, path)
 
 
-def finetune(config, path):
-    return run("finetune_hf.py", config, "train", {"STEPS": 3}, None, path)
+def finetune(config, *paths):
+    return run("finetune_hf.py", config, "train", {"STEPS": 3}, *paths)
 
 
 def report(text):
@@ -115,9 +115,15 @@ def test_text_is_learned_as_in_one_process(name, ranks, text_alone, tmp_path):
 def test_a_model_of_transformers_is_trained_as_in_one_process(name, tmp_path):
     pytest.importorskip("transformers")
     paths = [tmp_path / "alone.json", tmp_path / "losses.json"]
-    run_warm(finetune, 1, None, str(paths[0]))
-    run_warm(finetune, 4, CONFIGS[name], str(paths[1]))
+    saved = [str(tmp_path / name) for name in ("of one", "of four")]
+    run_warm(finetune, 1, None, None, saved[0], str(paths[0]))
+    run_warm(finetune, 4, CONFIGS[name], None, saved[1], str(paths[1]))
     alone, losses = (json.loads(path.read_text()) for path in paths)
 
     assert losses == pytest.approx(alone, rel=1e-6)
     assert len(alone) == 3
+    run_warm(finetune, 1, None, saved[1], None, str(paths[0]))
+    run_warm(finetune, 4, CONFIGS[name], saved[0], None, str(paths[1]))
+    gone_on, losses = (json.loads(path.read_text()) for path in paths)
+    assert losses == pytest.approx(gone_on, rel=1e-5)
+    assert gone_on[0] < alone[0]

@@ -268,6 +268,41 @@ def test_own_losses_are_found_or_refused():
             own_loss(output)
     with pytest.raises(ModelError, match="balances experts over a whole batch"):
         own_loss({"loss": loss, "aux_loss": loss})
+    assert own_loss({"loss": loss, "aux_loss": loss}, is_whole=True) is loss
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.RNN(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0][-1])
+
+
+def sequence_first(config):
+    rt = msrun.init(config)
+    x, y = torch.randn(5, 8, 8), torch.randint(0, 4, (8,))
+    model = rt.shard(SequenceFirst(), sample=(x,) if rt.config.pipeline else None)
+    optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        return rt.step(model, optimizer, functional.cross_entropy, x, y).item() > 0
+    except ModelError as error:
+        return error.message
+
+
+SEQUENCES = {"stages": {"cells": 0, "head": 1}, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    "config", [{"accumulate": 2}, {"mesh": {"pp": 2}, "pipeline": SEQUENCES}, {}]
+)
+def test_a_batch_with_the_sequence_first_is_not_cut_wrongly(config):
+    refused = (
+        "the first input has 5 rows and the target 8, so 2 micro-batches cannot have their own "
+        "part of both"
+    )
+    assert run_warm(sequence_first, 2, config) == [refused if config else True] * 2
 
 
 def test_batches_are_cut_and_keep_their_types():

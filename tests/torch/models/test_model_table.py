@@ -9,7 +9,10 @@ from model_zoo import ZOO
 pytestmark = pytest.mark.torch
 
 CELLS = model_table.read_cells()
-SAMPLE = [("LSTM", "dp"), ("LSTM", "pp"), ("DLRM", "zero 3"), ("DLRM", "tp"), ("DLRM", "auto")]
+SAMPLE = [
+    *(("LSTM", "dp"), ("LSTM", "pp"), ("DLRM", "zero 3"), ("DLRM", "auto")),
+    *(("GPT by hand", "tp"), ("graph network", "recompute")),
+]
 
 
 def test_the_page_is_current():

@@ -78,6 +78,21 @@ def test_a_sample_says_which_inputs_with_defaults_there_are():
     assert str(caught.value) == "the sample has 3 inputs, and the forward of Unused takes 2"
 
 
+class Wrapping(Unused):
+    """Passes on whatever it is given, as models of peft do."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_inputs_without_names_are_refused():
+    settings = pipeline({"a": 0, "spare": 1, "b": 1, "scale": 0})
+    with pytest.raises(UsageError) as caught:
+        plan_split(Wrapping(), settings, 2, (torch.ones(2, 4),))
+    said = "the forward of Wrapping takes its inputs as *args, and stages need their names"
+    assert caught.value.message == f"parallel.pipeline: {said}"
+
+
 class Uneven(nn.Module):
     """Half of its work is in the last of its layers, and half of its parameters in the first."""
 

@@ -397,6 +397,12 @@ class Seeds(Three):
         return self.c(self.b(self.a(x) * torch.rand(8)))
 
 
+class OtherWeights(Three):
+    def forward(self, x):
+        halved = {name: value / 2 for name, value in self.b.named_parameters()}
+        return self.c(torch.func.functional_call(self.b, halved, (self.a(x),)))
+
+
 def _hooked(kind):
     def build():
         model = Three()
@@ -424,6 +430,7 @@ HERE = "(test_recorded.py, line {line})"
         (Handed, 0, "forward hands b an object of Box "),
         (Applies, 1, "forward calls torch.autograd.Function.apply " + HERE),
         (Seeds, 1, "forward calls torch.manual_seed " + HERE),
+        (OtherWeights, 2, f"forward calls b with other tensors in place of its parameters {HERE}"),
         (TwoCopies, 0, "mul_ after b of stage 1 writes in place to what "),
         (_hooked("register_forward_hook"), 0, "Three has forward hooks, and is divided"),
         (_hooked("register_forward_pre_hook"), 0, "Three has forward_pre hooks, and is divided"),

@@ -350,3 +350,34 @@ def _off():
 
 def test_without_the_key_there_is_no_verifier():
     assert run_warm(_off, 2) == [None, None]
+
+
+class InternallyNarrow(nn.Module):
+    """Computes a part in float32, whatever its parameters are, as norms of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 10)
+        self.scale = nn.Parameter(torch.randn(64))
+
+    def forward(self, x):
+        h = self.up(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.scale.float())
+        return self.down(h.double())
+
+
+def _internally_narrow(config):
+    runtime = msrun.init({**config, "verify": 1})
+    torch.manual_seed(0)
+    model = runtime.shard(InternallyNarrow().double())
+    optimizer = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = torch.randn(32, 16).double(), torch.randint(0, 10, (32,))
+        runtime.step(model, optimizer, functional.cross_entropy, x, y)
+    return runtime.sharded(model).verifier.verified
+
+
+@pytest.mark.parametrize("config", [{}, {"accumulate": 4}])
+def test_float64_that_computes_a_part_in_less_rounds_as_that(config):
+    assert run_warm(_internally_narrow, 2, config) == [1, 1]

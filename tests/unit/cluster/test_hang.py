@@ -119,7 +119,8 @@ def at_work(watch, work, *, until, beats=(5,), never=False):
     [
         lambda now: WorkDone(cpu=now * 0.5, wakes=0),  # evaluation, or compilation in a child
         lambda now: WorkDone(cpu=now * 0.005, wakes=now * 10),  # a download
-        lambda _: WorkDone(cpu=0, wakes=0, in_disk=True),  # a save to a slow disk
+        lambda _: WorkDone(cpu=0, wakes=0, goes_on=True),  # a save to a slow disk, a sleep
+        lambda now: WorkDone(cpu=0, wakes=0, moved=int(now * 5000)),  # another thread downloads
         lambda now: WorkDone(cpu=100 - now % 70, wakes=0),  # children come and go
     ],
 )

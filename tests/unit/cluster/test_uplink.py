@@ -5,7 +5,13 @@ import math
 import msgspec
 import pytest
 
-from msrun.cluster.agent.events import Forgotten, Reached, SchedulerMessage, SchedulerSilent
+from msrun.cluster.agent.events import (
+    Forgotten,
+    Reached,
+    SchedulerLost,
+    SchedulerMessage,
+    SchedulerSilent,
+)
 from msrun.cluster.agent.uplink import Uplink
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.wire.messages import Drained, Envelope, Register, Stop, Unknown
@@ -159,3 +165,38 @@ def test_ask_carries_no_body(uplink):
     (ask,) = uplink.ask(now=104.0)
 
     assert ask == msgspec.structs.replace(frame(term=0), stamp=104.0)
+
+
+def test_a_body_that_is_never_taken_is_given_up_with_a_sentence(uplink):
+    """As a frame is that the scheduler cannot read: it would be sent each second for ever."""
+    uplink.receive(frame(ack=1, stamp=100.0), now=100.1)
+    uplink.send(0, Drained(), now=101.0)
+    events, at = [], 101.0
+    while not events and at < 1000.0:
+        at += 1.0
+        uplink.receive(frame(ack=1, stamp=at), now=at)
+        events, _ = uplink.tick(now=at)
+
+    (lost,) = events
+    assert lost == SchedulerLost(
+        "the scheduler did not take a message of this node (Drained, sent many times)"
+    )
+    assert 150.0 <= at <= 170.0
+
+
+def test_a_registration_is_never_given_up(uplink):
+    """Its scheduler may begin later; how long a node waits is the user's decision."""
+    said = [event for second in range(2000) for event in uplink.tick(now=101.0 + second)[0]]
+
+    assert said == []
+
+
+def test_a_freeze_is_no_refusal(uplink):
+    uplink.receive(frame(ack=1, stamp=100.0), now=100.1)
+    uplink.send(0, Drained(), now=101.0)
+
+    events, _ = uplink.tick(now=10_000.0)
+    uplink.receive(frame(ack=2, stamp=10_000.0), now=10_000.1)
+
+    later = [event for second in range(200) for event in uplink.tick(now=10_001.0 + second)[0]]
+    assert [*events, *later] == [SchedulerSilent(), SchedulerSilent()]

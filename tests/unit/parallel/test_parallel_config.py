@@ -211,6 +211,10 @@ def test_rendering_reads_back():
             }.items()
         ),
         ({"search": "exact"}, "parallel.search: belongs to mode auto"),
+        (
+            {"mode": "auto", "dropout": "exact"},
+            "parallel.dropout: mode auto has masks of its own, not those of torch (choose local)",
+        ),
         ({"memory": "1GiB"}, "parallel.memory: belongs to mode auto"),
         (
             {"mode": "auto", "plan": "plan.json", "memory": "1GiB"},

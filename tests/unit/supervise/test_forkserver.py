@@ -5,12 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from msrun.supervise import forkserver
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import ForkserverOrder, SignalWorkers
+from msrun.worker.mindspore_call import MindSporeCall
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def test_a_signal_that_does_not_exist_is_sent_to_nobody(sleeper):
     wakeup, other = os.pipe()
     with ours, theirs:
         channel = Channel(ours, ForkserverOrder)
-        server = forkserver.Forkserver(channel, None, None, None, wakeup)
+        server = forkserver.Forkserver(channel, None, SimpleNamespace(door=MindSporeCall()), wakeup)
         server._children[sleeper.pid] = forkserver._Child(0, 0)
         agent = Channel(theirs, ForkserverOrder)
         for signum in (200, 65, 0, -1, signal.SIGTERM):

@@ -13,6 +13,7 @@ from msrun.supervise.machine import (
     memory_cgroup_files,
     read_cpus,
     read_machine,
+    read_neighbours,
     read_oom_kills,
 )
 from msrun.topology import CpuTopology
@@ -114,6 +115,38 @@ def test_odd_files_are_as_good_as_none(tmp_path):
         },
     )
     assert read_cpus({0, 1}, tmp_path) == CpuTopology(numa={1: (0, 1)}, siblings={0: (0,), 1: (1,)})
+
+
+def caches(cpu, *shared):
+    """Return the files of a CPU's caches: for instructions, and then one for each of `shared`."""
+    files = {"index0/type": "Instruction", "index0/level": 9, "index0/shared_cpu_list": cpu}
+    for level, cpus in enumerate(shared, 1):
+        own = f"index{level}/"
+        files |= {f"{own}type": "Unified", f"{own}level": level, f"{own}shared_cpu_list": cpus}
+    return {
+        f"sys/devices/system/cpu/cpu{cpu}/cache/{name}": f"{text}\n" for name, text in files.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["package_cpus_list", "core_siblings_list"])
+def test_cpus_that_share_a_socket_or_a_cache(tmp_path, name):
+    """Those that this process may not use are left out."""
+    topology = {f"sys/devices/system/cpu/cpu{c}/topology/{name}": "0-3\n" for c in range(4)}
+    files = [caches(c, c, "0-1" if c < 2 else "2-3") for c in range(4)]
+    for some in (topology, *files):
+        write(tmp_path, some)
+
+    own = {0, 1, 2}
+    assert read_neighbours(own, tmp_path, share="socket") == dict.fromkeys(own, (0, 1, 2))
+    complexes = read_neighbours(own, tmp_path, share="core-complex")
+    assert complexes == {0: (0, 1), 1: (0, 1), 2: (2,)}
+
+
+@pytest.mark.parametrize("share", ["socket", "core-complex"])
+def test_a_machine_that_does_not_tell_what_cpus_share(tmp_path, share):
+    write(tmp_path, caches(0, "many"))
+
+    assert read_neighbours({0, 1}, tmp_path, share=share) == {}
 
 
 @pytest.mark.parametrize(

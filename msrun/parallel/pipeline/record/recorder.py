@@ -214,6 +214,18 @@ class ForwardRecorder(TorchFunctionMode):
         if not self._inside:
             self.refuse(f"forward sets {name}", "let that module set it")
 
+    def refuse_weights(self, name: str) -> None:
+        """Refuse a call of the unit `name` with tensors in place of its parameters.
+
+        Raises:
+            ModelError: It is called by code that other stages have a part of.
+        """
+        if not self._inside:
+            self.refuse(
+                f"forward calls {name} with other tensors in place of its parameters",
+                "do it in a module that has a stage",
+            )
+
     @contextmanager
     def _paused(self) -> Iterator[None]:
         profile = sys.getprofile()
@@ -291,7 +303,8 @@ class ForwardRecorder(TorchFunctionMode):
     def _refuse_read(self, name: str) -> NoReturn:
         self.refuse(
             f"forward reads the value of a tensor ({name}), which other stages do not have",
-            "move what depends on values into a module of its own, and give that one a stage",
+            "move what depends on values into a module of its own, and give that one a stage; "
+            "layers dropped at random (layerdrop) need a rate of 0",
         )
 
     def _node(

@@ -88,6 +88,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     frozen: frozenset[str] = frozenset()
     kept: tuple[str, ...] = ()
 
+    @property
+    def is_of_whole_batch(self) -> bool:
+        """Whether one process would do something else in micro-batches or stages.
+
+        Batch norms take the statistics of a batch, and writes to buffers would be several.
+        """
+        return bool(self.kept) or any(
+            step.packet == "batch_norm" and step.attrs.get("training") for step in self.steps
+        )
+
     def constants(self) -> set[str]:
         """Return the values that depend on no parameter."""
         made = {name for step in self.steps for name in step.outputs}

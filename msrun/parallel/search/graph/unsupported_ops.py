@@ -9,9 +9,9 @@ from msrun.parallel.search.graph.program import Program, Step
 from msrun.parallel.search.graph.rules import Site
 from msrun.parallel.search.graph.views import dim_map
 
-# They draw random numbers, or keep statistics of a batch: shards would give others.
+# They draw random numbers: shards would give others.
 _REFUSED = """
-    batch_norm instance_norm bernoulli binomial cauchy exponential geometric log_normal multinomial
+    bernoulli binomial cauchy exponential geometric log_normal multinomial
     normal poisson rand rand_like randint randint_like randn randn_like randperm random uniform
     _standard_gamma _sample_dirichlet rrelu rrelu_with_noise alpha_dropout feature_dropout
     feature_alpha_dropout native_dropout _fused_dropout
@@ -32,6 +32,8 @@ def check(program: Program) -> None:
         packet = step.packet
         bases = [_base(name, program, producers) for name in step.inputs.values()]
         what = packet if packet.removesuffix("_") in REFUSED else ""
+        if packet == "instance_norm" and "running_mean" in step.inputs:
+            what = "instance_norm with running statistics"
         if float(step.attrs.get("dropout_p", 0.0)) > 0 or (
             packet in _RECURRENT and float(step.attrs.get("dropout", 0.0)) > 0
         ):

@@ -247,7 +247,11 @@ class _Lowerer:
                 self._made[value] = _placed(self._stored[value])
         for step in self._program.steps:
             packet = step.packet
-            _require(packet != "dropout" and not step.attrs.get("sparse"))
+            _require(packet != "dropout")
+            if step.attrs.get("sparse"):
+                # The runtime reduces the rows of replicated tables alone.
+                stored = self._stored.get(step.inputs["weight"], ())
+                _require(all(code == RR for code in stored))
             if runs(step, self._uses):
                 choices = self._planned.choices(step.name)
                 for port, name in enumerate(step.outputs):

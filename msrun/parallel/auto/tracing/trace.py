@@ -6,23 +6,39 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.calls import CallForm
-from msrun.parallel.auto.export import Exported, export
-from msrun.parallel.auto.modes import StepMode, mode_of
-from msrun.parallel.auto.plain_values import Change, PlainValues, without_draws
-from msrun.parallel.auto.structure import leaf_tensors, mapped, with_tensors
+from msrun.parallel.auto.tracing.calls import CallForm
+from msrun.parallel.auto.tracing.data_dependence import grouped_experts, reads_values
+from msrun.parallel.auto.tracing.export import Exported, export
+from msrun.parallel.auto.tracing.modes import StepMode, mode_of
+from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
+from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
 from msrun.parallel.search.plan.lowering import Modules
 
 _DETACHES = ("detach", "detach_")
 _NOTHING = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_log_api_usage")
+
+
+class Evaluation(NamedTuple):
+    """What a model does in evaluation, beside what it does in training.
+
+    Args:
+        difference: Where it does more than leave out dropout, batch statistics and writes to
+            buffers; empty if nowhere.
+        norms: Steps that are batch norms, and there take their running statistics.
+        unwritten: Buffers that only training writes.
+    """
+
+    difference: str = ""
+    norms: frozenset[str] = frozenset()
+    unwritten: frozenset[str] = frozenset()
 
 
 class Traced:
@@ -117,6 +133,9 @@ class Traced:
             return item
 
         args = [filled(x, names[at] if names else str(at)) for at, x in enumerate(node.args)]
+        if "sparse" in names[: len(args)]:
+            # Sparse gradients cannot be redistributed.  `rt.optimizer` refuses what needs them.
+            args[names.index("sparse")] = False
         return args, {key: filled(item, key) for key, item in node.kwargs.items()}
 
     def mode(self, name: str) -> StepMode:
@@ -138,27 +157,49 @@ class Traced:
             tensors[number] = change(tensors[number])
         return with_tensors(output, tensors)
 
-    def difference(self, other: Traced) -> str:
-        """Return where another trace of the model does more than leave out dropout; or nothing."""
+    def evaluation(self, other: Traced) -> Evaluation:
+        """Return what this trace, of training, does beside another of the model in evaluation."""
         same: dict[str, str] = {}
+        norms: set[str] = set()
+        unwritten = set(self.written) - set(other.written)
+        skipped = self._only_for([self.written[buffer] for buffer in unwritten])
         theirs = iter(other.program.steps)
         for step in self.program.steps:
             inputs = {slot: same.get(name, name) for slot, name in step.inputs.items()}
             if step.packet == "dropout":
                 same[step.outputs[0]] = inputs["input"]
                 continue
+            if step.name in skipped:
+                continue
             found = next(theirs, None)
-            if found is None or (step.target, inputs, step.attrs) != (
+            attrs = step.attrs
+            if found and step.packet == "batch_norm" and not found.attrs.get("training"):
+                attrs = attrs | {"training": False}
+                norms.add(step.name)
+            if found is None or (step.target, inputs, attrs) != (
                 found.target,
                 found.inputs,
                 found.attrs,
             ):
-                return f"{step.packet} in {step.module or 'the model'}"
+                return Evaluation(f"{step.packet} in {step.module or 'the model'}")
             same |= zip(step.outputs, found.outputs, strict=True)
         if next(theirs, None) is not None:
-            return "more steps than in training"
+            return Evaluation("more steps than in training")
         ours = [same.get(name, name) for name in self.program.outputs]
-        return "" if ours == list(other.program.outputs) else "its outputs"
+        if ours != list(other.program.outputs):
+            return Evaluation("its outputs")
+        return Evaluation("", frozenset(norms), frozenset(unwritten))
+
+    def _only_for(self, names: Sequence[str]) -> set[str]:
+        """Return the steps whose results nothing but the values `names` depends on."""
+        ends = {*self.program.outputs, *self.written.values()}.difference(names)
+        found: set[str] = set()
+        for step in reversed(self.program.steps):
+            if ends.isdisjoint(step.outputs):
+                found.add(step.name)
+            else:
+                ends.update(step.inputs.values())
+        return found if names else set()
 
     def _read_params(self, names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
         """Return value -> name in the model; a tied parameter has one of each."""
@@ -185,6 +226,12 @@ class Traced:
 
     def _add_value(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and name not in self._values:
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise ModelError(
+                    f"search: the shape of {name} depends on values of tensors, and mode auto "
+                    "plans with shapes",
+                    hint="compute on all samples and choose with torch.where",
+                )
             self.dtypes[name] = value.dtype
             self._values[name] = Value(
                 tuple(int(size) for size in value.shape),
@@ -200,6 +247,12 @@ class Traced:
                 self._names[node.name] = f"{source.name}.{index}"
             return
         target = str(node.target)
+        if "functorch" in str(getattr(node.target, "__module__", "")):
+            raise ModelError(
+                f"search: the forward of {_module(node) or 'the model'} uses torch.func or "
+                "torch.vmap, which mode auto does not follow",
+                hint="choose a configuration without mode: auto",
+            )
         packet = target.split(".")[1] if "." in target else target
         if packet in _NOTHING:
             return
@@ -253,6 +306,16 @@ def trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
     Raises:
         ModelError: `torch.export` cannot follow its forward.
     """
+    try:
+        return _trace(model, sample)
+    except ModelError as error:
+        with grouped_experts(model) as is_other:
+            if not is_other or not reads_values(error):
+                raise
+            return _trace(model, sample)
+
+
+def _trace(model: nn.Module, sample: Sequence[Any]) -> Traced:
     values = PlainValues(model)
     try:
         with without_draws() as draws:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from msrun.parallel.auto.modes import mode_of
+from msrun.parallel.auto.tracing.modes import mode_of
 
 _ATEN = torch.ops.aten
 # Changes nothing but the graph of autograd.

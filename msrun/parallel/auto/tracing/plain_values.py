@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.labels import HiddenValue
+from msrun.parallel.auto.tracing.labels import HiddenValue
 from msrun.parallel.torch_compat import write_count
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -114,7 +114,11 @@ class PlainValues:
             own = {key: x for key, x in vars(module).items() if key not in _OF_MODULES}
             self._note_items(vars(module), own, name or root, 0)
             self._note_classes(module, name or root)
-        self._keys = {one.key for one in self._plain if one.box is vars(model)}
+        boxes = {id(vars(module)): name for name, module in model.named_modules()}
+        self._keys: dict[str, set[str]] = {}
+        for one in self._plain:
+            if id(one.box) in boxes:
+                self._keys.setdefault(boxes[id(one.box)], set()).add(one.key)
 
     def changes(self) -> list[Change]:
         """Return what changed; values that are equal count as the same."""
@@ -139,11 +143,13 @@ class PlainValues:
             ModelError: One did.
         """
         if stage is not self._model:
-            for key in self._keys.intersection(vars(stage)):
-                raise ModelError(
-                    f"{key} was set on a stage, which has no forward that reads it",
-                    hint="set plain values before rt.shard",
-                )
+            for name, part in stage.named_modules():
+                for key in self._keys.get(name, set()).intersection(vars(part)):
+                    raise ModelError(
+                        f"{f'{name}.{key}'.lstrip('.')} was set on a stage, which has no forward "
+                        "that reads it",
+                        hint="set plain values before rt.shard",
+                    )
         for change in self.changes():
             raise ModelError(
                 f"{change.name} changed from {change.before} to {change.now} after rt.shard; mode "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,18 +24,25 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
-from msrun.parallel.auto.functional import is_write, make_functional
-from msrun.parallel.auto.labels import Labels
-from msrun.parallel.auto.modes import enters_autocast, inlined, recorded_modes
-from msrun.parallel.auto.module_dedup import (
+from msrun.errors import ModelError
+from msrun.parallel.auto.tracing.data_dependence import KnownValues, reads_values
+from msrun.parallel.auto.tracing.functional import is_write, make_functional
+from msrun.parallel.auto.tracing.labels import Labels
+from msrun.parallel.auto.tracing.modes import enters_autocast, inlined, recorded_modes
+from msrun.parallel.auto.tracing.module_dedup import (
     ENTER,
     LEAVE,
     ModuleDeduplicator,
     NotRepeatableError,
     tensors_of,
 )
-from msrun.parallel.auto.structure import OutputForm, leaf_tensors
-from msrun.parallel.torch_compat import without_forward_hooks, without_stack_traces
+from msrun.parallel.auto.tracing.own_gradients import own_gradient
+from msrun.parallel.auto.tracing.structure import OutputForm, leaf_tensors
+from msrun.parallel.torch_compat import (
+    without_forward_hooks,
+    without_graph_dumps,
+    without_stack_traces,
+)
 
 _NUMBER = re.compile(r"_\d+$")
 
@@ -111,27 +118,72 @@ def followed(
 
 def _traced(
     model: nn.Module, sample: Sequence[Any], at_end: Callable[[], None]
-) -> tuple[ExportedProgram, OutputForm]:
-    """Return what `torch.export` makes of a model that returns the tensors of its output alone."""
+) -> tuple[ExportedProgram, OutputForm, str]:
+    """Return what `torch.export` makes of a model that returns the tensors of its output alone.
+
+    Also the form of its output, and the name of a function in it that has its own gradient.
+    """
     forms: list[OutputForm] = []
+    buffers: dict[str, Tensor] = {}
+    own: list[str] = []
+
+    def begun(_: nn.Module, __: Any) -> None:
+        buffers.update(model.named_buffers(remove_duplicate=False))
 
     def flattened(_: nn.Module, __: Any, output: Any) -> tuple[Tensor, ...]:
+        _write_rebound(model, buffers)
         at_end()
         forms.append(OutputForm(output))
+        own.append(own_gradient(leaf_tensors(output)))
         return tuple(leaf_tensors(output))
 
-    hook = model.register_forward_hook(flattened)
+    hooks = [
+        model.register_forward_pre_hook(begun),
+        model.register_forward_hook(flattened),
+    ]
     try:
-        program = torch.export.export(model, tuple(sample), strict=False)
-        if enters_autocast(program.graph_module):  # alone needs notes, which cost 8 % of a trace
-            with recorded_modes():
+        # What few forwards need comes second: notes of modes alone cost 8 % of a trace.
+        reading: AbstractContextManager[Any] = nullcontext()
+        try:
+            with without_graph_dumps():
+                program = torch.export.export(model, tuple(sample), strict=False)
+        except Exception as error:
+            if not reads_values(error):
+                raise
+            reading = KnownValues()
+            with reading, without_graph_dumps():
+                program = torch.export.export(model, tuple(sample), strict=False)
+        if enters_autocast(program.graph_module):
+            with recorded_modes(), reading:
                 program = torch.export.export(model, tuple(sample), strict=False)
     finally:
-        hook.remove()
-    return program, forms[-1]
+        for hook in hooks:
+            hook.remove()
+    return program, forms[-1], own[-1]
 
 
-def _exported(model: nn.Module, program: ExportedProgram, form: OutputForm) -> Exported:
+def _write_rebound(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Have the trace write what forward set in place of a buffer; torch follows the root's alone.
+
+    Args:
+        model: The model, at the end of its forward.
+        before: Its buffers at the begin.
+    """
+    for name, buffer in before.items():
+        owner, _, key = name.rpartition(".")
+        now = getattr(model.get_submodule(owner), key, None)
+        if owner and isinstance(now, Tensor) and now is not buffer:
+            if now.shape != buffer.shape:
+                raise ModelError(
+                    f"parallel.mode: auto cannot run a forward that sets {name} of shape "
+                    f"{tuple(buffer.shape)} to a tensor of shape {tuple(now.shape)}"
+                )
+            setattr(model.get_submodule(owner), key, buffer.copy_(now.detach()))
+
+
+def _exported(
+    model: nn.Module, program: ExportedProgram, form: OutputForm, own: str = ""
+) -> Exported:
     """Return the graph of `program` in operators without side effects."""
     signature = program.graph_signature
     graph = inlined(program.graph_module)
@@ -166,7 +218,7 @@ def _exported(model: nn.Module, program: ExportedProgram, form: OutputForm) -> E
         returned=[node.name for node in output.args[0]],
         form=form,
         written={buffer.name: node.name for buffer, node in writes.buffers.items()},
-        refused=writes.refused,
+        refused=writes.refused or (own and f"calls {own}, which has a gradient of its own"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from msrun.errors import ModelError
-from msrun.parallel.auto.structure import leaves_of
+from msrun.parallel.auto.tracing.structure import leaves_of
 
 # In place of each tensor of the sample.
 _TENSOR = object()

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from msrun.parallel.auto.labels import Labels
+from msrun.parallel.auto.tracing.labels import Labels
+from msrun.parallel.auto.tracing.own_gradients import own_gradient
 
 # What marks are for.
 ENTER, LEAVE, AGAIN = "enter", "leave", "again"
@@ -264,6 +265,9 @@ class _TracedModule:
         if _Packed((args, kwargs)).call(self._kind, self._member.module) != key:
             raise NotRepeatableError(f"{name} does more than return a value")
         out.check()
+        # Marks end the graph of autograd, in which such a function would be found.
+        if own_gradient([*given.tensors, *out.tensors]):
+            raise NotRepeatableError(f"{name} has a gradient of its own")
         like = mark(out.tensors, out.tensors, LEAVE, name)
         self._templates[key] = _FirstCall(name, out, like)
         return out.filled(like)

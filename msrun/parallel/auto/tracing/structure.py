@@ -49,7 +49,12 @@ def _mapped_fields(item: Any, leaf: Callable[[Any], Any]) -> Any:
 def leaves_of(item: Any) -> list[Any]:
     """Return everything in `item` that is no container."""
     found: list[Any] = []
-    mapped(item, found.append)
+
+    def noted(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf  # a torch.Size takes nothing but numbers
+
+    mapped(item, noted)
     return found
 
 

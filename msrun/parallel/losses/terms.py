@@ -1,0 +1,94 @@
+"""What a loss is made of: sums over a part of the batch, and what divides them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from msrun.parallel.losses.mixing import Columns
+
+Kind = Literal["plain", "counted", "summed", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What keeps a divisor from 0: `count.clamp(min=floor) + offset`.
+
+    Args:
+        floor: The least count.
+        offset: What is added to it.
+    """
+
+    floor: float = 0.0
+    offset: float = 0.0
+
+    def __call__(self, count: Tensor) -> Tensor:
+        """Return the divisor for `count`."""
+        return count.clamp(min=self.floor) + self.offset if self != NO_LIMIT else count
+
+
+NO_LIMIT = Limit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Term:
+    """A sum over this part of the batch, and what it is divided by.
+
+    Args:
+        name: Of the function that computed it.
+        total: The sum, one number.
+        count: What divides it; None for a sum.
+        mean: `total / count`, or 0 without anything that counts; None for a sum.
+        limit: What the script does to the divisor.
+        is_opaque: Whether `total` is no sum, and so does not add up over parts.
+        elements: Elements of which a sum is one; 0 if not known.
+        is_scaled: Whether the sum was multiplied or divided by a number.
+        is_by_hand: Whether that made it a mean, by its elements or samples.
+        columns: What it is of each column of samples, where it is no number; see `mixing`.
+    """
+
+    name: str
+    total: Tensor
+    count: Tensor | None = None
+    mean: Tensor | None = None
+    limit: Limit = NO_LIMIT
+    is_opaque: bool = False
+    elements: int = 0
+    is_scaled: bool = False
+    is_by_hand: bool = False
+    columns: Columns = ""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum that nothing divides."""
+        return self.count is None and not (self.is_opaque or self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartLoss:
+    """The loss of one part of a batch.
+
+    Args:
+        kind: How losses of parts make one.
+        value: The loss of the part alone; of a counted or summed one its sum.
+        count: What divides a counted one.
+        limit: What the script does to the divisor.
+        terms: Means that a linear one is made of.
+        slopes: Derivatives of the value by them, if it needs gradients.
+    """
+
+    kind: Kind
+    value: Tensor
+    count: Tensor | None = None
+    limit: Limit = NO_LIMIT
+    terms: Sequence[Term] = ()
+    slopes: Sequence[Tensor] = field(default=())
+
+
+def count_type(device: torch.device) -> torch.dtype:
+    """Return the type in which counts are added; HCCL has no float64."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32

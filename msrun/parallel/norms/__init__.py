@@ -1,0 +1,1 @@
+"""Normalization by statistics of samples that several ranks have."""

@@ -1,0 +1,1 @@
+"""Weights of models in and out: files of pretrained models, and state dicts after `rt.shard`."""

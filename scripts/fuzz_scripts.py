@@ -1,0 +1,329 @@
+"""What people write into training scripts: the parts that scripts/fuzz_models.py draws.
+
+A quirk is something done to the model or its parameters, a loss, or a way to train.
+"""
+
+# mypy cannot follow scripts that import each other.
+# mypy: disable-error-code="import-not-found, misc, no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuzz_quirks import CLASSES, SAMPLES
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+
+# What a script does to a model before `rt.shard`, or to its parameters after it.
+
+
+def _halve(*args: Any) -> Any:
+    return args[-1] * 0.5
+
+
+def _clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+@torch.no_grad()
+def _shrink(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+
+
+def _backward(module: nn.Module, into: Any, out: Any) -> Any:
+    del module, out
+    return tuple(None if gradient is None else gradient * 0.5 for gradient in into)
+
+
+def _first(model: nn.Module) -> nn.Module:
+    return model.get_submodule("blocks.0")
+
+
+def _head(model: nn.Module, name: str = "weight") -> nn.Parameter:
+    return model.get_parameter(f"head.{name}")
+
+
+def _freeze(param: nn.Parameter) -> None:
+    param.requires_grad = False
+
+
+def _mark(model: nn.Module) -> None:
+    for param in model.parameters():
+        vars(param)["lr_scale"] = 0.5 if param.dim() == 1 else 1.0
+
+
+def _scale_inputs(module: nn.Module, args: Any) -> Any:
+    del module
+    return tuple(value * 0.5 if isinstance(value, Tensor) else value for value in args)
+
+
+def _tie(model: nn.Module) -> None:
+    """Let the last block have the first weight of the first one."""
+    blocks: Any = model.blocks
+    if all(type(getattr(blocks[index], "up", None)) is nn.Linear for index in (0, -1)):
+        blocks[-1].up.weight = blocks[0].up.weight
+
+
+def _channels_last(model: nn.Module) -> None:
+    to: Any = model.to
+    to(memory_format=torch.channels_last)
+
+
+BEFORE: dict[str, Callable[[nn.Module], Any]] = {
+    "forward hook": lambda model: _first(model).register_forward_hook(_halve),
+    "forward pre-hook": lambda model: _first(model).register_forward_pre_hook(
+        lambda _, args: tuple(value * 0.5 for value in args)
+    ),
+    "backward hook": lambda model: _first(model).register_full_backward_hook(_backward),
+    "root forward hook": lambda model: model.register_forward_hook(_halve),
+    "gradient hook": lambda model: _head(model).register_hook(_clamp),
+    "hook after accumulation": lambda model: _head(model).register_post_accumulate_grad_hook(
+        _shrink
+    ),
+    "attributes": _mark,
+    "frozen head bias": lambda model: _freeze(_head(model, "bias")),
+    "root pre-hook": lambda model: model.register_forward_pre_hook(_scale_inputs),
+    "removed hook": lambda model: _first(model).register_forward_hook(_halve).remove(),
+    "tied blocks": _tie,
+    "frozen block": lambda model: _first(model).requires_grad_(requires_grad=False),
+    "channels last": _channels_last,
+    "compiled block": lambda model: _first(model).compile(backend="eager"),
+}
+
+
+def _hook_later(model: nn.Module) -> None:
+    param = dict(model.named_parameters()).get("head.weight")
+    if param is not None:  # a stage of a pipeline may be without it
+        param.register_hook(_clamp)
+
+
+def _step_hook_later(model: nn.Module) -> None:
+    param = dict(model.named_parameters()).get("head.weight")
+    if param is not None:
+        param.register_post_accumulate_grad_hook(_shrink)
+
+
+def _forward_hook_later(model: nn.Module) -> None:
+    if "head" in dict(model.named_children()):
+        model.get_submodule("head").register_forward_hook(_halve)
+
+
+AFTER: dict[str, Callable[[nn.Module], Any]] = {
+    "gradient hook later": _hook_later,
+    "hook after accumulation later": _step_hook_later,
+    "forward hook later": _forward_hook_later,
+}
+
+
+# Losses of output and target; targets may be -100.
+
+_WEIGHTS = torch.linspace(0.2, 2.0, CLASSES, dtype=torch.float64)
+
+
+def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return losses.sum(), (target >= 0).sum()
+
+
+def _masked(output: Tensor, target: Tensor) -> Tensor:
+    mask = (target >= 0).to(output.dtype)
+    return (output.square().mean(1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _root(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output[:, 0], target.to(output.dtype)).sqrt()
+
+
+class _OfAll:
+    """How a script gets the samples of all ranks: `rt.gather`, and in one process nothing."""
+
+    gather: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+
+
+OF_ALL = _OfAll
+
+
+def _contrast(output: Tensor, target: Tensor) -> Tensor:
+    del target
+    every = OF_ALL.gather(output)
+    return functional.cross_entropy(every @ every.T, torch.arange(len(every)))
+
+
+def _contrast_parts(output: Tensor, target: Tensor) -> Tensor:
+    del target
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def _pairwise(output: Tensor, target: Tensor) -> Tensor:
+    same = (target[:, None] == target[None]).to(output.dtype)
+    return functional.binary_cross_entropy_with_logits(output @ output.T, same)
+
+
+def _distances(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) + 0.1 * torch.cdist(output, output[:1]).mean()
+
+
+def _differences(output: Tensor, target: Tensor) -> Tensor:
+    del target
+    return (output[:, None] - output[None]).square().mean()
+
+
+def _balance(output: Tensor, target: Tensor) -> Tensor:
+    share = output.softmax(-1).mean(0)
+    return functional.cross_entropy(output, target.clamp(min=0)) + share.square().sum()
+
+
+def _variance(output: Tensor, target: Tensor) -> Tensor:
+    loss = functional.cross_entropy(output, target.clamp(min=0))
+    return loss + torch.relu(2 - output.var(0)).mean()
+
+
+def _column_means(output: Tensor, target: Tensor) -> Tensor:
+    one = functional.one_hot(target.clamp(min=0), CLASSES).to(output.dtype)
+    return (output - one).square().mean(0).mean()
+
+
+def _column_sums(output: Tensor, target: Tensor) -> Tensor:
+    one = functional.one_hot(target.clamp(min=0), CLASSES).to(output.dtype)
+    return (output - one).square().sum(0).sum()
+
+
+def _soft(target: Tensor) -> Tensor:
+    one = functional.one_hot(target.clamp(min=0), CLASSES).to(torch.float64)
+    return 0.9 * one + 0.1 / CLASSES
+
+
+def _negative_log(output: Tensor, target: Tensor) -> Tensor:
+    chosen = output.log_softmax(-1).gather(1, target.clamp(min=0)[:, None])
+    return -chosen.mean()
+
+
+def _sum_by_samples(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target.clamp(min=0), reduction="sum") / len(output)
+
+
+def _each(output: Tensor, target: Tensor) -> Tensor:
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return torch.stack([losses[index] for index in range(len(losses))]).mean()
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda o, t: functional.cross_entropy(o, t.clamp(min=0)),
+    "ignored targets": functional.cross_entropy,
+    "class weights": lambda o, t: functional.cross_entropy(o, t, weight=_WEIGHTS),
+    "smoothed": lambda o, t: functional.cross_entropy(o, t, label_smoothing=0.1),
+    "sum": lambda o, t: functional.cross_entropy(o, t, reduction="sum"),
+    "scaled sum": lambda o, t: functional.cross_entropy(o, t, reduction="sum") * 0.01,
+    "mean and sum": lambda o, t: functional.cross_entropy(o, t) + 0.01 * o.square().sum(),
+    "sum and count": _pair,
+    "masked mean": _masked,
+    "two means": lambda o, t: functional.cross_entropy(o, t.clamp(min=0)) + o.square().mean(),
+    "root": _root,
+    "gathered contrast": _contrast,
+    "contrast of parts": _contrast_parts,
+    "pairwise": _pairwise,
+    "distances": _distances,
+    "differences": _differences,
+    "balance": _balance,
+    "variance": _variance,
+    "column means": _column_means,
+    "column sums": _column_sums,
+    "negative log": _negative_log,
+    "sum by samples": _sum_by_samples,
+    "each sample": _each,
+    "smooth l1": lambda o, t: functional.smooth_l1_loss(o[:, 0], t.to(o.dtype)),
+    "soft targets": lambda o, t: functional.kl_div(
+        o.log_softmax(-1), _soft(t), reduction="batchmean"
+    ),
+}
+
+
+# Ways to train: the optimizer, what is done between steps, and the batches.
+
+
+def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01, eps=1e-4, weight_decay=0.1)
+
+
+def _tensor_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    for group in groups:
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+    return torch.optim.SGD(groups, lr=torch.tensor(0.1, dtype=torch.float64), foreach=False)
+
+
+def _lbfgs(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([param for group in groups for param in group["params"]])
+
+
+def _change_rates(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + step)
+    optimizer.param_groups[-1]["weight_decay"] = 0.01 * step
+
+
+def _per_group(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    rates: list[Callable[[int], float]] = [
+        lambda step, i=i: 1 / (1 + step + i) for i in range(len(optimizer.param_groups))
+    ]
+    return lr_scheduler.LambdaLR(optimizer, rates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A way to train.
+
+    Args:
+        make: Returns the optimizer of groups.
+        schedule: Returns a scheduler, made before `rt.optimizer`.
+        before: Called before each step.
+        max_norm: Of gradients.
+        samples: Samples of each batch, of all ranks.
+        evaluates: Whether the model is evaluated after each step.
+        averages: Whether an average of weights is kept.
+        restores: Whether the first step is saved, and loaded into other values.
+        is_plain: Whether the script runs backward and the optimizer by itself.
+        parts: Micro-batches of such a loop.
+    """
+
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = _sgd
+    schedule: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler] | None = None
+    before: Callable[[torch.optim.Optimizer, int], None] = lambda *_: None
+    max_norm: float | None = None
+    samples: Sequence[int] = (SAMPLES, SAMPLES, SAMPLES)
+    evaluates: bool = False
+    averages: bool = False
+    restores: bool = False
+    is_plain: bool = False
+    parts: int = 1
+
+
+LOOPS = {
+    "sgd": Loop(),
+    "adamw": Loop(make=_adamw),
+    "tensor rates": Loop(make=_tensor_rates),
+    "lbfgs": Loop(make=_lbfgs),
+    "changed rates": Loop(before=_change_rates),
+    "scheduler": Loop(schedule=lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))),
+    "scheduler of groups": Loop(schedule=_per_group),
+    "one cycle": Loop(schedule=lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=9)),
+    "clipped": Loop(max_norm=0.05),
+    "clipped adamw": Loop(make=_adamw, max_norm=0.01),
+    "evaluated": Loop(evaluates=True),
+    "averaged": Loop(averages=True),
+    "restored": Loop(restores=True),
+    "restored adamw": Loop(make=_adamw, restores=True, evaluates=True),
+    "smaller batch": Loop(samples=(SAMPLES, SAMPLES // 2, SAMPLES)),
+    "larger batch": Loop(samples=(SAMPLES, 2 * SAMPLES, SAMPLES), evaluates=True),
+    "plain loop": Loop(is_plain=True),
+    "clipped plain loop": Loop(is_plain=True, max_norm=0.05),
+    "plain loop of parts": Loop(is_plain=True, parts=2),
+}

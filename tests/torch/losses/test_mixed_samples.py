@@ -1,0 +1,268 @@
+"""Losses that mix the samples of a batch: right over its parts, or one sentence."""
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import ModelError
+from msrun.parallel.losses.watch import LossWatch
+
+pytestmark = pytest.mark.torch
+
+SAMPLES, CLASSES = 4, 6
+
+
+def entropy(output, target):
+    return functional.cross_entropy(output, target)
+
+
+def differences(output, target):
+    del target
+    return (output[:, None] - output[None]).square().mean()
+
+
+def similarities(output, target):
+    same = (target[:, None] == target[None]).to(output.dtype)
+    return functional.binary_cross_entropy_with_logits(output @ output.T, same)
+
+
+def angles(output, target):
+    del target
+    return functional.cosine_similarity(output[:, None], output[None], dim=-1).mean()
+
+
+def traced(output, target):
+    return entropy(output, target) + torch.einsum("ic,jc->ij", output, output).mean()
+
+
+def broadcast(output, target):
+    return functional.mse_loss(output[:, :1], target.to(output.dtype))
+
+
+def balanced(output, target):
+    return entropy(output, target) + output.softmax(-1).mean(0).square().sum()
+
+
+def balanced_tokens(output, target):
+    tokens = output.view(-1, 2, 3).flatten(0, 1)
+    return entropy(output, target) + tokens.softmax(-1).mean(0).square().sum()
+
+
+def spread(output, target):
+    return entropy(output, target) + torch.relu(1 - output.var(0)).mean()
+
+
+def spread_in_a_pair(output, target):
+    variance, mean = torch.var_mean(output, 0)
+    return entropy(output, target) + variance.mean() + mean.square().mean()
+
+
+def over_samples(output, target):
+    return entropy(output.log_softmax(0), target)
+
+
+def rolled(output, target):
+    return entropy(output, target) + (output * output.roll(1, 0)).mean()
+
+
+def shuffled(output, target):
+    order = torch.randperm(len(output))
+    return entropy(output, target) + (output * output[order]).mean()
+
+
+def covariance(output, target):
+    return entropy(output, target) + torch.cov(output.T).square().sum()
+
+
+def sums_of_columns(output, target):
+    return entropy(output, target) + output.sum(0).square().sum()
+
+
+def mean_of_sums(output, target):
+    del target
+    return output.square().sum(0).mean()
+
+
+def centred(output, target):
+    return entropy(output - output.detach().mean(0), target)
+
+
+REFUSED = {
+    differences: "pairs of samples (sub)",
+    similarities: "pairs of samples",
+    angles: "pairs of samples (cosine_similarity)",
+    traced: "pairs of samples (einsum)",
+    broadcast: "pairs of samples (mse_loss of (4, 1) and (4,))",
+    balanced: "a mean over samples",
+    balanced_tokens: "a mean over samples",
+    spread: "a var over samples",
+    spread_in_a_pair: "a var_mean over samples",
+    over_samples: "a log_softmax over samples",
+    rolled: "a roll over samples",
+    shuffled: "samples in a random order",
+    covariance: "a cov over samples",
+    sums_of_columns: "a sum over samples",
+    mean_of_sums: "a sum over samples",
+    centred: "a mean over samples",
+}
+
+
+def read(loss_fn, samples=SAMPLES):
+    torch.manual_seed(0)
+    output = torch.randn(samples, CLASSES, requires_grad=True)
+    target = torch.tensor([0, 3, 3, 5])[:samples]
+    watch = LossWatch(samples, [output, target])
+    with watch:
+        loss = loss_fn(output, target)
+    return watch.read(loss)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss_fn", REFUSED, ids=lambda loss_fn: loss_fn.__name__)
+def test_a_loss_that_mixes_samples_is_refused(loss_fn):
+    with pytest.raises(ModelError) as caught:
+        read(loss_fn)
+
+    assert REFUSED[loss_fn] in caught.value.message
+    assert "rt.gather" in caught.value.hint
+
+
+@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced])
+def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
+    with pytest.raises(ModelError, match="pairs of samples"):
+        read(loss_fn, samples=1)
+
+
+@pytest.mark.parametrize("loss_fn", [differences, angles, similarities])
+def test_pairs_in_a_model_that_returns_its_loss_are_refused(loss_fn):
+    torch.manual_seed(0)
+    output = torch.randn(SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        loss = loss_fn(output, torch.tensor([0, 3, 3, 5]))
+    with pytest.raises(ModelError, match="pairs of samples"):
+        watch.read(loss)
+
+
+def test_positions_in_a_model_are_no_pairs():
+    places = torch.arange(SAMPLES)
+    scale = nn.Parameter(torch.ones(SAMPLES, 1))
+    x = torch.randn(SAMPLES, SAMPLES, CLASSES, requires_grad=True)
+    watch = LossWatch(SAMPLES)
+    with watch:
+        bias = (places[:, None] - places[None]).to(x.dtype) * scale
+        loss = (torch.einsum("btc,bsc->bts", x, x) + bias).mean()
+    assert watch.read(loss).kind == "counted"
+
+
+def means_of_columns(output, target):
+    one = functional.one_hot(target, CLASSES)
+    return (output - one).square().mean(0).mean()
+
+
+def sum_of_means(output, target):
+    one = functional.one_hot(target, CLASSES)
+    return (output - one).square().mean(0).sum()
+
+
+def mean_of_one_column(output, target):
+    return (output[:, :1] - target[:, None]).square().mean(0)
+
+
+def beside_a_mean(output, target):
+    return entropy(output, target) + output.square().mean(0).sum()
+
+
+def sum_of_sums(output, target):
+    one = functional.one_hot(target, CLASSES)
+    return (output - one).square().sum(0).sum()
+
+
+def sum_of_chunks(output, target):
+    mean, _ = output.chunk(2, 1)
+    return (mean - target[:, None]).square().sum()
+
+
+def sum_of_maxima(output, target):
+    del target
+    return output.max(1).values.square().sum()
+
+
+def each_sample(output, target):
+    losses = functional.cross_entropy(output, target, reduction="none")
+    return torch.stack([losses[index] for index in range(len(losses))]).mean()
+
+
+def with_unused_pairs(output, target):
+    (output @ output.T).argmax(1)
+    return entropy(output, target)
+
+
+RIGHT = [
+    means_of_columns,
+    sum_of_means,
+    mean_of_one_column,
+    beside_a_mean,
+    sum_of_sums,
+    sum_of_chunks,
+    sum_of_maxima,
+    each_sample,
+    with_unused_pairs,
+]
+
+
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(2 * SAMPLES, 8), torch.arange(2 * SAMPLES) % CLASSES) for _ in range(2)]
+
+
+def network():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def trained(config, names):
+    """Return the greatest difference to one process, or the refusal, for each loss."""
+    found = {}
+    for loss_fn in RIGHT:
+        if loss_fn.__name__ not in names:
+            continue
+        rt = msrun.init(config)
+        alone, model = network(), rt.shard(network(), (batches()[0][0].double(),))
+        plain = torch.optim.SGD(alone.parameters(), lr=0.01)
+        update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+        worst = 0.0
+        for x, y in batches():
+            plain.zero_grad()
+            expected = loss_fn(alone(x.double()), y)
+            expected.backward()
+            plain.step()
+            part = [tensor.chunk(count)[share] for tensor in (x.double(), y)]
+            loss = rt.step(model, update, loss_fn, *part)
+            worst = max(worst, abs(loss.item() - expected.item()))
+        weights = dict(alone.named_parameters())
+        for name, param in model.named_parameters():
+            worst = max(worst, (param - weights[name]).abs().max().item())
+        found[loss_fn.__name__] = worst
+        rt.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"accumulate": 2},
+        {"mesh": {"pp": 2}, "pipeline": {"stages": {"0": 0, "2": 1}, "microbatches": 2}},
+    ],
+    ids=["dp", "dp, accumulate", "pp"],
+)
+def test_losses_of_columns_and_parts_are_those_of_one_process(config):
+    names = [loss_fn.__name__ for loss_fn in RIGHT]
+    found = run_warm(trained, 2, config, names)
+
+    assert found == [dict.fromkeys(names, pytest.approx(0, abs=1e-12))] * 2

@@ -1,0 +1,176 @@
+"""What one stage refuses in a step, all stages raise: none is left waiting for it."""
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import ModelError, UsageError
+
+pytestmark = pytest.mark.torch
+
+MESHES = {"1f1b": {"pp": 2}, "gpipe": {"pp": 2, "dp": 2}, "interleaved": {"pp": 2}}
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class OwnLoss(Layers):
+    """Returns a loss with a term over the whole batch, as a mixture of experts does."""
+
+    def forward(self, x, labels):
+        output = self.layers(x)
+        loss = functional.mse_loss(output, labels)
+        return {"loss": loss, "aux_loss": output.mean()}
+
+
+class Counts(nn.Module):
+    """Writes a buffer in each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+class CountsFirst(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Counts()
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x.mul_(2))
+
+
+class WritesReceived(Layers):
+    """Writes in place what another stage differentiates."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2] = Writes()
+
+
+class WritesInput(Layers):
+    """Writes the input, of which micro-batches are views."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = Writes()
+
+
+def root(output, target):
+    return functional.mse_loss(output, target).sqrt()
+
+
+def of_all(output, target):
+    return functional.mse_loss(msrun.init().gather(output), msrun.init().gather(target))
+
+
+def root_of_one(output, target):
+    is_refused = msrun.init().coordinate["dp"] == 1
+    return root(output, target) if is_refused else functional.mse_loss(output, target)
+
+
+def refused(kind, loss_fn, mesh, schedule, **options):
+    stages = {"stages": "auto", "microbatches": 2, "schedule": schedule}
+    rt = msrun.init({"mesh": mesh, "pipeline": stages, **options})
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    sample = (x, y) if kind is OwnLoss else (x,)
+    model = rt.shard(kind(), sample)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [param.detach().clone() for param in model.parameters()]
+    losses = [] if loss_fn is None else [loss_fn]
+    found = []
+    for _ in range(2):
+        try:
+            rt.step(model, update, *losses, x, y)
+        except UsageError as error:
+            found.append((type(error), error.message, error.hint))
+    assert all(map(torch.equal, before, model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_refused_loss_is_refused_by_all_stages(schedule):
+    mesh = MESHES[schedule]
+    every = run_warm(refused, 4 if "dp" in mesh else 2, Layers, root, mesh, schedule)
+    kind, message, hint = every[0][0]
+    assert kind is ModelError
+    assert "mse_loss" in message
+    assert "(sum, count)" in hint
+    assert every == [[every[0][0]] * 2] * len(every)  # and in the next step once more
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "word"),
+    [
+        (OwnLoss, None, "aux_loss"),
+        (CountsFirst, root, "layers.0.calls"),
+        (Layers, of_all, "gather"),
+    ],
+)
+def test_what_any_stage_refuses_all_refuse(kind, loss_fn, word):
+    every = run_warm(refused, 2, kind, loss_fn, {"pp": 2}, "1f1b")
+    assert word in every[0][0][1]
+    assert every[1] == every[0]
+
+
+def test_a_loss_that_one_data_parallel_rank_refuses_all_refuse():
+    mesh, options = {"pp": 2, "dp": 2}, {"optimizer": {"zero": 1}}
+    every = run_warm(refused_with, 4, root_of_one, mesh, options)
+    assert "mse_loss" in every[0][0][1]
+    assert every == [every[0]] * 4
+
+
+def refused_with(loss_fn, mesh, options):
+    return refused(Layers, loss_fn, mesh, "1f1b", **options)
+
+
+def losses_of_writes():
+    """Return the losses under a pipeline and in one process, and the inputs after them."""
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    stages = {"stages": "auto", "microbatches": 2, "schedule": "gpipe"}
+    rt = msrun.init({"mesh": {"pp": 2}, "pipeline": stages})
+    found = []
+    for is_sharded in (True, False):
+        torch.manual_seed(0)
+        model, given = WritesInput(), x.clone()
+        model = rt.shard(model, (x,)) if is_sharded else model
+        update = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            if is_sharded:
+                loss = rt.step(model, update, functional.mse_loss, x.clone(), y)
+            else:
+                update.zero_grad()
+                loss = functional.mse_loss(model(given.clone()), y)
+                loss.backward()
+                update.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+def test_a_model_may_write_its_input():
+    for found, expected in run_warm(losses_of_writes, 2):
+        assert found == pytest.approx(expected, rel=1e-6)
