@@ -28,7 +28,7 @@ from msrun.transport import frames
 from msrun.transport.keys import key_pair
 from msrun.transport.sockets import AGENT, SCHEDULER, endpoint, listen
 
-PATIENCE = 60.0
+PATIENCE = 110.0
 # Several have heard something after it, which costs this process less than each by itself.
 REST_SECONDS = 0.002
 
