@@ -179,13 +179,21 @@ def test_who_does_not_know_the_protocol_has_no_effect(attacked, hosts, mode):
 
 
 @HOSTS
-@pytest.mark.parametrize("mode", ["place", "place-garbage", "place-load"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("place", marks=pytest.mark.slow),
+        pytest.param("place-garbage", marks=pytest.mark.slow),
+        "place-load",
+    ],
+)
 def test_who_takes_a_ranks_place_ends_the_job_and_runs_nothing(attacked, hosts, mode):
     """D-03, D-04, D-05."""
     check(hosts, *attacked(hosts, mode))
 
 
 @HOSTS
+@pytest.mark.slow
 def test_a_crowd_at_the_data_ports_ends_the_job_at_worst(attacked, hosts):
     """D-06: gloo opens a file for each connection, and ends where there is none left."""
     check(hosts, *attacked(hosts, "place", CROWD))
