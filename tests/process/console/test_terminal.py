@@ -112,7 +112,10 @@ def test_tqdm_draws_what_it_draws_at_a_terminal(at_terminal, terminal, tmp_path)
     assert log.count(b"\r") > 3
 
 
+# Of a terminal that calls itself dumb, rich does not ask the size.
 RICH = """
+    import os
+    os.environ["TERM"] = "xterm"
     from rich.console import Console
     from rich.progress import track
 
