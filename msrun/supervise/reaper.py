@@ -188,9 +188,10 @@ class Reaper:
             process.kill(self.forkserver)
         cgroup = self.configure.cgroup
         stuck = self._kill_until_gone(None, [cgroup] if cgroup else [])
-        shutil.rmtree(self.configure.run_dir, ignore_errors=True)
+        # The directory goes last: to the next launcher it tells of the cgroup, if we are killed.
         if cgroup and not containment.remove(cgroup):
             containment.note_remains(cgroup, self.configure.run_dir)
+        shutil.rmtree(self.configure.run_dir, ignore_errors=True)
         self.channel.send(Swept(generation=-1, stuck=stuck))
 
     def _kill_until_gone(self, spare: int | None, cgroups: Sequence[str]) -> list[str]:

@@ -29,6 +29,8 @@ PATIENCE = 25.0
 _PAUSE = 0.002
 _OURS = ("MSRUN_", "PET_", "TORCHELASTIC_", "MS_")
 _KEPT = "MSRUN_TESTS_SESSION"
+# They outdo the size of a test's terminal.
+_SIZES = ("COLUMNS", "LINES")
 
 Value = TypeVar("Value")
 
@@ -235,7 +237,8 @@ class Job:
 
 def environment(runtime: Path) -> dict[str, str]:
     """Return this process's environment without anything that would configure a launcher."""
-    kept = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(_OURS)}
+    dropped = (*_OURS, *_SIZES)
+    kept = {k: v for k, v in os.environ.items() if k == _KEPT or not k.startswith(dropped)}
     return kept | {"XDG_RUNTIME_DIR": str(runtime)}
 
 

@@ -8,6 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 from support import environment, kill, shell, until
 
@@ -48,7 +49,9 @@ def remains(runtime):
 def kill_all(job):
     """Kill launcher and reaper, so that nobody cleans up."""
     reaper = job.find("msrun reaper")
-    reaper.suspend()
+    for process in (psutil.Process(job.pid), reaper):  # else the launcher would continue the reaper
+        process.suspend()
+        until(lambda process=process: process.status() == psutil.STATUS_STOPPED, "for a stop")
     job.process.kill()
     job.wait()
     kill(reaper)
@@ -63,6 +66,24 @@ def test_a_cgroup_is_noted_before_it_is_made(msrun, parent_cgroup):
     assert [Path(noted)] == cgroups(parent_cgroup, job)
     assert (job.run_dir / "cgroup").stat().st_mtime_ns <= Path(noted).stat().st_mtime_ns
     job.send(signal.SIGTERM)
+    assert job.wait() == 143
+
+
+def test_a_directory_goes_after_the_cgroup_that_it_notes(msrun, parent_cgroup):
+    """A reaper that is killed between the two would leave the cgroup for good."""
+    job = msrun(*SLEEP)
+    job.until_logged("up")
+    many = job.run_dir / "many"  # so that its removal takes a while
+    many.mkdir()
+    for number in range(10_000):
+        (many / str(number)).touch()
+    job.send(signal.SIGTERM)
+    until(
+        lambda: not (many.exists() and len(list(many.iterdir())) == 10_000),
+        "for a first file to go",
+    )
+
+    assert cgroups(parent_cgroup, job) == []
     assert job.wait() == 143
 
 
