@@ -25,7 +25,7 @@ STAGES = "parallel.pipeline.stages: "
 FACTOR = 1.0
 SETTINGS = SimpleNamespace(scale=1.0)
 CALLS = []
-COLLECTIONS = 0
+COUNTS = SimpleNamespace(collections=0)
 
 
 class Three(nn.Module):
@@ -459,9 +459,8 @@ def test_a_refused_forward_leaves_the_model_as_it_was():
     assert random.getstate() == state
 
 
-def _count_collection(_phase, _info):
-    global COLLECTIONS
-    COLLECTIONS += 1
+def _count_collection(*_):
+    COUNTS.collections += 1
 
 
 def test_what_a_garbage_collection_calls_is_not_the_forwards():
@@ -475,7 +474,7 @@ def test_what_a_garbage_collection_calls_is_not_the_forwards():
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(_count_collection)
 
-    assert COLLECTIONS
+    assert COUNTS.collections
     assert gc.isenabled()
 
 
