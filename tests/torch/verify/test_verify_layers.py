@@ -341,10 +341,14 @@ def test_layers_of_a_plain_loop():
 @pytest.mark.parametrize(
     ("verify", "message"),
     [
-        ({"steps": 0}, "verify.steps"),
-        ({"memory": "much"}, "verify.memory"),
-        ({"layers": ["a"]}, "layers"),
-        ({"steps": "all"}, "verify"),
+        ({"steps": 0}, r"parallel\.verify\.steps: 0 must be at least 1"),
+        ({"memory": "much"}, r"parallel\.verify\.memory: .much. is no size"),
+        (
+            {"layers": ["a"]},
+            r"parallel\.verify\.layers: is no key \(choose steps, memory, modules\)",
+        ),
+        ({"steps": "all"}, r"parallel\.verify\.steps: .all. is not known \(choose first_step"),
+        ("all", r"parallel\.verify: .all. is not known \(choose first_step"),
     ],
 )
 def test_a_wrong_key_is_refused(verify, message):
