@@ -46,6 +46,7 @@ class BatchWeight:
             weight yet.
         is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
         end: Last batch of the loader in use; None without one.
+        scale: Factor of the gradients of the last step, once the terms of its loss were counted.
     """
 
     value: float = 1.0
@@ -53,6 +54,7 @@ class BatchWeight:
     is_due: bool = False
     is_whole: bool = False
     end: EpochEnd | None = None
+    scale: float = 1.0
 
     def read(self) -> float:
         """Return the weight to somebody who multiplies the loss by it."""

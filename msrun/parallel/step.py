@@ -137,6 +137,7 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    context.batch.scale = tally.scale
     sharded.hooks.run()
     return loss
 
