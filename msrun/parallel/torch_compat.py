@@ -588,15 +588,20 @@ def follow_log_variables() -> None:
 def collectives_entered() -> list[tuple[str, int, str]]:
     """Return the latest collective of each process group that this rank has entered.
 
-    Group, number and name each; none where torch keeps no record of its flight.
+    Group, number and name each; none where torch keeps no record of its flight.  NCCL has a record
+    and numbers of its own, also in a group that uses gloo too, so its groups have ` (nccl)` behind
+    their names.  What is enqueued on a device counts as entered.
     """
     from torch._C import _distributed_c10d as c10d
 
     latest: dict[str, tuple[str, int, str]] = {}
-    for entry in json.loads(c10d._dump_fr_trace_json())["entries"]:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public form
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
-            latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
+    for recorder, mark in (("_dump_fr_trace_json", ""), ("_dump_nccl_trace_json", " (nccl)")):
+        dump = getattr(c10d, recorder, None)  # NCCL's only in builds for CUDA
+        entries = json.loads(dump()).get("entries") if dump else None
+        for entry in entries or ():
+            group, number = entry["process_group"][0] + mark, entry["collective_seq_id"]
+            if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
+                latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
     return list(latest.values())
 
 
