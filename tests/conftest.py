@@ -19,6 +19,7 @@ from msrun.supervise import process
 MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
+    "tests/cluster/pods/test_pods.py",
     "tests/cluster/test_control.py",
     "tests/cluster/test_data_ports.py",
     "tests/cluster/test_faults.py",

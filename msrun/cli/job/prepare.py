@@ -14,6 +14,7 @@ from pathlib import Path
 from msrun import backend
 from msrun.backend import FLEETS, Launcher, LaunchPlan
 from msrun.cli.job.draft import JobDraft, draft_job, merge_env
+from msrun.cli.job.pods import await_scheduler_name
 from msrun.cli.job.program import find_program, with_interpreter
 from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine, Table
@@ -108,6 +109,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
     chosen = with_interpreter(chosen, system.environment())
     launcher = system.load_launcher(settings.value(options.LAUNCHER))
     machine = system.read_machine(merge_env(settings).value)
+    await_scheduler_name(settings, system)
     draft = draft_job(settings, chosen, machine, system)
     plan = launcher.plan(draft.job, machine)
     _check_env(settings, plan)
