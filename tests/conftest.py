@@ -36,6 +36,7 @@ THOROUGH = (
     "tests/cluster/test_table.py",
     "tests/cluster/test_weather.py",
     "tests/kube/test_api.py",
+    "tests/kube/test_launcher.py",
     "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",
     "tests/process/api/test_launch.py",

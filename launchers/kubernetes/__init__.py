@@ -11,18 +11,22 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import PurePosixPath
 
+import yaml
+
 from launchers.kubernetes.manifests import (
     SHIP_DIRECTORY,
     PodProgram,
     object_name,
     render_manifests,
+    secret_manifest,
     secret_name,
 )
 from launchers.kubernetes.options import KubernetesOptions, read_options
 from launchers.kubernetes.patch import apply_patches, read_patches
 from launchers.kubernetes.yaml_text import render_yaml
 from msrun.bounded_file import read_bounded
-from msrun.errors import UsageError
+from msrun.cli.output import say
+from msrun.errors import ExitCode, UsageError
 from msrun.fleet import Fleet, FleetPlan
 from msrun.units import parse_duration, quoted, shown
 
@@ -76,14 +80,25 @@ class KubernetesLauncher:
         return FleetPlan(fleet=fleet, commands=(), files=files)
 
     def submit(self, plan: FleetPlan, secret: bytes) -> int:
-        """Refuse: this version renders the objects, and kubectl creates them.
+        """Create the objects, follow the job and return its exit code, 0 when detached.
 
         Raises:
-            UsageError: Always.
+            UsageError: There is no cluster, or it refuses an object; nothing is left there.
         """
-        del plan, secret
-        hint = "msrun plan -o DIR with the same words writes them for kubectl apply -f DIR"
-        raise UsageError("--launcher kubernetes creates no objects in this version", hint=hint)
+        # Neither help nor plan needs the client, which takes a second to load.
+        from launchers.kubernetes.api import encode_key, open_cluster
+        from launchers.kubernetes.submission import Submission, create_objects
+
+        cluster = open_cluster(namespace=self._options.namespace, context=self._options.context)
+        manifests = [yaml.safe_load(text) for text in plan.files.values()]
+        if plan.fleet.nnodes > 1:
+            name = object_name(plan.fleet.job_id)
+            manifests.append(secret_manifest(name, self._options.namespace, encode_key(secret)))
+        job = create_objects(cluster, manifests)
+        say(f"msrun: {job['kind']} {job['metadata']['name']} in namespace {cluster.namespace}")
+        if self._options.detach:
+            return ExitCode.OK
+        return Submission(cluster, job, say).follow()
 
     def _program(self, fleet: Fleet) -> PodProgram:
         words, files = list(fleet.words), dict[str, str]()

@@ -41,6 +41,7 @@ _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_NODES = "nodes"
 # A pod is called <job>-<index>, in a JobSet <job>-nodes-0-<index>, in at most 63 characters.
 _NAME_MAX = 40
+_EXPANDED = re.compile(r"\$(?=[$(]|[^\x00-\x7f])")
 _OTHER = re.compile(r"[^a-z0-9]+")
 # Seconds that an agent takes after --grace to sweep its node, tell the others and write its logs.
 _SWEEP_SECONDS = 20
@@ -313,8 +314,11 @@ def _container(
 
 
 def _literal(word: str) -> str:
-    """Return a word that Kubernetes passes on as `word`: it would expand `$(NAME)` and `$$`."""
-    return word.replace("$", "$$")
+    """Return a word that Kubernetes passes on as `word`.
+
+    It takes `$(NAME)` for a variable and `$$` for `$`, and breaks a `$` before what is not ASCII.
+    """
+    return _EXPANDED.sub("$$", word)
 
 
 def _env(name: str, program: PodProgram, options: KubernetesOptions) -> Iterator[dict[str, object]]:

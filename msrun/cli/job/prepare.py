@@ -24,6 +24,7 @@ from msrun.cli.options.parsers import SIGNALS, guess
 from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import FileTexts, Settings
 from msrun.cli.system import System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.units import shown
 
@@ -176,7 +177,7 @@ def _without_effect(settings: Settings) -> Iterator[str]:
 def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:
     """Yield a sentence for each variable that looks like one of ours with a typing error."""
     known = [name for option in table for name in option.variables if name.startswith("MSRUN_")]
-    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known)
+    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known, Pod)
     for name in sorted(strange):
         if close := difflib.get_close_matches(name, known, n=1, cutoff=_GUESS_CUTOFF):
             yield f"environment {shown(name)} is not used{guess(close)}"
