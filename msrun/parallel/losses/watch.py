@@ -36,6 +36,7 @@ from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
+from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
@@ -93,6 +94,8 @@ class LossWatch(TorchFunctionMode):
         self._number = next(_watches)
         self._terms: list[Term] = []
         self._takes_all = data is None
+        has_rows = samples > 1 and all(len(x) == samples for x in data or () if x.dim())
+        self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         for tensor in data or ():
             self._link(tensor, _ONLY_BATCH)
 
@@ -106,6 +109,14 @@ class LossWatch(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
+        result = self._run(func, args, kwargs)
+        if self._rows:
+            name = getattr(func, "__name__", "")
+            self._rows.follow(name, args, kwargs, tensors_in(result), self._is_of)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` returns, or an equal tensor of which more is known."""
         name = getattr(func, "__name__", "")
         sources = self._sources((*args, *kwargs.values())) if self._needs_sources() else _NOTHING
         if func in LOSSES:
@@ -179,6 +190,8 @@ class LossWatch(TorchFunctionMode):
         Raises:
             ModelError: It depends on a number of the part that the batch has another of.
         """
+        if self._rows and (problem := self._rows.problem(loss)):
+            raise _of_part(problem)
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
@@ -191,11 +204,7 @@ class LossWatch(TorchFunctionMode):
         terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
             if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
-                raise ModelError(
-                    f"the loss depends on {term.name} of a part of the batch, which is another "
-                    "number for the whole batch",
-                    hint=_HINT,
-                )
+                raise _of_part(term.name)
         self._check_sums(terms)
         _check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
@@ -417,16 +426,20 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
+def _of_part(what: str) -> ModelError:
+    return ModelError(
+        f"the loss depends on {what} of a part of the batch, which is another number for the "
+        "whole batch",
+        hint=_HINT,
+    )
+
+
 def _check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
     """Refuse a loss that is no linear function of the means of columns, or uses their sums."""
     means = [term for term in terms if term.columns == "mean"]
     for term in terms:
         if term not in means:
-            raise ModelError(
-                f"the loss depends on {term.name} of a part of the batch, which is another number "
-                "for the whole batch",
-                hint=_HINT,
-            )
+            raise _of_part(term.name)
     if means and loss.requires_grad:
         _check_linear(loss, [term.total for term in means], means)
 
