@@ -20,16 +20,18 @@ class Side:
         process: The command.
         folder: Its working directory.
         patience: Seconds in which it must end.
-        err: What it wrote to standard error, once it ended.
+        out: What it wrote to standard output, once it ended.
+        err: What it wrote to standard error.
     """
 
     process: subprocess.Popen[str]
     folder: Path
     patience: float
+    out: str = ""
     err: str = ""
 
     def wait(self) -> int:
-        _, self.err = self.process.communicate(timeout=self.patience)
+        self.out, self.err = self.process.communicate(timeout=self.patience)
         return self.process.returncode
 
     def written(self) -> list[str]:
@@ -70,7 +72,7 @@ def side_by_side(runtime: Path, patience: float) -> Iterator[Start]:
             cwd=folder,
             env=environment(runtime) | dict(env or {}),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -82,7 +84,8 @@ def side_by_side(runtime: Path, patience: float) -> Iterator[Start]:
         if side.process.poll() is None:
             side.process.kill()
             side.process.communicate()
-        print(f"======== {side.folder.name}, exit code {side.process.returncode}\n{side.err}")
+        print(f"======== {side.folder.name}, exit code {side.process.returncode}")
+        print(f"{side.out}\n{side.err}")
         for log in side.folder.glob("**/*.log"):
             print(f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}")
     until(lambda: not alive(runtime), "for the processes of both commands")
