@@ -260,7 +260,7 @@ def test_variables_of_the_workers_add_up(msrun, here):
             {"MSRUN_ROLE": "a\x1b[2J", "MSRUN_HOSTFILE": "a\x1b[2J"},
             (
                 r"environment MSRUN_HOSTFILE='a\x1b[2J' needs a backend that starts other nodes"
-                "\n  hint: choose --launcher ssh, mpirun, slurm"
+                "\n  hint: choose --launcher ssh, mpirun, slurm, kubernetes"
             ),
         ),
     ],

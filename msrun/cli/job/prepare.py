@@ -14,6 +14,7 @@ from pathlib import Path
 from msrun import backend, environ
 from msrun.backend import FLEETS, Launcher, LaunchPlan
 from msrun.cli.job.draft import JobDraft, draft_job, merge_env
+from msrun.cli.job.pods import await_scheduler_name
 from msrun.cli.job.program import find_program, with_interpreter
 from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine, Table
@@ -24,6 +25,7 @@ from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import FileTexts, Settings
 from msrun.cli.options.words import with_hyphens
 from msrun.cli.system import System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.units import shown
 
@@ -109,6 +111,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
     chosen = find_program(request.words, request.file, settings)
     chosen = with_interpreter(chosen, system.environment())
     machine = system.read_machine(merge_env(settings).value)
+    await_scheduler_name(settings, system)
     draft = draft_job(settings, chosen, machine, system)
     plan = launcher.plan(draft.job, machine)
     _check_env(settings, plan)
@@ -194,7 +197,7 @@ def _without_effect(settings: Settings) -> Iterator[str]:
 def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:
     """Yield a sentence for each variable that looks like one of ours with a typing error."""
     known = [name for option in table for name in option.variables if name.startswith("MSRUN_")]
-    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known)
+    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known, Pod)
     for name in sorted(strange):
         if close := difflib.get_close_matches(name, known, n=1, cutoff=_GUESS_CUTOFF):
             yield f"environment {shown(name)} is not used{guess(close)}"
