@@ -249,11 +249,11 @@ class Runtime:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
-        reference = None
-        if self.config.verify and self.is_main:
-            from msrun.parallel.verify.reference import Reference
+        copied = None
+        if self.config.verify:
+            from msrun.parallel.verify.fit import copy_model
 
-            reference = Reference(model)
+            copied = copy_model(self.config.verified, rank, model)
         # Before the model is taken apart: files of weights have the names that it has now.
         is_consumed = self.config.pipeline is not None or self.config.mode == "auto"
         origin = Origin(model, is_consumed=is_consumed)
@@ -267,7 +267,7 @@ class Runtime:
         if self.config.verify:
             from msrun.parallel.verify.verifier import Verifier
 
-            state.verifier = verifier = Verifier(self.config, self.context, reference)
+            state.verifier = verifier = Verifier(self.config, self.context, copied)
             verifier.observe(state)
             self._verifiers.append(verifier)
         if state.dropout_rngs:
