@@ -1,7 +1,6 @@
 """What a forward may do between stages: what it does in one process, or one sentence."""
 
 import copy
-import gc
 import random
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ STAGES = "parallel.pipeline.stages: "
 FACTOR = 1.0
 SETTINGS = SimpleNamespace(scale=1.0)
 CALLS = []
-COUNTS = SimpleNamespace(collections=0)
 
 
 class Three(nn.Module):
@@ -457,25 +455,6 @@ def test_a_refused_forward_leaves_the_model_as_it_was():
 
     assert vars(model) == before
     assert random.getstate() == state
-
-
-def _count_collection(*_):
-    COUNTS.collections += 1
-
-
-def test_what_a_garbage_collection_calls_is_not_the_forwards():
-    """A profiler of collections counts in a global while one of the ranks records."""
-    thresholds = gc.get_threshold()
-    gc.callbacks.append(_count_collection)
-    gc.set_threshold(1)
-    try:
-        plan_split(NoGrad(), pipeline(AB), 2, (_batch(0)[0],))
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(_count_collection)
-
-    assert COUNTS.collections
-    assert gc.isenabled()
 
 
 def test_a_penalty_in_the_loss_function_is_refused():
