@@ -565,6 +565,12 @@ def copies(env: Mapping[str, str]) -> tuple[str, int] | None:
     return None
 
 
+def nodes_of_allocation(env: Mapping[str, str]) -> int:
+    """Return how many nodes Slurm has given a shell or batch script; 1 in what srun has started."""
+    text = env.get("SLURM_JOB_NUM_NODES", "")
+    return int(text) if text.isdecimal() and not env.get("SLURM_STEP_NUM_TASKS") else 1
+
+
 def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()

@@ -101,6 +101,12 @@ def test_workers_are_told_of_a_table_that_is_the_jobs(submitted, hosts, words, i
     assert plan.fleet.env == expected
 
 
+def test_agents_learn_of_torchruns_time_to_end(submitted):
+    plan = submitted("--launcher ssh --hostfile hosts --nproc-per-node 2 train.py")
+
+    assert "--grace=30s" in words_of(plan)[0]
+
+
 def test_nodes_that_come_and_go(submitted):
     plan = submitted("--launcher ssh --hostfile hosts --nnodes 1:3 train.py")
 

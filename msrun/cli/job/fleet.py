@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from msrun import environ
 from msrun.bounded_file import read_bounded
 from msrun.cli.job.draft import merge_env
+from msrun.cli.job.formation import find_grace
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
 from msrun.cli.options import fleet as fleet_options
@@ -280,8 +281,10 @@ def _words(settings: Settings) -> Iterator[str]:
         is_range = option is options.NNODES and len(set(settings.value(options.NNODES))) > 1
         if option in _NOT_FOR_AGENTS or (option is options.NNODES and not is_range):
             continue
-        for given in reversed(settings.every(option)):
-            yield f"{option.flag}={given.text}"
+        every: Iterable[Given[object]] = reversed(settings.every(option))
+        if option is options.GRACE and (grace := find_grace(settings)):
+            every = (grace,)  # agents do not see with which word of torchrun it came
+        yield from (f"{option.flag}={given.text}" for given in every)
 
 
 def _program(request: JobRequest) -> tuple[str, ...]:
