@@ -35,6 +35,7 @@ THOROUGH = (
     "tests/cluster/test_table.py",
     "tests/cluster/test_weather.py",
     "tests/kube/test_api.py",
+    "tests/kube/test_operator.py",
     "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",
     "tests/process/api/test_launch.py",
