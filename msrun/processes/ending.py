@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.bounded_file import open_to_read
 from msrun.cluster.verdict import RankExit, Verdict, render, render_seconds
 from msrun.errors import ExitCode, MsrunError
 from msrun.processes.console import Console
@@ -90,7 +91,7 @@ def in_words(error: Exception) -> Exception:
 def read(log_dir: str, job_id: str) -> Verdict | None:
     """Return the result that a launcher of that job has written; None when it has not, yet."""
     try:
-        with logs.open_to_read(str(Path(log_dir, VERDICT_FILE))) as file:
+        with open_to_read(str(Path(log_dir, VERDICT_FILE))) as file:
             verdict = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -22,10 +22,11 @@ class Side:
 
     process: subprocess.Popen[str]
     folder: Path
+    out: str = ""
     err: str = ""
 
     def wait(self) -> int:
-        _, self.err = self.process.communicate(timeout=PATIENCE)
+        self.out, self.err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode
 
     def written(self) -> list[str]:
@@ -50,7 +51,7 @@ def launch(tmp_path):
             cwd=place,
             env=environment(runtime) | dict(env or {}),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -62,7 +63,8 @@ def launch(tmp_path):
         if side.process.poll() is None:
             side.process.kill()
             side.process.communicate()
-        print(f"======== {side.folder.name}, exit code {side.process.returncode}\n{side.err}")
+        print(f"======== {side.folder.name}, exit code {side.process.returncode}")
+        print(f"{side.out}\n{side.err}")
     until(lambda: not alive(runtime), "for the processes of both commands")
 
 

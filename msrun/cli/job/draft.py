@@ -14,7 +14,7 @@ from typing import Any
 
 from msrun.cli.job.console import choose_streams, choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
-from msrun.cli.job.formation import Size, count, find_timeout
+from msrun.cli.job.formation import Size, count, find_grace, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
 from msrun.cli.job.rendezvous import (
@@ -147,6 +147,7 @@ def _decide(
         options.LOCAL_ADDR: settings.get(options.LOCAL_ADDR),
         options.JOIN_TIMEOUT: find_timeout(settings, options.JOIN_TIMEOUT),
         options.LAST_CALL: find_timeout(settings, options.LAST_CALL),
+        options.GRACE: find_grace(settings),
         options.JOB_ID: job_id,
         options.SECRET_FILE: _secret_file(settings),
         options.START_METHOD: start_method,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from msrun.backend import WorkerPlan
+from msrun.bounded_file import open_to_read
 from msrun.cluster.verdict import TAIL_LINES, RankExit
-from msrun.supervise.logs import last_lines, open_to_read, printable
+from msrun.supervise.logs import last_lines, printable
 from msrun.supervise.machine import read_oom_kills
 from msrun.supervise.orders import Exited
 

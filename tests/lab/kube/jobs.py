@@ -31,9 +31,14 @@ class JobController:
         self._not_before: dict[str, float] = {}
 
     def sync_all(self) -> None:
-        for job in self._store.list("jobs"):
+        jobs = self._store.list("jobs")
+        for job in jobs:
             with contextlib.suppress(ApiError):
                 self.sync(job)
+        known = {job["metadata"]["uid"] for job in jobs}
+        for pod in self._store.list("pods"):  # whose Job is gone
+            if TRACKING in pod["metadata"].get("finalizers", ()) and _owner(pod) not in known:
+                self._release(pod)
 
     def sync(self, job: dict) -> None:  # noqa: C901, PLR0912 - a table of states
         metadata, spec = job["metadata"], job["spec"]
