@@ -37,6 +37,8 @@ THOROUGH = (
     "tests/cluster/test_weather.py",
     "tests/kube/launcher/test_launcher.py",
     "tests/kube/test_api.py",
+    "tests/kube/test_operator.py",
+    "tests/kube/test_launcher.py",
     "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",
     "tests/process/api/test_launch.py",

@@ -184,7 +184,7 @@ class PodRunner(threading.Thread):
         env |= {"HOSTNAME": self.host.name, **self.kubelets.env}
         env |= volumes.environment(self.kubelets.store, self._current(), container)
         words = [volumes.expand(word, env) for word in words]
-        enter = self.host.enter(container.get("workingDir", "/"))
+        enter = self.host.enter(container.get("workingDir", "/tmp"))
         return subprocess.Popen([*enter, *words], env=env, **options)
 
     # Its life.
@@ -298,6 +298,8 @@ class PodRunner(threading.Thread):
                 "startedAt": began,
                 "finishedAt": timestamp(),
             }
+            if code and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+                ended["message"] = self.logs[name][-1].read_bytes()[-2048:].decode(errors="replace")
             again = policy == "Always" or (policy == "OnFailure" and code != 0)
             if self._stopping.is_set() or not again:
                 self._set_status(container, {"terminated": ended}, restarts)
