@@ -69,6 +69,7 @@ THOROUGH = (
     "tests/process/faults/test_security.py",
     "tests/process/faults/test_torment.py",
     "tests/process/faults/test_two_lives.py",
+    "tests/sim/servers/test_server_mutants.py",
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
     "tests/torch/auto/test_auto_norms.py",
