@@ -3,7 +3,8 @@
 A rank and a micro-batch have a part of the batch.  A batch norm by hand takes the statistics of
 that part, and no result of the parts makes that of the batch.  `SampleWatch` is active in the
 first forward pass and loss of a model, and follows the dim of samples by the rules of
-`sample_dims`.  Later steps do without it.
+`sample_dims`.  Later steps do without it.  A stage of a pipeline sees a part of the forward; there
+it is active while the whole one is recorded, and the last stage gets what is `known` of outputs.
 
 What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
 and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
+    Known,
     Mark,
     Mixture,
     Outcome,
@@ -121,6 +123,22 @@ class SampleWatch(TorchFunctionMode):
     def _mixture(self, tensor: Tensor) -> Mixture | None:
         number, mixture = getattr(tensor, _MIXTURE, (None, None))
         return mixture if number == self._number else None
+
+    def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
+        """Return what is known of outputs of the model, for a watch of the loss alone."""
+        found = []
+        for tensor in outputs:
+            nodes = _graph(tensor) if self._found else set()
+            reached = next((mixture for mixture, node in self._found if node in nodes), None)
+            found.append(Known(self._mark(tensor), reached or self._mixture(tensor)))
+        return tuple(found)
+
+    def seed(self, outputs: Sequence[Tensor], known: Sequence[Known]) -> None:
+        """Note what is `known` of the outputs of a model that ran elsewhere."""
+        if len(outputs) != len(known):
+            return  # of another form than those that were looked at
+        for tensor, (mark, mixture) in zip(outputs, known, strict=True):
+            self._note(tensor, mark, mixture)
 
     def read(self, loss: Tensor, *, is_cut: bool) -> ModelError | None:
         """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.
