@@ -231,8 +231,15 @@ class ServerWorld:
         me = self.alive.get(("worker", rank))
         if me is None or self.lives["worker", rank] != life or me.computing != token:
             return
-        clock = me.state.clock
-        self._tell(("worker", rank), events.StepEnds(gradients(rank, clock, me.values)))
+        self._tell(("worker", rank), events.StepEnds(self.compute(rank, me)))
+
+    def compute(self, rank, me):
+        """Return the gradients of a worker's step."""
+        return gradients(rank, me.state.clock, me.values)
+
+    def ask(self, _rank, _clock):
+        """Return which rows a worker needs."""
+        return "all"
 
     def _tell(self, actor, event):
         machine = self.machine(actor)
@@ -251,11 +258,14 @@ class ServerWorld:
         target = (to, action.to.worker if to == "worker" else action.to.server) if to else HEAD
         message, payload = action.message, action.payload
         if isinstance(message, Push):
-            owned = self.machine(actor).ownership.slices_of(target[1])
-            payload = {piece: payload[piece] for piece in owned}
+            payload = self.part(payload, self.machine(actor).ownership, target[1])
         if isinstance(message, WorkerStep):
             self._check_safe(self.machine(actor).ownership, message)
         self._post(target, message, payload)
+
+    def part(self, payload, ownership, rank):
+        """Return what is for one server."""
+        return {piece: payload[piece] for piece in ownership.slices_of(rank)}
 
     def _check_safe(self, ownership, step):
         """What a worker takes for safe is on all disks."""
@@ -379,8 +389,10 @@ class ServerWorld:
         """Let the script of a worker go on with its next step, or end."""
         actor = ("worker", rank)
         if actor in self.alive and self.lives[actor] == life:
-            is_over = self.alive[actor].state.clock >= self.lengths[rank]
-            self._tell(actor, events.Finished() if is_over else events.StepBegins("all"))
+            clock = self.alive[actor].state.clock
+            is_over = clock >= self.lengths[rank]
+            begins = events.StepBegins(self.ask(rank, clock))
+            self._tell(actor, events.Finished() if is_over else begins)
 
     def _WorkerLeft(self, actor, _action):  # noqa: N802
         self.alive[actor].has_left = True
