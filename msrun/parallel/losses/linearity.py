@@ -12,6 +12,7 @@ from msrun.parallel.losses.terms import Term
 
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 
+
 def of_part(what: str) -> ModelError:
     """Return the refusal of a loss that depends on a number of a part of the batch."""
     return ModelError(
