@@ -1,6 +1,6 @@
 """The protocol of a backend, which renders a plan and then submits it; and the table of backends.
 
-Backends live in `launchers/`, one file each, and are loaded by dotted name when
+Backends live in `launchers/`, one file or package each, and are loaded by dotted name when
 they are asked for; other distributions add theirs under the entry-point group
 `msrun.launchers`.
 """
@@ -32,6 +32,7 @@ FLEETS = {
     "ssh": "launchers.ssh:open_launcher",
     "mpirun": "launchers.mpirun:open_launcher",
     "slurm": "launchers.slurm:open_launcher",
+    "kubernetes": "launchers.kubernetes:open_launcher",
 }
 
 

@@ -88,6 +88,12 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="MODEL[:COLUMN]")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS")
     given = parser.parse_args()
+    cells = {f"{name}:{column}" for name in ZOO for column in COLUMNS} | {*ZOO}
+    if unknown := [cell for cell in given.only if cell not in cells]:
+        parser.error(
+            f"--only {unknown[0]}: no such cell (choose MODEL or MODEL:COLUMN, of the models "
+            f"{'; '.join(ZOO)} and the columns {'; '.join(COLUMNS)})"
+        )
     counts: Counter[str] = Counter()
     for name in ZOO:
         for column in COLUMNS:

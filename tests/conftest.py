@@ -19,6 +19,7 @@ from msrun.supervise import process
 MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
+    "tests/cluster/pods/test_pods.py",
     "tests/cluster/test_control.py",
     "tests/cluster/test_data_ports.py",
     "tests/cluster/test_faults.py",
@@ -34,6 +35,11 @@ THOROUGH = (
     "tests/cluster/test_strangers.py",
     "tests/cluster/test_table.py",
     "tests/cluster/test_weather.py",
+    "tests/kube/launcher/test_launcher.py",
+    "tests/kube/test_api.py",
+    "tests/kube/test_operator.py",
+    "tests/kube/test_launcher.py",
+    "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",
     "tests/process/api/test_launch.py",
     "tests/process/api/test_notebook.py",
@@ -63,6 +69,7 @@ THOROUGH = (
     "tests/process/faults/test_security.py",
     "tests/process/faults/test_torment.py",
     "tests/process/faults/test_two_lives.py",
+    "tests/sim/servers/test_server_mutants.py",
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
     "tests/torch/auto/test_auto_norms.py",
@@ -119,6 +126,7 @@ THOROUGH = (
     "tests/torch/tensor/test_collectives.py",
     "tests/torch/tensor/test_compiled.py",
     "tests/torch/tensor/test_guard.py",
+    "tests/torch/tensor/test_lists.py",
     "tests/torch/tensor/test_model_outputs.py",
     "tests/torch/tensor/test_named_plans.py",
     "tests/torch/tensor/test_placements.py",
@@ -132,6 +140,7 @@ THOROUGH = (
     "tests/torchrun/test_terminals.py",
     "tests/torchrun/test_verdicts.py",
     "tests/torch/verify/test_verify.py",
+    "tests/torch/verify/test_verify_layers.py",
     "tests/torch/verify/test_verify_loop.py",
     "tests/torch/weights/test_state_dicts.py",
     "tests/torch/weights/test_adapters.py",

@@ -289,6 +289,28 @@ class Checkpoint(ConfigSection, frozen=True, kw_only=True):
         _at_least(self, "keep", 0)
 
 
+class Verify(ConfigSection, frozen=True, kw_only=True):
+    """What of the first steps is compared with one process.
+
+    Args:
+        steps: Number of first steps, at least 1; `first_step` is 1.
+        memory: Bytes that a comparison may take, as a number or text such as `20GiB`; None allows
+            half of what is free on rank 0 before `rt.shard`.  A larger model is compared by layers.
+        modules: Patterns of the layers; empty takes first and last of each kind, of larger models.
+    """
+
+    steps: int | Literal["first_step"] = 1
+    memory: int | str | None = None
+    modules: list[str] = []
+
+    def __post_init__(self) -> None:
+        if self.steps == "first_step":
+            msgspec.structs.force_setattr(self, "steps", 1)
+        _at_least(self, "steps", 1)
+        if self.memory is not None:
+            msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
+
+
 class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
@@ -324,8 +346,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
-        verify: Number of first steps that rank 0 also computes as one process would, with the whole
-            model and batch; a difference is an error.  `first_step` is 1, and 0 verifies nothing.
+        verify: First steps that rank 0 also computes as one process would, by their number or a
+            mapping; a difference is an error.  `first_step` is 1, and 0 verifies nothing.
     """
 
     mesh: dict[str, int] | Literal["auto"] = msgspec.field(
@@ -345,7 +367,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     dropout: Literal["local", "exact"] = "local"
     checkpoint: Checkpoint | None = None
     seed: int | None = None
-    verify: int | Literal["first_step"] = 0
+    verify: int | Literal["first_step"] | Verify = 0
 
     def __post_init__(self) -> None:
         _at_least(self, "accumulate", 1)
@@ -368,11 +390,17 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             if getattr(self, key) and self.mode in ("stand_alone", "data", "manual"):
                 raise ValueError(f"{key}: mode {self.mode} has none (choose semi_auto)")
 
+    @property
+    def verified(self) -> Verify:
+        """What is verified, where something is."""
+        return self.verify if isinstance(self.verify, Verify) else Verify(steps=self.verify)
+
     def _check_verify(self) -> None:
         """Refuse to verify what one process does not compute."""
         if self.verify == "first_step":
             msgspec.structs.force_setattr(self, "verify", 1)
-        _at_least(self, "verify", 0)
+        if not isinstance(self.verify, Verify):
+            _at_least(self, "verify", 0)
         others = {
             "mode manual divides work in the script, which one process cannot run": self.mode
             == "manual",

@@ -29,6 +29,7 @@ from msrun.parallel.config import (
     PlanRule,
     Recompute,
     Reduce,
+    Verify,
 )
 from msrun.parallel.notation.rules import check_notation
 from msrun.units import quoted
@@ -192,6 +193,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "recompute": Recompute,
     "reduce": Reduce,
     "checkpoint": Checkpoint,
+    "verify": Verify,
 }
 
 

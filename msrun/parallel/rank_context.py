@@ -63,11 +63,13 @@ class BatchWeight:
     Attributes:
         parts: Micro-batches of the running step; 1 outside of one.
         is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
+        scale: Factor of the gradients of the last step, once the terms of its loss were counted.
         uses: Loops over loaders that have not ended, that of the latest batch last.
     """
 
     parts: int = 1
     is_whole: bool = False
+    scale: float = 1.0
     uses: list[LoaderUse] = field(default_factory=list)
 
     @property

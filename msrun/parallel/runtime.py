@@ -249,11 +249,11 @@ class Runtime:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
-        reference = None
-        if self.config.verify and self.is_main:
-            from msrun.parallel.verify.reference import Reference
+        copied = None
+        if self.config.verify:
+            from msrun.parallel.verify.fit import copy_model
 
-            reference = Reference(model)
+            copied = copy_model(self.config.verified, rank, model)
         # Before the model is taken apart: files of weights have the names that it has now.
         is_consumed = self.config.pipeline is not None or self.config.mode == "auto"
         origin = Origin(model, is_consumed=is_consumed)
@@ -267,11 +267,13 @@ class Runtime:
         if self.config.verify:
             from msrun.parallel.verify.verifier import Verifier
 
-            state.verifier = verifier = Verifier(self.config, self.context, reference)
+            state.verifier = verifier = Verifier(self.config, self.context, copied)
             verifier.observe(state)
             self._verifiers.append(verifier)
         if state.dropout_rngs:
             self._dropout_rngs.append(state.dropout_rngs)
+        # Of the class: some of our models refuse hooks of others.
+        nn.Module.register_forward_hook(result, _beat_after)
         return result
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -619,6 +621,12 @@ class Runtime:
 
 
 _current: Runtime | None = None
+
+
+def _beat_after(*_: object) -> None:
+    """Count a forward pass as progress, as those of an evaluation, which has no steps."""
+    if not torch.compiler.is_compiling():
+        beat()
 
 
 def _forget(runtime: Runtime) -> None:

@@ -138,6 +138,7 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
     return loss

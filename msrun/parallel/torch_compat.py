@@ -155,12 +155,13 @@ def _watch_unit(
     # Methods of the object are replaced, not of the class: other models in the process stay as
     # they are.
     unshard, post_backward = group.unshard, group.post_backward
-    pre_backward = group.pre_backward
+    pre_backward, wait_for_unshard = group.pre_backward, group.wait_for_unshard
 
     def watched_unshard(*options: Any, **named: Any) -> None:
         # `unshard` returns early if parameters are gathered already; only a new result is a gather.
         had_result = group._all_gather_result is not None  # noqa: SLF001
-        unshard(*options, **named)
+        with _no_inference():
+            unshard(*options, **named)
         if not had_result and group._all_gather_result is not None:  # noqa: SLF001
             gathered()
 
@@ -178,8 +179,22 @@ def _watch_unit(
             reduced(names)
         post_backward(*unused)
 
+    def plain_wait_for_unshard() -> None:
+        with _no_inference():
+            wait_for_unshard()
+
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
-    group.pre_backward = watched_pre_backward
+    group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+@contextmanager
+def _no_inference() -> Iterator[None]:
+    """Leave `torch.inference_mode`: memory of gathered parameters made there cannot train later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def _has_gradient(param: Any) -> bool:
@@ -326,6 +341,66 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - no public form
 
 
+def replace_list_functions(
+    kind_of: Callable[[Tensor], object | None],
+    norm_of: Callable[[list[Tensor], float], Tensor | None],
+) -> None:
+    """Have torch's clipping and averages of models split lists by kind; a second call is none.
+
+    Args:
+        kind_of: Returns the kind of a tensor beside its device and type; None for plain ones.
+        norm_of: Returns a norm of tensors; None leaves it to torch.
+    """
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+    from torch.optim import swa_utils
+
+    total: Any = clip_grad._get_total_norm  # noqa: SLF001 - there is no public form
+    if getattr(total, "of_msrun", False):
+        return
+    group: Any = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - as torch's
+        foreach: bool | None = None,  # noqa: FBT001
+    ) -> Any:
+        listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch.no_grad():
+            norm = norm_of(listed, float(norm_type))
+        if norm is None:
+            return total(listed, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite:
+            total([norm], norm_type, error_if_nonfinite=True)
+        return norm
+
+    total_norm.of_msrun = True  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = total_norm  # noqa: SLF001
+    utils.get_total_norm = total_norm
+    for module in (clip_grad, swa_utils):
+        module._group_tensors_by_device_and_dtype = _grouping(group, kind_of)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _grouping(plain: Any, kind_of: Callable[[Tensor], object | None]) -> Callable[..., Any]:
+    """Return a function that groups tensors as `plain` does, and by kind."""
+
+    def grouped(lists: Any, with_indices: bool = False) -> Any:  # noqa: FBT001, FBT002 - as torch's
+        kinds: dict[object, list[int]] = {}
+        for index, tensor in enumerate(lists[0]):
+            kinds.setdefault(None if tensor is None else kind_of(tensor), []).append(index)
+        if with_indices or set(kinds) <= {None}:
+            return plain(lists, with_indices)
+        result = {}
+        for number, indices in enumerate(kinds.values()):
+            parts = [[each[index] for index in indices] for each in lists]
+            for (device, dtype), found in plain(parts, with_indices).items():
+                result[device, (dtype, number)] = found
+        return result
+
+    return grouped
+
+
 def takes_device(operator: Any) -> bool:
     """Return whether `operator` takes the device of its result as an argument."""
     arguments = operator._schema.arguments  # noqa: SLF001 - there is no public form
@@ -335,6 +410,11 @@ def takes_device(operator: Any) -> bool:
 def write_count(tensor: Tensor) -> int:
     """Return how often `tensor` was written in place; a tensor and its views share the count."""
     return int(tensor._version)  # noqa: SLF001 - there is no public form
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that `tensor` is a view of; None if it is none."""
+    return tensor._base  # noqa: SLF001 - there is no public form
 
 
 def tensors_in(memory: UntypedStorage) -> int:
@@ -513,15 +593,20 @@ def follow_log_variables() -> None:
 def collectives_entered() -> list[tuple[str, int, str]]:
     """Return the latest collective of each process group that this rank has entered.
 
-    Group, number and name each; none where torch keeps no record of its flight.
+    Group, number and name each; none where torch keeps no record of its flight.  NCCL has a record
+    and numbers of its own, also in a group that uses gloo too, so its groups have ` (nccl)` behind
+    their names.  What is enqueued on a device counts as entered.
     """
     from torch._C import _distributed_c10d as c10d
 
     latest: dict[str, tuple[str, int, str]] = {}
-    for entry in json.loads(c10d._dump_fr_trace_json())["entries"]:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public form
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
-            latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
+    for recorder, mark in (("_dump_fr_trace_json", ""), ("_dump_nccl_trace_json", " (nccl)")):
+        dump = getattr(c10d, recorder, None)  # NCCL's only in builds for CUDA
+        entries = json.loads(dump()).get("entries") if dump else None
+        for entry in entries or ():
+            group, number = entry["process_group"][0] + mark, entry["collective_seq_id"]
+            if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
+                latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
     return list(latest.values())
 
 

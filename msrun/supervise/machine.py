@@ -178,6 +178,11 @@ def _ratio(spent: str, period: str) -> float:
 # Limits.
 
 
+def read_memory_available(root: Path = _SLASH) -> int:
+    """Return bytes that this process can have without swapping."""
+    return _memory_available(root, _Cgroups(root))
+
+
 def _memory_available(root: Path, cgroups: _Cgroups) -> int:
     """Return bytes that can be had without swapping; page cache counts as free."""
     kib = _number(_fields(read_text(root / "proc/meminfo")).get("MemAvailable:", ""))

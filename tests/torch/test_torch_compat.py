@@ -1,4 +1,5 @@
 """The private names of torch still mean what we use them for."""
+# tidy: long file, the tests of all private names of torch are in one place
 
 import threading
 import weakref
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Counted, batches, build, run_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -36,12 +39,14 @@ from msrun.parallel.torch_compat import (
     parameters_replaced,
     parts_before,
     reduce_sharded,
+    replace_list_functions,
     replace_tensors,
     share_attributes,
     share_gradient_hooks,
     strided_shard,
     takes_device,
     tensors_in,
+    viewed,
     watch_units,
     without_forward_hooks,
     without_stack_traces,
@@ -393,6 +398,8 @@ def test_write_count_is_that_of_all_views():
 
     assert write_count(tensor) == before + 1
     assert write_count(tensor[1:]) == before + 1
+    assert viewed(tensor[1:]) is tensor
+    assert viewed(tensor) is None
 
 
 def test_tensors_in_a_memory_are_counted_with_views():
@@ -493,3 +500,51 @@ def test_parameters_are_replaced_by_plain_tensors_and_come_back():
     assert net.weight is own
     assert own.grad is None
     assert part.grad is not None
+
+
+def _in_inference_mode():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    for module in (*model, model):
+        fully_shard(module)
+    watch_units(model, *4 * [lambda *_: None])
+    x = torch.ones(2, 4)
+    with torch.inference_mode():
+        assert model(x).is_inference()
+    model(x).sum().backward()
+    return [param.grad is not None for param in model.parameters()]
+
+
+def test_units_gathered_in_inference_mode_train():
+    assert run_ranks(_in_inference_mode, 2) == 2 * [4 * [True]]
+
+
+def _listed():
+    replace_list_functions(lambda tensor: tensor.dim() or None, lambda *_: None)
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(()))]
+    for param in params:
+        param.grad = torch.full_like(param, 2.0)
+    gradients = [param.grad for param in params]
+    total = nn.utils.get_total_norm(gradients).item()
+    nn.utils.clip_grad_value_(params, 1.0)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_([_infinite()], 1.0, error_if_nonfinite=True)
+    module = nn.ParameterList(params)
+    lists = []
+    average = AveragedModel(module, multi_avg_fn=lambda own, *_: lists.append(len(own)))
+    for _ in range(2):
+        average.update_parameters(module)
+    return total, [gradient.sum().item() for gradient in gradients], lists
+
+
+def _infinite():
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.full_like(param, torch.inf)
+    return param
+
+
+def test_functions_over_lists_split_them_by_kind():
+    total, gradients, lists = run_ranks(_listed, 1)[0]
+
+    assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
+    # A list of each kind, where torch makes one of a device and type.
+    assert lists == [1, 1]

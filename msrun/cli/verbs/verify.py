@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SUMMARY = (
     "Run SCRIPT, with the options of `msrun run`, up to its first training step, and compare "
     "loss, gradients and buffers with those of one process.  A difference ends the job with its "
-    "likely cause.  The whole model and batch must fit rank 0.  Of a plain loop one call of the "
-    "model is compared, and not its loss function."
+    "likely cause.  Of a model that does not fit rank 0, layers are compared.  Of a plain loop one "
+    "call of the model is compared, and not its loss function."
 )
 
 

@@ -56,6 +56,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.data_parallel.used_outside import units_used_outside
+from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
@@ -256,6 +257,7 @@ def apply(
             "parameters could be gathered",
             hint="give it one, or rt.shard each member",
         )
+    support_lists()
     options = _options(config, context, set(replicated))
     for param in model.parameters():
         if param not in options["ignored_params"] and not is_sharded(param):

@@ -104,6 +104,7 @@ class LossTally:
         # Whether the counts of the whole batch are known before the backward pass.
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
+        self.scale = 1.0
         self._is_plain = pipeline is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
@@ -289,7 +290,8 @@ class LossTally:
             _check_count(divisor)
             loss = numbers[_SUM] / divisor
             if not self._is_early:
-                _scale(params(), ranks.size / divisor / self._guess())
+                self.scale = ranks.size / divisor / self._guess()
+                _scale(params(), self.scale)
         elif kinds == ["linear"] and self._is_early:
             for index, term in enumerate(self._terms):
                 first = _FIRST_TERM + 2 * index

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
+from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
 from msrun.parallel.losses.sample_dims import Known
@@ -104,6 +105,7 @@ class PipelineModel(nn.Module):
         self._sizes = [
             sum({id(p): p.nbytes for p in h.values()}.values()) for h in cut.stage_params
         ]
+        refuse_norms(self)
         for params in cut.stage_params:
             params.clear()  # or parameters of other stages would stay in memory here
 

@@ -54,6 +54,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import Dims
+from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.local import local_gradient, on_accumulation, replace_parameter
 from msrun.parallel.tensor.guard import Guard
 from msrun.parallel.tensor.local_module import make_local
@@ -73,6 +74,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
     Returns:
         The guard of the model, which must also be active in its loss and in recomputations.
     """
+    support_lists()
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
     # By identity, old and new: modules that share a parameter must share its DTensor.

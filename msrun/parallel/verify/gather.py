@@ -48,21 +48,21 @@ def to_first_rank(
     stages = context.layout.size(PIPELINE_AXIS)
     own = context.coordinate.get(PIPELINE_AXIS, 0)
     for stage in range(stages):
-        root = _first_rank(context, stage)
+        root = first_rank(context, stage)
         names = [name for name, _ in named] if own == stage else []
         if root:
             names = broadcast(names, list[str], root, None, context.device)
         tensors = dict(named) if own == stage else {}
         for name in names:
-            whole = _whole(context, tensors[name]) if name in tensors else None
+            value = whole(context, tensors[name]) if name in tensors else None
             if root:
-                sent = None if whole is None else SentTensor.of(whole)
-                whole = broadcast(sent, SentTensor, root, None, context.device).tensor()
-            if context.rank == 0 and whole is not None:
-                receive(name, whole)
+                sent = None if value is None else SentTensor.of(value)
+                value = broadcast(sent, SentTensor, root, None, context.device).tensor()
+            if context.rank == 0 and value is not None:
+                receive(name, value)
 
 
-def _first_rank(context: RankContext, stage: int) -> int:
+def first_rank(context: RankContext, stage: int) -> int:
     """Return the first rank of a pipeline stage."""
     for rank in range(context.world_size):
         if context.layout.coordinate(rank).get(PIPELINE_AXIS, 0) == stage:
@@ -70,7 +70,8 @@ def _first_rank(context: RankContext, stage: int) -> int:
     raise ValueError(stage)
 
 
-def _whole(context: RankContext, tensor: Tensor) -> Tensor:
+def whole(context: RankContext, tensor: Tensor) -> Tensor:
+    """Return all of `tensor`, on the device; ranks that have parts of it call it together."""
     tensor = tensor.detach()
     if is_sharded(tensor):  # shards that ZeRO keeps on the host travel by the device
         tensor = tensor.to(context.device)
@@ -84,6 +85,14 @@ def complete_flags(context: RankContext, flags: Sequence[bool]) -> list[bool]:
         if axis != PIPELINE_AXIS and size > 1 and flags:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=context.group(axis))
     return [bool(flag) for flag in found.tolist()]
+
+
+def any_rank(context: RankContext, *, flag: bool) -> bool:
+    """Return whether some rank of the job has set its `flag`."""
+    found = torch.tensor(int(flag), device=context.device)
+    if context.world_size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 def whole_batch(context: RankContext, batch: Any) -> Any:

@@ -61,21 +61,28 @@ def _numpy() -> Any:
     return sys.modules.get("numpy.random")
 
 
-@contextlib.contextmanager
-def without_dropout(*models: nn.Module) -> Iterator[list[str]]:
-    """Set every rate of dropout in `models` to 0 inside the block; yield what had one.
+def rates_of_dropout(*models: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Return the rates of dropout above 0 in `models`: module, name of the attribute, and rate.
 
     A rate is `p` of torch's modules, and any number from 0 to 1 with `drop` in its name, as models
     have it that drop by functions.
     """
-    changed: list[tuple[nn.Module, str, float]] = []
-    for model in models:
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                is_rate = "drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUTS))
-                if is_rate and type(value) is float and 0.0 < value <= 1.0:
-                    changed.append((module, name, value))
-                    setattr(module, name, 0.0)
+    return [
+        (module, name, value)
+        for model in models
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name.lower() or (name == "p" and isinstance(module, _DROPOUTS))
+        if type(value) is float and 0.0 < value <= 1.0
+    ]
+
+
+@contextlib.contextmanager
+def without_dropout(*models: nn.Module) -> Iterator[list[str]]:
+    """Set every rate of dropout in `models` to 0 inside the block; yield what had one."""
+    changed = rates_of_dropout(*models)
+    for module, name, _ in changed:
+        setattr(module, name, 0.0)
     try:
         yield sorted({f"{type(module).__name__}.{name}" for module, name, _ in changed})
     finally:

@@ -60,7 +60,7 @@ class Reference:
         try:
             self._copy = copy.deepcopy(model)
         except Exception as error:  # noqa: BLE001 - whatever a model does when it is copied
-            self.problem = f"{type(model).__name__} cannot be copied: {_first_line(error)}"
+            self.problem = f"{type(model).__name__} cannot be copied: {first_line(error)}"
             return
         pairs = zip(model.parameters(), self._copy.parameters(), strict=True)
         for old, new in pairs:
@@ -76,17 +76,12 @@ class Reference:
     def prepare(self, sharded: ShardedModel, device: torch.device) -> None:
         """Take everything but tensors from the sharded model, and give all tensors memory."""
         model = self.model
-        _give_memory(model, device)
+        give_memory(model, device)
         model.to(device)
         model.training = sharded.model().training
         if sharded.is_pipeline:
             model.train(model.training)
-        own = dict(model.named_modules())
-        for name, module in sharded.model().named_modules():
-            values = vars(own.get(name, model)) if name in own else {}
-            for key, value in vars(module).items():
-                if not key.startswith("_") and key in values and type(value) in _PLAIN:
-                    setattr(own[name], key, value)
+        take_attributes(model, sharded.model())
         params = dict(model.named_parameters())
         for name, param in sharded.model().named_parameters():
             if name in params:
@@ -126,9 +121,8 @@ class Reference:
         for name, value in self._before.items():
             self.take(name, value)
         state = GeneratorStates(device)
-        seeing = partial(_alone, self.dtypes)
         try:
-            with self._hooked(), torch_compat.dispatching(seeing), torch.enable_grad():
+            with self._hooked(), alone(self.dtypes), torch.enable_grad():
                 self.loss = _loss(model, loss_fn, batch)
                 if self.loss.requires_grad:
                     self.loss.backward()
@@ -139,7 +133,7 @@ class Reference:
         except CannotRunError:
             raise
         except Exception as error:  # noqa: BLE001 - of the script's model and loss
-            raise CannotRunError(f"one process cannot compute it: {_first_line(error)}") from None
+            raise CannotRunError(f"one process cannot compute it: {first_line(error)}") from None
         finally:
             self.has_drawn = not state.is_equal(GeneratorStates(device))
             state.restore()
@@ -151,7 +145,7 @@ class Reference:
             self.take(name, value)
         state = GeneratorStates(next(self.model.parameters()).device)
         try:
-            with torch_compat.dispatching(partial(_alone, set())):
+            with alone(set()):
                 if loss_fn is None:
                     return self.model(*batch.inputs, **batch.named)
                 return _loss(self.model, loss_fn, batch).item()
@@ -194,7 +188,20 @@ class Reference:
         return other, StepBatch(*map_leaves(_wide, tuple(batch)))
 
 
-def _give_memory(model: nn.Module, device: torch.device) -> None:
+def take_attributes(model: nn.Module, source: nn.Module) -> None:
+    """Give the modules of `model` the plain attributes, such as modes, that those of `source` have.
+
+    Modules have the same names in both; those that only one has are left out.
+    """
+    own = dict(model.named_modules())
+    for name, module in source.named_modules():
+        values = vars(own[name]) if name in own else {}
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key in values and type(value) in _PLAIN:
+                setattr(own[name], key, value)
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
     """Give tensors of `init_on_meta` memory; shared ones stay shared, unlike by `to_empty`."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -212,6 +219,14 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
 
 def _wide(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
+
+
+def alone(seen: set[torch.dtype]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which collectives raise; `seen` gets the types that are computed in.
+
+    Operators that need other ranks raise a `CannotRunError`, since these wait meanwhile.
+    """
+    return torch_compat.dispatching(partial(_alone, seen))
 
 
 def _alone(
@@ -243,6 +258,7 @@ def _loss(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, batch: St
     return loss.reshape(())
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the kind of `error` and the first line of its message."""
     text = str(error).strip().partition("\n")[0][:_LETTERS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

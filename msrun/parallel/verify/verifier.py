@@ -55,8 +55,11 @@ from msrun.parallel.verify.gather import (
     to_first_rank,
     whole_batch,
 )
+from msrun.parallel.verify.layer_step import LayerVerifier
+from msrun.parallel.verify.layers import LayerSample
 from msrun.parallel.verify.loop import LoopObserver, loop_step
-from msrun.parallel.verify.randomness import GeneratorStates, without_dropout
+from msrun.parallel.verify.put_back import put_back
+from msrun.parallel.verify.randomness import without_dropout
 from msrun.parallel.verify.reference import CannotRunError, Reference
 from msrun.parallel.verify.verified_step import VerifiedStep
 
@@ -77,7 +80,7 @@ class Verifier:
     Args:
         config: The configuration.
         context: This rank.
-        reference: The model before `rt.shard`; None on other ranks than 0.
+        copied: The model before `rt.shard`, None on other ranks than 0; or sampled layers.
 
     Attributes:
         verified: Steps that were compared.
@@ -89,16 +92,20 @@ class Verifier:
         self,
         config: ParallelConfig,
         context: RankContext,
-        reference: Reference | None,
+        copied: Reference | LayerSample | None,
     ) -> None:
         self._config = config
         self._context = context
-        self._reference = reference
+        self._reference, self._layers = None, None
+        if isinstance(copied, LayerSample):
+            self._layers = LayerVerifier(config, context, copied)
+        else:
+            self._reference = copied
         self._steps = 0
         self._sharded: Callable[[], ShardedModel | None] = lambda: None
         self._observer: LoopObserver | None = None
         self._is_in_step = False
-        self._wanted = int(config.verify)
+        self._wanted = int(config.verified.steps)
         self.verified = 0
         self.outcome = ""
         self.has_told = False
@@ -119,11 +126,16 @@ class Verifier:
         self._is_in_step = True
         self._steps += 1
         with self._unobserved():
+            if self._layers:
+                loss = self._compare_layers(self._layers, step, trains=True)
+                self._end()
+                return loss
             whole, plan = self._prepare(step)
             if plan["problem"]:
                 self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
             elif plan["is_quiet"]:
-                with self._put_back(step), without_dropout(step.sharded.model()):
+                model = step.sharded.model()
+                with put_back(model, self._context.device), without_dropout(model):
                     self._compare(step, step.compute(), whole, plan["quiet"])
             loss = step.compute()
             if not plan["problem"] and not plan["is_quiet"]:
@@ -164,15 +176,37 @@ class Verifier:
                     self._warn(_NO_CALL)
                 return
             self._steps += 1
+            if self._layers:
+                self._compare_layers(self._layers, step, trains=False)
+                self._end()
+                return
             whole, plan = self._prepare(step)
             if plan["problem"]:
                 self._warn(f"nothing was verified in step {self._steps}: {plan['problem']}")
             else:
-                with self._put_back(step), contextlib.ExitStack() as stack:
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(put_back(sharded.model(), self._context.device))
                     if plan["is_quiet"]:
                         stack.enter_context(without_dropout(sharded.model()))
                     self._compare(step, step.compute(), whole, plan["quiet"])
         self._end()
+
+    def _compare_layers(self, layers: LayerVerifier, step: VerifiedStep, *, trains: bool) -> Tensor:
+        """Compare sampled layers in a step; return its loss.
+
+        Raises:
+            ModelError: One differs.
+        """
+        loss, results = layers.run(step, trains=trains)
+        self.has_told |= any(result.difference for result in results)
+        sentence = layers.sentence(results, self._steps)
+        if any(not result.problem for result in results):
+            self.verified += 1
+            self.outcome = f"step {self._steps}: {sentence}"
+            self._context.print(f"msrun: {self.outcome}")
+        else:
+            self._warn(f"nothing was verified in step {self._steps}: {sentence}")
+        return loss
 
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:
@@ -188,7 +222,7 @@ class Verifier:
     def _end(self) -> None:
         """Release what the last verified step needed."""
         if self.is_done:
-            self._reference = None  # the copy is as large as the model
+            self._reference = self._layers = None  # a copy is as large as the model
             if self._observer:
                 self._observer.close()
 
@@ -265,7 +299,8 @@ class Verifier:
                     reference.run(step.loss_fn, whole, self._context.device)
                 except torch.OutOfMemoryError:
                     raise CannotRunError(
-                        "the whole model and batch of one process do not fit this device"
+                        "the whole model and batch of one process do not fit this device; "
+                        f"`{ROOT}: {{verify: {{memory: 1GiB}}}}` compares layers within that"
                     ) from None
         finally:
             batch.is_whole = False
@@ -283,31 +318,6 @@ class Verifier:
         is_one = layout.size(DATA_AXIS) == 1 or self._config.dropout == "exact"
         parts = sharded.microbatches
         return is_one and layout.size(PIPELINE_AXIS) == parts == 1 and self._config.mode != "auto"
-
-    @contextlib.contextmanager
-    def _put_back(self, step: VerifiedStep) -> Iterator[None]:
-        """Leave buffers, gradients, random generators and plain attributes as they are now."""
-        model = step.sharded.model()
-        state = GeneratorStates(self._context.device)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        kept = [(param, _cloned(param.grad)) for param in model.parameters()]
-        plain = [
-            (module, key, value)
-            for module in model.modules()
-            for key, value in vars(module).items()
-            if type(value) in (bool, int, float, str)
-        ]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-            for param, gradient in kept:
-                param.grad = gradient
-            for module, key, value in plain:
-                vars(module)[key] = value
-            state.restore()
 
     def _compare(
         self, step: VerifiedStep, loss: Tensor, whole: StepBatch | None, quiet: Sequence[str]
@@ -478,10 +488,6 @@ class _Gaps:
         """Measure one; names that the model of one process lacks are left out."""
         if name in self.expected:
             self.found.append(measure(name, value, self.expected[name]))
-
-
-def _cloned(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
 
 
 def _drop(name: str, value: Tensor) -> None:

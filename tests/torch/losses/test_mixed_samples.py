@@ -120,6 +120,31 @@ def neighbours(output, target):
     return entropy(output, target) + torch.stack(pairs).mean()
 
 
+def in_slots(output, target):
+    """Collect losses in a tensor, as losses of several names are."""
+    losses = output.new_zeros(2)
+    losses[0] = entropy(output, target)
+    losses[1] = torch.cdist(output, output).mean()
+    return losses.sum()
+
+
+def in_a_view(output, target):
+    losses = output.new_zeros(2)
+    losses[:1].add_(torch.cdist(output, output).mean())
+    return entropy(output, target) + losses.sum()
+
+
+def of_no_pair(output, target):
+    """Is 0, since this part has no pair that counts; the whole batch may have some."""
+    first, second = torch.where(target[:, None] == target[None] + 7)
+    return (output[first] - output[second]).square().sum() if len(first) else (output * 0).sum()
+
+
+def of_no_nonzero_pair(output, target):
+    pairs = (target[:, None] == target[None] + 7).nonzero()
+    return entropy(output, target) + (output[pairs[:, 0]].mean() if len(pairs) else 0.0)
+
+
 REFUSED = {
     of_the_first: "samples by their position",
     distances: "samples by their position",
@@ -143,6 +168,10 @@ REFUSED = {
     sums_of_columns: "a sum over samples",
     mean_of_sums: "a sum over samples",
     centred: "a mean over samples",
+    in_slots: "pairs of samples (cdist)",
+    in_a_view: "pairs of samples (cdist)",
+    of_no_pair: "pairs of samples (__eq__)",
+    of_no_nonzero_pair: "pairs of samples (__eq__)",
 }
 
 
@@ -166,7 +195,7 @@ def test_a_loss_that_mixes_samples_is_refused(loss_fn):
     assert "rt.gather" in caught.value.hint
 
 
-@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced])
+@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced, of_no_pair])
 def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
     with pytest.raises(ModelError, match="pairs of samples"):
         read(loss_fn, samples=1)

@@ -27,5 +27,9 @@ def test_steps_of_real_models_equal_one_process():
     assert all("step 1 equals one process: loss " in line for line in lines)
 
 
-def test_a_cell_that_is_not_there_is_no_success():
-    assert run("GPT-2:sideways").returncode == 1
+def test_a_cell_that_is_not_there_is_refused_with_the_choices():
+    for cell in ("GPT-2:sideways", "gpt2"):
+        done = run(cell)
+        assert done.returncode == 2
+        assert f"--only {cell}: no such cell (choose MODEL or MODEL:COLUMN, of the " in done.stderr
+        assert "GPT-2; " in done.stderr
