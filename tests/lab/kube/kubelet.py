@@ -35,6 +35,7 @@ class Kubelets:
         broken_images: Images that can never be pulled.
         entrypoints: Words that an image runs when a container gives no command.
         env: Variables that every image sets.
+        node_files: What is below it, every node has below / for volumes of kind hostPath.
     """
 
     def __init__(self, store: ObjectStore, lab, folder: Path, emit) -> None:
@@ -45,6 +46,7 @@ class Kubelets:
         self.lock = threading.RLock()
         self._runners: dict[str, PodRunner] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.node_files = folder / "node"
 
     def sync(self) -> None:
         """Start the pods that nodes were given, and end those that are to go."""
@@ -184,7 +186,7 @@ class PodRunner(threading.Thread):
         env |= {"HOSTNAME": self.host.name, **self.kubelets.env}
         env |= volumes.environment(self.kubelets.store, self._current(), container)
         words = [volumes.expand(word, env) for word in words]
-        enter = self.host.enter(container.get("workingDir", "/"))
+        enter = self.host.enter(container.get("workingDir", "/tmp"))
         return subprocess.Popen([*enter, *words], env=env, **options)
 
     # Its life.
@@ -298,6 +300,8 @@ class PodRunner(threading.Thread):
                 "startedAt": began,
                 "finishedAt": timestamp(),
             }
+            if code and container.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+                ended["message"] = self.logs[name][-1].read_bytes()[-2048:].decode(errors="replace")
             again = policy == "Always" or (policy == "OnFailure" and code != 0)
             if self._stopping.is_set() or not again:
                 self._set_status(container, {"terminated": ended}, restarts)

@@ -12,7 +12,7 @@ from namespaces import PRIVATE
 from kube.selectors import dig
 from kube.store import ObjectStore
 
-_REFERENCE = re.compile(r"\$(\$)?\((\w+)\)")
+_REFERENCE = re.compile(r"\$\$|\$\((\w+)\)")
 
 
 class MountError(Exception):
@@ -41,10 +41,10 @@ def environment(store: ObjectStore, pod: dict, container: dict) -> dict[str, str
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` where there is such a variable; `$$(NAME)` stays, less a dollar."""
+    """Replace `$(NAME)` where there is such a variable, and `$$` by one dollar."""
 
     def replace(found: re.Match[str]) -> str:
-        return found[0][1:] if found[1] else env.get(found[2], found[0])
+        return env.get(found[1], found[0]) if found[1] else "$"
 
     return _REFERENCE.sub(replace, text)
 
@@ -97,7 +97,8 @@ def make(store: ObjectStore, pod: dict, folder: Path) -> dict[str, Path | str]:
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o777)
         elif "hostPath" in volume:
-            path = Path(volume["hostPath"]["path"])
+            own = folder / "node" / volume["hostPath"]["path"].lstrip("/")
+            path = own if own.exists() else Path(volume["hostPath"]["path"])
         elif "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             if store.find("persistentvolumeclaims", pod["metadata"]["namespace"], claim) is None:
