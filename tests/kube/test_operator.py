@@ -96,7 +96,7 @@ def ms_job(script, *, workers=2, policy="Never", **run_policy):
     container = {"name": "mindspore", "image": "m", "command": [sys.executable, "-c", script]}
     template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
     roles = {
-        "Scheduler": {"template": template},
+        "Scheduler": {"restartPolicy": policy, "template": template},
         "Worker": {"replicas": workers, "restartPolicy": policy, "template": template},
     }
     kind = {"apiVersion": "mindspore.gitee.com/v1", "kind": "MSJob", "metadata": {"name": "t"}}
