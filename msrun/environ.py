@@ -42,6 +42,7 @@ class Pod(enum.StrEnum):
     SCHEDULER = "MSRUN_POD_SCHEDULER"
     SECRET_FILE = "MSRUN_POD_SECRET_FILE"  # noqa: S105 - its name
     ADDRESS = "MSRUN_POD_ADDRESS"
+    MESSAGE = "MSRUN_POD_MESSAGE"
 
 
 _IDENTITY = (
@@ -635,6 +636,11 @@ def cache_dir() -> Path | None:
         return Path.home() / ".cache"
     except RuntimeError:
         return None
+
+
+def message_file() -> str:
+    """Return where an agent in a pod leaves its last words; empty elsewhere and inside workers."""
+    return "" if "MSRUN_GENERATION" in os.environ else os.environ.get(Pod.MESSAGE, "")
 
 
 def error_file() -> str | None:

@@ -37,6 +37,7 @@ SHIP_DIRECTORY = "/etc/msrun"
 JOB_LABEL = "app.kubernetes.io/instance"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _LABELS = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun"}
+_MESSAGE_FILE = "/dev/termination-log"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_NODES = "nodes"
 # A pod is called <job>-<index>, in a JobSet <job>-nodes-0-<index>, in at most 63 characters.
@@ -309,7 +310,8 @@ def _container(
     mounts = [mount for _, mount in _volumes(name, program, options)]
     if mounts:
         yield "volumeMounts", mounts
-    # The last words of a pod that failed, where `kubectl describe` shows them.
+    # Where `kubectl describe` shows why a pod failed, and the front reads its verdict.
+    yield "terminationMessagePath", _MESSAGE_FILE
     yield "terminationMessagePolicy", "FallbackToLogsOnError"
 
 
@@ -326,6 +328,7 @@ def _env(name: str, program: PodProgram, options: KubernetesOptions) -> Iterator
     nodes = f"{program.nnodes_min}:{program.nnodes}" if is_range else str(program.nnodes)
     yield {"name": environ.Pod.JOB.value, "value": program.job_id}
     yield {"name": environ.Pod.NODES.value, "value": nodes}
+    yield {"name": environ.Pod.MESSAGE.value, "value": _MESSAGE_FILE}
     if program.nnodes == 1:
         return
     scheduler = f"{pod_host(name, 0, options.kind)}:{program.port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _WARNINGS = frozenset(
     {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
 )
 _NAMED_MAX = 3
+_TOLD = re.compile(rf"exit code {_KILLED}: ")  # as `msrun.processes.ending` leaves it
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,15 +128,23 @@ def read_end(job: Document, pods: Sequence[Document]) -> End | None:
     reason = str(failed.get("reason", ""))
     if reason in _CODES:
         return End(code=_CODES[reason], reason=f"Kubernetes ended the job: {_about(failed)}")
+    return _end_of(pods, _about(failed))
+
+
+def _end_of(pods: Sequence[Document], about: str) -> End:
+    """Return what the pods say of how the job failed."""
     ends = sorted(_ends(pods))
     if not ends:
-        about = f"the job failed, and no pod is left that says how: {_about(failed)}"
-        return End(code=ExitCode.NODE_LOST, reason=about)
-    _, _, code, name, why = ends[0]
+        reason = f"the job failed, and no pod is left that says how: {about}"
+        return End(code=ExitCode.NODE_LOST, reason=reason)
+    order, _, code, name, why = ends[0]
+    if order == 0:
+        return End(code=code)
     if why == _OUT_OF_MEMORY:
         reason = f"the container of pod {name} was killed: out of memory"
         return End(code=code, reason=f"{reason} (its limit is in --resources)")
-    return End(code=code, reason="" if code not in _NO_VERDICT else f"pod {name}: {_about(failed)}")
+    reason = f"pod {name} was lost (exit code {code}): {about}"
+    return End(code=ExitCode.NODE_LOST, reason=reason)
 
 
 def _about(failed: Document) -> str:
@@ -148,6 +158,9 @@ def _ends(pods: Sequence[Document]) -> Iterator[tuple[int, str, int, str, str]]:
         if not end or not end.get("exitCode"):
             continue
         code, why = int(end["exitCode"]), str(end.get("reason", ""))
-        order = (0, 2)[code in _NO_VERDICT] - (why == _OUT_OF_MEMORY)
+        # What told it was the agent, so it was not killed itself: a worker was.
+        has_told = code == _KILLED and _TOLD.match(str(end.get("message", "")))
+        is_verdict = code not in _NO_VERDICT or has_told
+        order = 0 if is_verdict else 1 if why == _OUT_OF_MEMORY else 2
         # Of agents that ended alike, the first to end knew it first.
         yield order, str(end.get("finishedAt", "")), code, pod["metadata"]["name"], why

@@ -412,6 +412,11 @@ def write_count(tensor: Tensor) -> int:
     return int(tensor._version)  # noqa: SLF001 - there is no public form
 
 
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that `tensor` is a view of; None if it is none."""
+    return tensor._base  # noqa: SLF001 - there is no public form
+
+
 def tensors_in(memory: UntypedStorage) -> int:
     """Return how many tensors use `memory`, including views and tensors that only torch holds."""
     users = torch._C._storage_Use_Count(memory._cdata)  # noqa: SLF001 - there is no public form

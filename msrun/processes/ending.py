@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from msrun import environ
 from msrun.bounded_file import open_to_read
 from msrun.cluster.verdict import RankExit, Verdict, render, render_seconds
 from msrun.errors import ExitCode, MsrunError
@@ -17,6 +18,7 @@ from msrun.supervise import logs
 
 VERDICT_FILE = "verdict.json"
 _BYTES_MAX = 1 << 20
+_MESSAGE_BYTES_MAX = 4096  # what Kubernetes keeps
 _OF_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS)
 
 
@@ -35,6 +37,7 @@ def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, to
     except OSError as error:
         console.say(f"warning: {Path(log_dir, VERDICT_FILE)} was not written: {error.strerror}")
     if verdict.code:
+        _leave_message(verdict)
         console.say(render(verdict))
         return
     for process in verdict.stuck:
@@ -75,6 +78,14 @@ def record(
     # The caller raises `error`, which says more than that this file cannot be written either.
     with contextlib.suppress(OSError):
         _write(verdict, Path(log_dir, VERDICT_FILE))
+
+
+def _leave_message(verdict: Verdict) -> None:
+    """Tell Kubernetes what the exit code of this pod means, where this is a pod."""
+    if path := environ.message_file():
+        words = f"exit code {verdict.code}: {verdict.reason}".encode(errors="replace")
+        with contextlib.suppress(OSError):
+            Path(path).write_bytes(words[:_MESSAGE_BYTES_MAX])
 
 
 def in_words(error: Exception) -> Exception:

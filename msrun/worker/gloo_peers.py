@@ -179,12 +179,14 @@ def _check(connections: Iterable[socket.socket], peers: int) -> None:
     if find is None:  # the job's store is open to all users, too: --insecure
         return
     waiting = list(connections)
-    if len(waiting) < peers:
+    if peers and not waiting:
         raise UsageError(
-            f"gloo has connected {len(waiting)} of {peers} peers of a new process group, and whose "
-            "the others will be cannot be checked then",
-            hint="unset TORCH_GLOO_LAZY_INIT; without it, a rank has ended",
+            f"gloo has yet to connect the {peers + 1} ranks of a new process group, and whose its "
+            "connections will be cannot be checked then",
+            hint="unset TORCH_GLOO_LAZY_INIT; without it, the other ranks have ended",
         )
+    if len(waiting) < peers:  # gloo forgets what is closed
+        raise _refusal("nobody")
     deadline = time.monotonic() + _ACCEPT_SECONDS
     while waiting := _not_known(waiting, find):
         if time.monotonic() > deadline:

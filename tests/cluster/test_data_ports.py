@@ -1,9 +1,10 @@
 """Strangers at the ports on which gloo exchanges tensors, while the store is closed to them.
 
 Gloo takes every connection that begins with the number of one that it waits for, and these are
-small.  So a stranger can take the place of a rank, and end the job.  What we promise is that none
-of their code runs where ranks exchange tensors alone, and that the job ends in bounded time, with
-the right result or with a verdict that says which rank failed and how.
+small.  So a stranger can take the place of a rank, and end the job.  What we promise is that it
+ends in bounded time, with the right result or with a verdict that says which rank failed and how.
+On one node nothing that comes from another user is used, and the verdict names that user.  On
+several nodes none of their code runs where ranks exchange tensors alone.
 """
 
 import json
@@ -22,6 +23,7 @@ CROWD = 3000
 GROUP_SECONDS = 10
 # Starting torch on a busy machine, what the group waits for twice, and the end of the others.
 END_SECONDS = 90
+NAMED = f"user {USER} of this machine has taken the place of a rank"
 PORTS = re.compile(r"\[\d+\]")
 
 # Connects again and again, in one of several ways, and says when it has done so the first time.
@@ -216,7 +218,10 @@ def test_who_does_not_know_the_protocol_has_no_effect(attacked, hosts, mode):
 )
 def test_who_takes_a_ranks_place_ends_the_job_and_runs_nothing(attacked, hosts, mode):
     """D-03, D-04, D-05."""
-    check(hosts, *attacked(hosts, mode))
+    codes, logs, verdicts = attacked(hosts, mode)
+    check(hosts, codes, logs, verdicts)
+    if len(hosts) == 1:  # gloo may have closed what sent garbage
+        assert re.search(f"{NAMED}|a stranger had taken its place", verdicts[0]["root"]["error"])
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
@@ -225,8 +230,7 @@ def test_another_user_who_answers_for_rank_0_is_named_and_runs_nothing(attacked,
     codes, _, verdicts = attacked(("a",), "answer", 1, OBJECTS, "--start-method", start)
 
     assert codes == [1]
-    error = verdicts[0]["root"]["error"]
-    assert f"user {USER} of this machine has taken the place of a rank" in error
+    assert NAMED in verdicts[0]["root"]["error"]
 
 
 @HOSTS

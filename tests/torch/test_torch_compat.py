@@ -46,6 +46,7 @@ from msrun.parallel.torch_compat import (
     strided_shard,
     takes_device,
     tensors_in,
+    viewed,
     watch_units,
     without_forward_hooks,
     without_stack_traces,
@@ -397,6 +398,8 @@ def test_write_count_is_that_of_all_views():
 
     assert write_count(tensor) == before + 1
     assert write_count(tensor[1:]) == before + 1
+    assert viewed(tensor[1:]) is tensor
+    assert viewed(tensor) is None
 
 
 def test_tensors_in_a_memory_are_counted_with_views():

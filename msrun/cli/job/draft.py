@@ -32,6 +32,7 @@ from msrun.cli.options.parsers import SIGNALS
 from msrun.cli.options.peers import EVENT_LOG_HANDLER, FRAMEWORK, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.job import JOB_ID_PATTERN, Framework, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
@@ -109,6 +110,7 @@ def draft_job(
         rank_table=_rank_table(settings, machine),
         emit_rank_table=emitted,
         detach=not settings.value(options.JOIN),
+        is_replaced=bool(system.environment().get(Pod.NODES)),
         stop_signals=_stop_signals(settings),
         **_fields("", settings, decided),
     )

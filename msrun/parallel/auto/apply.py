@@ -459,7 +459,7 @@ def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
     try:
         return decide()
     except UsageError as error:
-        kind = type(error).__name__
+        kind = next((name for name, own in _ERRORS.items() if isinstance(error, own)), "")
         return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
 
 

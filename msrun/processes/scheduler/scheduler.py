@@ -102,6 +102,7 @@ class Scheduler:
             formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
             last_call=config.last_call,
+            replaces=config.replaces,
             policy=RestartPolicy(config.job_id, config.restarts),
             started_at=self._loop.now(),
         )

@@ -75,11 +75,17 @@ def test_a_pod_without_the_key_is_refused(pods, tmp_path):
     assert (stranger.wait(), first.wait()) == (122, 121)
 
 
-def test_every_pod_ends_with_the_code_of_the_rank_that_failed_first(pods):
+def test_every_pod_ends_with_the_code_of_the_rank_that_failed_first(pods, tmp_path):
     words = shell('[ "$RANK" = 1 ] && exit 7; sleep 1000')
-    nodes = [pods(host, index, *words) for index, host in enumerate("cab")]
+    messages = [tmp_path / f"message{index}" for index in range(3)]
+    nodes = [
+        pods(host, index, *words, MSRUN_POD_MESSAGE=str(messages[index]))
+        for index, host in enumerate("cab")
+    ]
 
     assert [node.wait() for node in nodes] == [7, 7, 7]
+    (message,) = {message.read_text() for message in messages}
+    assert message.startswith("exit code 7: rank 1 (node a, local_rank 0, pid ")
 
 
 def test_sigterm_lets_a_node_leave_an_elastic_job(pods, logs):
@@ -90,6 +96,18 @@ def test_sigterm_lets_a_node_leave_an_elastic_job(pods, logs):
     nodes[2].send(signal.SIGTERM)
 
     assert [node.wait() for node in nodes] == [0, 0, 143]
+
+
+def test_a_node_of_a_job_of_fixed_size_leaves_and_another_takes_its_place(pods, logs):
+    words = shell('[ "$MSRUN_GENERATION" = 1 ] && exit 0; echo up; sleep 1000')
+    first, old = (pods(host, i, *words, nodes="2") for i, host in enumerate("ca"))
+    until(lambda: len(list(logs.glob("worker_*.log"))) == 2, "two workers")
+    until(lambda: all("up" in p.read_text() for p in logs.glob("worker_*.log")), "both are up")
+    old.send(signal.SIGTERM)
+    gone = old.wait()
+    new = pods("b", 1, *words, nodes="2")
+
+    assert (gone, first.wait(), new.wait()) == (143, 0, 0)
 
 
 def test_a_job_inside_of_a_worker_is_alone(pods, logs):

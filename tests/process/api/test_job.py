@@ -202,7 +202,7 @@ def test_a_keeper_that_is_stopped_is_continued_while_the_job_runs(start, capfd):
     until(job.logs, "for its first line")
     keeper = keeper_of_mine()
 
-    until(lambda: keeper.status() != psutil.STATUS_STOPPED, "for it to go on", 30)
+    until(lambda: keeper.status() != psutil.STATUS_STOPPED, "for it to go on", seconds=30)
     job.stop(now=True)
     assert f"the keeper (pid {keeper.pid}) was stopped by a signal" in capfd.readouterr().err
 

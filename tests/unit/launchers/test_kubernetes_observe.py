@@ -20,8 +20,8 @@ def pod(index, *, phase="Running", state=None, conditions=()):
     }
 
 
-def ended(index, code, at="2026-01-01T00:00:00Z", why="Error"):
-    end = {"exitCode": code, "finishedAt": at, "reason": why}
+def ended(index, code, at="2026-01-01T00:00:00Z", why="Error", message=""):
+    end = {"exitCode": code, "finishedAt": at, "reason": why, "message": message}
     return pod(index, phase="Failed", state={"terminated": end})
 
 
@@ -66,7 +66,13 @@ TIME = ("Failed", "DeadlineExceeded", "Job was active longer than specified dead
         (
             job(LIMIT),
             [ended(1, 120, "2026-01-01T00:00:09Z"), ended(0, 137)],
-            End(code=137, reason="pod j-0: MaxFailedIndexesExceeded: too many"),
+            End(code=120, reason="pod j-0 was lost (exit code 137): MaxFailedIndexesExceeded: "
+                "too many"),
+        ),
+        (  # a worker was killed, and no restart was left
+            job(LIMIT),
+            [ended(0, 143), ended(1, 137, message="exit code 137: rank 1 was killed by SIGKILL")],
+            End(code=137),
         ),
         (
             job(LIMIT),

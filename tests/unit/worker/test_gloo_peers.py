@@ -122,5 +122,12 @@ def test_another_users_that_has_no_ranks_place_changes_nothing(device, connect, 
 def test_connections_that_will_be_made_later_are_refused(device, connect):
     connect(select.EPOLLIN | select.EPOLLONESHOT)
 
-    with pytest.raises(UsageError, match="gloo has connected 0 of 1 peers of a new process group"):
+    with pytest.raises(UsageError, match="gloo has yet to connect the 2 ranks of a new process"):
         check(device[1], 1)
+
+
+def test_one_that_gloo_has_closed_is_missed(device, connect):
+    connect()
+
+    with pytest.raises(AuthenticationError, match="a connection of a new process group is closed"):
+        check(device[1], 2)

@@ -4,95 +4,17 @@ from __future__ import annotations
 
 import base64
 import signal
-import subprocess
-import sys
 
 import pytest
-from support import until
+from support import shell
 
 pytest.importorskip("kubernetes")
 
 pytestmark = pytest.mark.process
-PATIENCE = 60.0
 WAIT = "echo up; until [ -e /tmp/go ]; do sleep 0.1; done; echo done"
 
 
-class Front:
-    """A submitting msrun, started at once, and what it says."""
-
-    def __init__(self, cluster, folder, *words):
-        self._files = [folder / "out", folder / "err"]
-        streams = [path.open("wb") for path in self._files]
-        own = {k: v for k, v in cluster.environ().items() if not k.startswith(("MSRUN_P", "PET_"))}
-        python = [sys.executable, "-m", "msrun", "--launcher", "kubernetes", "--image", "train:1"]
-        self.process = subprocess.Popen(
-            [*python, *words],
-            cwd=folder,
-            env=own,
-            stdin=subprocess.DEVNULL,
-            stdout=streams[0],
-            stderr=streams[1],
-        )
-        for stream in streams:
-            stream.close()
-
-    @property
-    def out(self):
-        return self._files[0].read_text()
-
-    @property
-    def err(self):
-        return self._files[1].read_text()
-
-    def until_said(self, text):
-        until(
-            lambda: text in self.err + self.out or self.process.poll() is not None, f"for {text!r}"
-        )
-        assert text in self.err + self.out, self.err + self.out
-
-    def wait(self):
-        try:
-            return self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            return pytest.fail(f"still there:\n{self.err}{self.out}")
-
-
-@pytest.fixture
-def submit(cluster, tmp_path):
-    """Start a front; at the end it is killed if it is still there."""
-    fronts = []
-
-    def start(*words):
-        folder = tmp_path / f"front{len(fronts)}"
-        folder.mkdir()
-        fronts.append(Front(cluster, folder, *words))
-        return fronts[-1]
-
-    yield start
-    for front in fronts:
-        if front.process.poll() is None:
-            front.process.kill()
-        front.process.wait()
-        print(front.err, front.out)
-
-
-def shell(text):
-    return ["--no-python", "sh", "-c", text]
-
-
-def left(cluster):
-    """Return what is in the namespace that a job brings."""
-    plurals = ("jobs", "pods", "services", "secrets", "configmaps")
-    return [
-        f"{plural}/{each['metadata']['name']}"
-        for plural in plurals
-        for each in cluster.store.list(plural)
-        if each["metadata"]["namespace"] == "default"
-        and each["metadata"]["name"] not in ("kubernetes", "kube-root-ca.crt")
-    ]
-
-
-def test_a_job_runs_to_its_end_and_its_log_is_shown(cluster, submit):
+def test_a_job_runs_to_its_end_and_its_log_is_shown(cluster, submit, left):
     words = ["--job-id", "j", "--nnodes", "2", "--workers-per-node", "1"]
     front = submit(*words, *shell("echo rank $RANK of $WORLD_SIZE on $(hostname); sleep 0.5"))
 
@@ -100,7 +22,7 @@ def test_a_job_runs_to_its_end_and_its_log_is_shown(cluster, submit):
     assert "rank 0 of 2 on j-0" in front.out
     assert "Job j in namespace default" in front.err
     cluster.kubectl("delete", "job", "j")
-    cluster.await_that(lambda: not left(cluster))
+    cluster.await_that(lambda: not left())
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(submit):
@@ -110,26 +32,26 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(submit):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_cancels_the_job_and_nothing_is_left(cluster, submit, signum):
+def test_a_signal_cancels_the_job_and_nothing_is_left(submit, signum, left):
     front = submit("--nnodes", "2", *shell("echo up; sleep 1000"))
     front.until_said("up")
     front.process.send_signal(signum)
 
     assert front.wait() == 128 + signum
-    assert left(cluster) == []
+    assert left() == []
 
 
 @pytest.mark.slow
-def test_a_detached_job_goes_on(cluster, submit):
+def test_a_detached_job_goes_on(cluster, submit, left):
     front = submit("--detach", "--job-id", "j", "--nnodes", "2", *shell("sleep 0.2"))
 
     assert front.wait() == 0
-    assert left(cluster)[0] == "jobs/j"
+    assert left()[0] == "jobs/j"
     cluster.kubectl("wait", "--for=condition=complete", "job/j", "--timeout=20s")
 
 
 @pytest.mark.slow
-def test_two_jobs_of_one_name(cluster, submit):
+def test_two_jobs_of_one_name(submit, left):
     first = submit("--job-id", "j", "--nnodes", "2", *shell("echo up; sleep 1000"))
     first.until_said("up")
     second = submit("--job-id", "j", "--nnodes", "2", *shell("true"))
@@ -138,7 +60,7 @@ def test_two_jobs_of_one_name(cluster, submit):
     assert "there is a Job j in namespace default already" in second.err
     first.process.send_signal(signal.SIGINT)
     assert first.wait() == 130
-    assert left(cluster) == []
+    assert left() == []
 
 
 @pytest.mark.slow
@@ -176,23 +98,23 @@ def test_the_api_server_is_away_for_a_while(cluster, submit):
 
 
 @pytest.mark.slow
-def test_a_deleted_job(cluster, submit):
+def test_a_deleted_job(cluster, submit, left):
     front = submit("--job-id", "j", "--nnodes", "2", *shell("echo up; sleep 1000"))
     front.until_said("up")
     cluster.kubectl("delete", "job", "j")
 
     assert front.wait() == 143
     assert "Job j was deleted" in front.err
-    cluster.await_that(lambda: not left(cluster))
+    cluster.await_that(lambda: not left())
 
 
 @pytest.mark.slow
-def test_a_job_of_one_node_needs_no_secret(cluster, submit):
+def test_a_job_of_one_node_needs_no_secret(submit, left):
     front = submit("--job-id", "j", *shell("echo alone $WORLD_SIZE"))
 
     assert front.wait() == 0
     assert "alone 1" in front.out
-    assert [each.partition("-")[0] for each in left(cluster)] == ["jobs/j", "pods/j"]
+    assert [each.partition("-")[0] for each in left()] == ["jobs/j", "pods/j"]
 
 
 @pytest.mark.slow
