@@ -267,6 +267,9 @@ async def serve(clock: Callable[[], float], *, namespace: str | None, liveness: 
     queue = LookQueue(JobReconciler(client, clock))
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
+    # Looks are what takes time, and they may end at any point.
+    settings.queueing.idle_timeout = 0.5
+    settings.queueing.exit_timeout = 0.2
     settings.networking.error_backoffs = [0.1, 0.5, 1, 2, 5]
     await kopf.operator(
         registry=registry_of(queue),

@@ -202,7 +202,8 @@ class MeshLoader(DataLoader[Any]):
         try:
             for batch in super().__iter__():
                 beat()
-                use.value = self._batch_weight(self._next)
+                use.samples = len(self.split.part(self._next, self._rank))
+                use.value = use.samples * self.split.ranks / self.split.size(self._next)
                 use.tensors = [weakref.ref(tensor) for tensor in tensors_in(batch)]
                 self._weights.latest(use)
                 self._next += 1
@@ -239,11 +240,6 @@ class MeshLoader(DataLoader[Any]):
         self._seed = state["seed"]
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
-
-    def _batch_weight(self, batch: int) -> float:
-        """Return the weight of this rank's mean in the mean over all ranks."""
-        size = len(self.split.part(batch, self._rank))
-        return size * self.split.ranks / self.split.size(batch)
 
     def _order(self) -> range | list[int]:
         if not self._shuffle:

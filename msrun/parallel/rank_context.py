@@ -43,12 +43,14 @@ class LoaderUse:
     Attributes:
         value: Samples of this rank's batch, times the number of ranks, divided by the samples of
             all ranks; 1 if all ranks have equally many.
+        samples: Of this rank's batch; 0 before the first.
         tensors: Of this rank's batch, for as long as the script keeps them.
         is_due: Whether the last batch is uneven, and nothing has read the weight yet.
         end: Last batch.
     """
 
     value: float = 1.0
+    samples: int = 0
     tensors: Sequence[weakref.ref[Tensor]] = ()
     is_due: bool = False
     end: EpochEnd | None = None

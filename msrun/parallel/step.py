@@ -26,6 +26,7 @@ from msrun.parallel.losses.batch import (
     move,
     own_loss,
     read_batch,
+    sample_dim,
     split_batch,
     tensors_in,
 )
@@ -211,6 +212,8 @@ def _train(
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch))
+    known = context.batch.current.samples if len(parts) == 1 else 0
+    dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
     may_skip = ranks.size > 1 and sharded.order is None
@@ -223,10 +226,16 @@ def _train(
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            measured = known if dim else samples
             if looks and not index:
-                loss = _watched(sharded, tally, loss_fn, part, is_cut=len(parts) > 1)
+                watch = SampleWatch(
+                    part.target if sharded.has_fixed_shapes else part, measured, dim
+                )
+                loss = _watched(sharded, tally, loss_fn, part, watch)
+                if error := watch.read(loss.value, is_cut=len(parts) > 1):
+                    tally.refuse(error)
             else:
-                loss = _loss(model, tally, loss_fn, part, samples)
+                loss = _loss(model, tally, loss_fn, part, measured)
             if sharded.order:
                 sharded.order.check_trains(loss.value)
             tally.add(loss, samples)
@@ -245,32 +254,18 @@ def _watched(
     tally: LossTally,
     loss_fn: LossFunction | None,
     part: StepBatch,
-    *,
-    is_cut: bool,
+    watch: SampleWatch,
 ) -> PartLoss:
-    """As `_loss`, in the first step; a model that mixes samples is refused or warned of.
+    """As `_loss`, in the first step, under a watch for what mixes samples."""
 
-    Args:
-        sharded: The model.
-        tally: Of the step.
-        loss_fn: The loss function.
-        part: The first micro-batch.
-        is_cut: Whether there are several.
-    """
-    samples, known = batch_size(part), sharded.known
-    seen = part.target if sharded.has_fixed_shapes else part
-    with eagerly(), SampleWatch(seen, samples) as watch:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = sharded.model()(*args, **kwargs)
+        if sharded.known:
+            watch.seed(tensors_in(output), sharded.known)
+        return output
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            output = sharded.model()(*args, **kwargs)
-            if known:
-                watch.seed(tensors_in(output), known)
-            return output
-
-        loss = _loss(run, tally, loss_fn, part, samples)
-    if error := watch.read(loss.value, is_cut=is_cut):
-        tally.refuse(error)
-    return loss
+    with eagerly(), watch:
+        return _loss(run, tally, loss_fn, part, watch.samples)
 
 
 def _loss(

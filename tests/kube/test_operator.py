@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("kopf")
 pytest.importorskip("kubernetes")
@@ -56,6 +58,12 @@ class Operator:
             return status if status.get("phase") == phase else None
 
         return self.cluster.await_that(holds, PATIENCE)
+
+
+@pytest.fixture
+def cluster(new_cluster):
+    """Two nodes with two GPUs each."""
+    return new_cluster(n0={"nvidia.com/gpu": 2}, n1={"nvidia.com/gpu": 2})
 
 
 @pytest.fixture
@@ -134,6 +142,36 @@ def test_an_msjob_whose_processes_meet_and_leave_nothing(cluster, operator):
         cluster.await_that(lambda plural=plural: not cluster.store.list(plural))
 
 
+def test_an_msjob_in_the_shape_of_ms_operators_samples(cluster, operator):
+    """As their config/samples: a script on the nodes, bash, python on PATH, a GPU a worker."""
+    folder = cluster.pods.node_files / "home/someone/wide_and_deep"
+    folder.mkdir(parents=True)
+    script = "import msrun; msrun.join(); import os, sys; print(sys.argv[1], os.environ['RANK'])"
+    (folder / "train.py").write_text(script)
+    line = 'python -s /home/someone/wide_and_deep/train.py --device_target="GPU" --epochs=1'
+    job = ms_job("", workers=4, cleanPodPolicy="None")
+    job["spec"]["successPolicy"] = "AllWorkers"
+    # Both roles share a template, of which the workers' asks for more.
+    template = job["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]
+    template["volumes"] = [
+        {"name": "script-data", "hostPath": {"path": "/home/someone/wide_and_deep/"}}
+    ]
+    container = template["containers"][0]
+    container |= {
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["/bin/bash", "-c", line],
+        "env": [{"name": "GLOG_v", "value": "1"}],
+        "volumeMounts": [{"name": "script-data", "mountPath": "/home/someone/wide_and_deep/"}],
+    }
+    limits = {"limits": {"nvidia.com/gpu": 1}}
+    asks = {**template, "containers": [{**container, "resources": limits}]}
+    job["spec"]["msReplicaSpecs"]["Worker"]["template"] = {"spec": asks}
+    cluster.apply(job)
+    operator.await_phase("msjobs", "Succeeded")
+    for rank in range(4):
+        assert f"--device_target=GPU {rank}\n" in cluster.kubectl("logs", f"t-worker-{rank}").stdout
+
+
 def test_an_msrunjob_says_which_rank_ended_it_and_why(cluster, operator):
     cluster.apply(msrun_job("sleep 0.2; test $RANK = 0 && sleep 60; exit 7"))
     status = operator.await_phase("msrunjobs", "Failed")
@@ -199,7 +237,7 @@ def test_a_deadline_and_a_ttl_pass_without_an_event(cluster, operator):
 
 
 def test_why_an_msrunjob_waits(cluster, operator):
-    resources = {"limits": {"nvidia.com/gpu": "8"}}
+    resources = {"limits": {"nvidia.com/gpu": 8}}
     cluster.apply(msrun_job("true", nodes=1, resources=resources))
     said = "Unschedulable: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
     cluster.await_that(lambda: operator.status("msrunjobs").get("message") == said, PATIENCE)
@@ -237,3 +275,54 @@ def test_what_a_running_msrunjob_may_change(api):
     assert patch(suspend=True) == ""
     found = api.store.find("msrunjobs", "default", "t")["spec"]
     assert (found["maxRestarts"], found["nodeRestarts"], found["gracePeriodSeconds"]) == (0, 3, 10)
+
+
+def test_the_printed_manifests_are_those_of_kustomize(api):
+    words = [sys.executable, "-m", "msrun", "operator", "manifests"]
+    text = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    built = api.kubectl("kustomize", str(DEPLOY)).stdout
+    mine, theirs = (
+        {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(each)}
+        for each in (text, built)
+    )
+    assert mine == theirs
+    api.kubectl("apply", "-f", "-", stdin=text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fifty_random_kills_leave_nothing(cluster, new_operator):
+    """Pods are killed or deleted and operators killed; the job goes on, and then all is gone."""
+    chance = random.Random(20)
+    operator = new_operator()
+    operator.start()
+    cluster.apply(ms_job(SLEEPS.replace("60", "600"), policy="ExitCode"))
+    kills = 0
+    while kills < 50:
+        status = operator.status("msjobs")
+        if status.get("phase") == "Restarting":  # its wait grows to a minute: begin anew
+            cluster.kubectl("delete", "msjob", "t")
+            cluster.await_that(lambda: not cluster.store.list("pods"))
+            cluster.apply(ms_job(SLEEPS.replace("60", "600"), policy="ExitCode"))
+        pods = sorted(running_pods(cluster, 3))
+        kills += 1
+        match chance.choice(("kill", "delete", "operator", "server")):
+            case "kill":
+                cluster.kill_pod(chance.choice(pods))
+            case "delete":
+                cluster.kubectl("delete", "pod", chance.choice(pods), "--grace-period=0")
+            case "operator":
+                operator.kill()
+                operator.start()
+                continue
+            case "server":
+                with cluster.server_down():
+                    cluster.kill_pod(chance.choice(pods))
+        before = status.get("restarts", 0)
+        cluster.await_that(
+            lambda before=before: operator.status("msjobs").get("restarts", 0) > before, PATIENCE
+        )
+    cluster.kubectl("delete", "msjob", "t")
+    for plural in ("pods", "services", "secrets"):
+        cluster.await_that(lambda plural=plural: not cluster.store.list(plural))
+    assert cluster.pods.lab.hosts == []

@@ -27,7 +27,7 @@ from msrun.cluster.servers.events import (
     Arrived,
     CoordinatorAction,
     CoordinatorEvent,
-    OwnershipDecision,
+    DivisionRecord,
     Rules,
     Scale,
     SendMessage,
@@ -87,7 +87,7 @@ class CoordinatorState:
     tables: tuple[Table, ...]
     servers: tuple[int, ...]
     workers: tuple[int, ...]
-    decision: OwnershipDecision | None = None
+    decision: DivisionRecord | None = None
     _is_rollback: bool = False
     _lives: dict[int, int] = field(default_factory=dict)
     _adopted: set[int] = field(default_factory=set)
@@ -315,7 +315,7 @@ class CoordinatorState:
         self._log(ownership, before, self.servers)
 
     def _log(self, ownership: Ownership, before: Ownership | None, pool: tuple[int, ...]) -> None:
-        self.decision = OwnershipDecision(
+        self.decision = DivisionRecord(
             ownership=ownership,
             before=before,
             pool=pool,

@@ -224,7 +224,7 @@ class WorkerLeft(msgspec.Struct, frozen=True):
 # Actions of the coordinator.
 
 
-class OwnershipDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DivisionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A record of the coordinator's log: what it goes on from after a crash.
 
     Args:
@@ -245,7 +245,7 @@ class OwnershipDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class WriteDecision(msgspec.Struct, frozen=True):
     """Write to the log, before anything that follows is sent."""
 
-    decision: OwnershipDecision
+    decision: DivisionRecord
 
 
 class ServersReleased(msgspec.Struct, frozen=True):

@@ -55,17 +55,21 @@ class SampleWatch(TorchFunctionMode):
     Args:
         batch: Inputs and targets of this part of the batch.
         samples: Samples in it.
+        dim: That of samples.
+
+    Attributes:
+        samples: Samples in it.
     """
 
-    def __init__(self, batch: Any, samples: int) -> None:
+    def __init__(self, batch: Any, samples: int, dim: int = 0) -> None:
         super().__init__()
-        self._samples = samples
+        self.samples = samples
         self._number = next(_watches)
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
         for tensor in tensors_in(batch) if samples > 1 else ():
-            if tensor.dim() and len(tensor) == samples:
-                self._leave(tensor, Mark(0))
+            if tensor.dim() > dim and tensor.shape[dim] == samples:
+                self._leave(tensor, Mark(dim))
 
     def __torch_function__(
         self,
@@ -88,7 +92,7 @@ class SampleWatch(TorchFunctionMode):
         if results and args and results[0] is args[0] and id(args[0]) not in marks:
             return result  # a buffer that takes statistics
         for tensor in results:
-            call = TorchCall(_name(func), args, kwargs, tensor, marks, self._samples)
+            call = TorchCall(_name(func), args, kwargs, tensor, marks, self.samples)
             self._note(tensor, result_of(call), mixture)
         return result
 
@@ -158,7 +162,7 @@ class SampleWatch(TorchFunctionMode):
         )
         if is_cut:
             return ModelError(text, hint=_HINT)
-        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=5)
+        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
         return None
 
 

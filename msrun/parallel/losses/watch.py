@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.linearity import check_columns, of_part, slopes_by
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
 from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
@@ -78,7 +79,6 @@ _KEEPING = frozenset(
     ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
 )
 _KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
-_HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 
 
 class LossWatch(TorchFunctionMode):
@@ -209,9 +209,9 @@ class LossWatch(TorchFunctionMode):
             ModelError: It depends on a number of the part that the batch has another of.
         """
         if self._rows and (problem := self._rows.problem(loss)):
-            raise _of_part(problem)
+            raise of_part(problem)
         if self._deciding:
-            raise _of_part(self._deciding.name)
+            raise of_part(self._deciding.name)
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
@@ -224,13 +224,13 @@ class LossWatch(TorchFunctionMode):
         terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
             if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
-                raise _of_part(term.name)
+                raise of_part(term.name)
         self._check_sums(terms)
-        _check_columns(value, [term for term in terms if term.columns])
+        check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
         if not means:
             return PartLoss(kind="plain", value=value)
-        return PartLoss(kind="linear", value=value, terms=means, slopes=_slopes(value, means))
+        return PartLoss(kind="linear", value=value, terms=means, slopes=slopes_by(value, means))
 
     def _check_sums(self, terms: Sequence[Term]) -> None:
         """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
@@ -446,14 +446,6 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
-def _of_part(what: str) -> ModelError:
-    return ModelError(
-        f"the loss depends on {what} of a part of the batch, which is another number for the "
-        "whole batch",
-        hint=_HINT,
-    )
-
-
 def _written(name: str, args: Sequence[Any], result: Any) -> Iterator[Tensor]:
     """Yield the tensors that a function wrote: its first argument, and what that is a view of."""
     if not args or not isinstance(args[0], Tensor):
@@ -463,48 +455,3 @@ def _written(name: str, args: Sequence[Any], result: Any) -> Iterator[Tensor]:
         base = viewed(args[0])
         if base is not None:
             yield base
-
-
-def _check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
-    """Refuse a loss that is no linear function of the means of columns, or uses their sums."""
-    means = [term for term in terms if term.columns == "mean"]
-    for term in terms:
-        if term not in means:
-            raise _of_part(term.name)
-    if means and loss.requires_grad:
-        _check_linear(loss, [term.total for term in means], means)
-
-
-def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
-    """Return the derivatives of `loss` by `means`; it must be linear in them.
-
-    The gradient stops at the means, so this does not go through the model.
-    """
-    if not loss.requires_grad:
-        return []
-    inputs = [term.mean for term in means if term.mean is not None]
-    slopes = _check_linear(loss, inputs, means)
-    return [torch.zeros_like(loss) if slope is None else slope.detach() for slope in slopes]
-
-
-def _check_linear(
-    loss: Tensor, inputs: Sequence[Tensor], terms: Sequence[Term]
-) -> Sequence[Tensor | None]:
-    """Return the derivatives of `loss` by `inputs`, the values of `terms`; they must not change."""
-    slopes = _gradients(loss, inputs)
-    for slope in slopes:
-        if slope is not None and slope.requires_grad:
-            again = _gradients(slope.sum(), inputs)
-            for term, curve in zip(terms, again, strict=True):
-                if curve is not None:
-                    raise ModelError(
-                        f"the loss is no linear function of {term.name} over the batch, so losses "
-                        "of parts of the batch do not make the loss of the batch",
-                        hint=_HINT,
-                    )
-    return slopes
-
-
-def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the derivatives of `value`, which are differentiable; None where it has none."""
-    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)

@@ -35,6 +35,7 @@ class Kubelets:
         broken_images: Images that can never be pulled.
         entrypoints: Words that an image runs when a container gives no command.
         env: Variables that every image sets.
+        node_files: What is below it, every node has below / for volumes of kind hostPath.
     """
 
     def __init__(self, store: ObjectStore, lab, folder: Path, emit) -> None:
@@ -45,6 +46,7 @@ class Kubelets:
         self.lock = threading.RLock()
         self._runners: dict[str, PodRunner] = {}
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.node_files = folder / "node"
 
     def sync(self) -> None:
         """Start the pods that nodes were given, and end those that are to go."""

@@ -97,7 +97,8 @@ def make(store: ObjectStore, pod: dict, folder: Path) -> dict[str, Path | str]:
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o777)
         elif "hostPath" in volume:
-            path = Path(volume["hostPath"]["path"])
+            own = folder / "node" / volume["hostPath"]["path"].lstrip("/")
+            path = own if own.exists() else Path(volume["hostPath"]["path"])
         elif "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             if store.find("persistentvolumeclaims", pod["metadata"]["namespace"], claim) is None:

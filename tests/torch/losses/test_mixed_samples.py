@@ -5,6 +5,7 @@ import torch
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import msrun
 from msrun.errors import ModelError
@@ -357,3 +358,35 @@ def test_losses_of_columns_and_parts_are_those_of_one_process(config):
     found = run_warm(trained, 2, config, names)
 
     assert found == [dict.fromkeys(names, pytest.approx(0, abs=1e-12))] * 2
+
+
+def over_the_sequence(output, target):
+    losses = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    return losses.view_as(target).sum(0).mean()
+
+
+def sequence_first(samples):
+    """Return the losses of steps on batches that `rt.loader` makes with the sequence first."""
+    rt = msrun.init({})
+    torch.manual_seed(1)
+    data = TensorDataset(
+        torch.randn(samples, 7, 8), torch.arange(7 * samples).view(-1, 7) % CLASSES
+    )
+
+    def collate(items):
+        return [torch.stack(parts, 1) for parts in zip(*items, strict=True)]
+
+    torch.manual_seed(2)
+    model = rt.shard(nn.Linear(8, CLASSES))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    size = 8 // rt.layout.size("dp")
+    return [
+        rt.step(model, update, over_the_sequence, x, y).item()
+        for x, y in rt.loader(data, size, collate_fn=collate)
+    ]
+
+
+@pytest.mark.parametrize("samples", [16, 13])
+def test_a_sum_over_the_sequence_is_none_over_samples(samples):
+    [alone] = run_warm(sequence_first, 1, samples)
+    assert run_warm(sequence_first, 2, samples) == [pytest.approx(alone, rel=1e-6)] * 2
