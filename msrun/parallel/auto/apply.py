@@ -24,6 +24,7 @@ from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
+from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.layout import rules_of
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
@@ -225,6 +226,7 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
     Raises:
         ConfigError: There is none, it has names, or the model has no values.
     """
+    check_global_hooks("mode: auto")
     if isinstance(sample, Mapping):
         raise ConfigError(
             f"{ROOT}.mode: auto takes the inputs of its sample by position",

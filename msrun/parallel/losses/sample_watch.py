@@ -55,6 +55,8 @@ class SampleWatch(TorchFunctionMode):
         samples: Samples in it.
     """
 
+    is_watch = True
+
     def __init__(self, batch: Any, samples: int) -> None:
         super().__init__()
         self._samples = samples
