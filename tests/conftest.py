@@ -99,6 +99,7 @@ THOROUGH = (
     "tests/torch/data_parallel/test_parameter_hooks.py",
     "tests/torch/data_parallel/test_replica_digest.py",
     "tests/torch/data_parallel/test_sparse_embedding.py",
+    "tests/torch/data_parallel/test_higher_order.py",
     "tests/torch/data_parallel/test_zero.py",
     "tests/torch/data_parallel/test_zero_models.py",
     "tests/torch/deferred/test_deferred_ranks.py",

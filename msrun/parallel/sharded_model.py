@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.foreach.global_hooks import check_global_hooks
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -350,6 +351,8 @@ class ShardedModel:
         """
         if self._snapshot:
             self._snapshot.check()
+        if self.is_pipeline or self.has_fixed_shapes:
+            check_global_hooks("pipeline" if self._snapshot else "mode: auto")
         # The walk over all parameters is done again only after `add_param_group`.
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._optimizers.get(optimizer) == count:

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -242,13 +242,76 @@ def dispatching(handle: Callable[..., Any]) -> AbstractContextManager[Any]:
     return Mode()  # type: ignore[no-untyped-call]
 
 
-def eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which functions of `torch.compile` run as they were before.
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Have functions of `torch.compile` run as they were before, inside.
 
     The public form would import the compiler, which a process without compiled functions lacks.
+    Higher-order operators such as `torch.cond` compile what they call, and need it: run as it was
+    before, it would lose the gradients of tensors that it does not get as arguments.  The compiler
+    cannot follow function modes whose class has `is_watch`, so these do not see the inside.
     """
-    is_loaded = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+
+    @contextmanager
+    def normally() -> Iterator[None]:
+        with torch.compiler.set_stance("default"), _unwatched():
+            yield
+
+    with _compiling_in(normally), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def without_dispatch_in_branches() -> AbstractContextManager[None]:
+    """Return a context in which `torch.cond` and its like leave modes of `dispatching`.
+
+    The compiler, which they use, cannot follow these.
+    """
+    return _compiling_in(outside_of_tracing)
+
+
+@contextmanager
+def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have higher-order operators compile and run inside of a context that `make` returns."""
+    from torch._higher_order_ops import utils
+
+    plain = utils.setup_compilation_env
+
+    @contextmanager
+    def compiling() -> Iterator[Any]:
+        with make(), plain() as backend:
+            yield backend
+
+    utils.setup_compilation_env = compiling
+    try:
+        yield
+    finally:
+        utils.setup_compilation_env = plain
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Leave function modes that only watch."""
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    kept = [mode for mode in modes if not getattr(mode, "is_watch", False)]
+    _replace_modes(kept)
+    try:
+        yield
+    finally:
+        _replace_modes(modes)
+
+
+def _replace_modes(modes: list[Any]) -> None:
+    from torch import overrides
+
+    for _ in overrides._get_current_function_mode_stack():  # noqa: SLF001 - no public form
+        overrides._pop_mode()  # noqa: SLF001
+    for mode in modes:
+        overrides._push_mode(mode)  # noqa: SLF001
 
 
 def is_in_backward() -> bool:
@@ -504,6 +567,19 @@ def hooks_of(module: nn.Module) -> set[str]:
         "backward": {**module._backward_pre_hooks, **module._backward_hooks},  # noqa: SLF001
     }
     return {kind for kind, hooks in kinds.items() if hooks}
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks are registered that every module of the process calls."""
+    from torch.nn.modules import module
+
+    return bool(module._has_any_global_hook())  # noqa: SLF001 - there is no public form
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Return whether the compiler raised `error`: it cannot follow what it was to compile."""
+    exc = sys.modules.get("torch._dynamo.exc")
+    return exc is not None and isinstance(error, exc.TorchDynamoException)
 
 
 def count_hooks(module: nn.Module) -> int:

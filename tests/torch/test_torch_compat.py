@@ -26,6 +26,7 @@ from msrun.parallel.torch_compat import (
     eagerly,
     functional_collective,
     gradient_hooks,
+    has_global_hooks,
     has_gradient_hooks,
     hooks_of,
     is_active,
@@ -33,6 +34,7 @@ from msrun.parallel.torch_compat import (
     is_dispatching,
     is_higher_order,
     is_in_backward,
+    is_of_compiler,
     is_step_of_scheduler,
     join_axes,
     note_step,
@@ -48,6 +50,7 @@ from msrun.parallel.torch_compat import (
     tensors_in,
     viewed,
     watch_units,
+    without_dispatch_in_branches,
     without_forward_hooks,
     without_stack_traces,
     write_count,
@@ -548,3 +551,38 @@ def test_functions_over_lists_split_them_by_kind():
     assert (total, gradients) == (pytest.approx(20**0.5), [4.0, 1.0])
     # A list of each kind, where torch makes one of a device and type.
     assert lists == [1, 1]
+
+
+def test_hooks_of_all_modules_are_known():
+    assert not has_global_hooks()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert has_global_hooks()
+    finally:
+        handle.remove()
+    assert not has_global_hooks()
+
+
+def _branches():
+    weight = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # has the compiler loaded
+    pred, x = torch.tensor(1, dtype=torch.bool), torch.ones(2)
+    with eagerly():
+        torch.cond(pred, lambda x: x * weight, lambda x: x - weight, (x,)).sum().backward()
+    with without_dispatch_in_branches(), dispatching(_run), torch.no_grad():
+        y = torch.cond(pred, torch.sin, torch.cos, (x,))
+    try:
+        torch.cond(pred, lambda x: print() or x, torch.cos, (x,))
+    except RuntimeError as error:
+        return weight.grad.tolist(), y.tolist() == x.sin().tolist(), is_of_compiler(error)
+    return None
+
+
+def _run(func, _, args, kwargs):
+    return func(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_branches_of_higher_order_operators_compile_where_others_run_eagerly():
+    assert run_ranks(_branches, 1)[0] == ([1.0, 1.0], True, True)
+    assert not is_of_compiler(RuntimeError())

@@ -25,6 +25,7 @@ from msrun.parallel.auto.tracing.calls import by_position
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
+from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.layout import rules_of
 from msrun.parallel.losses.batch import Sample, read_batch
 from msrun.parallel.losses.sample_dims import Known
@@ -231,6 +232,7 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
     Raises:
         ConfigError: There is none, it does not fit the forward, or the model has no values.
     """
+    check_global_hooks("mode: auto")
     if sample is None:
         raise ConfigError(
             f"{ROOT}.mode: auto needs a batch to trace the model with",

@@ -339,6 +339,12 @@ def named_errors(model: nn.Module, level: int) -> Iterator[None]:
                 "what torch watches there",
                 hint="write a copy: x = x.clone()",
             ) from None
+        if torch_compat.is_of_compiler(error):
+            raise ModelError(
+                f"{ROOT}.optimizer.zero: torch.cond or another operator that compiles what it "
+                f"calls cannot call modules whose parameters are gathered: {_first_line(error)}",
+                hint="call the modules outside of its functions, or choose zero 0",
+            ) from None
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         names = [
@@ -356,6 +362,10 @@ def named_errors(model: nn.Module, level: int) -> Iterator[None]:
             hint=f"name the other modules in {ROOT}.optimizer.modules, since parameters of no unit "
             "are gathered all through forward; in the loss, call full_tensor() of a parameter",
         ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 @contextlib.contextmanager

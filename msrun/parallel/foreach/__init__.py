@@ -1,1 +1,1 @@
-"""torch's functions over lists of tensors, called by scripts on plain and sharded ones together."""
+"""What of torch holds for the whole process: functions over lists of tensors, and hooks."""

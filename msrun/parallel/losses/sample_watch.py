@@ -61,6 +61,8 @@ class SampleWatch(TorchFunctionMode):
         samples: Samples in it.
     """
 
+    is_watch = True
+
     def __init__(self, batch: Any, samples: int, dim: int = 0) -> None:
         super().__init__()
         self.samples = samples

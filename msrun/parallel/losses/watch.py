@@ -90,6 +90,8 @@ class LossWatch(TorchFunctionMode):
             parameters and what is computed from them alone.
     """
 
+    is_watch = True
+
     def __init__(self, samples: int, data: Sequence[Tensor] | None = None) -> None:
         super().__init__()
         self._samples = samples

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, Pipeline
+from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
@@ -63,6 +64,7 @@ def split_model(
         ModelError: It cannot be cut so; then nothing was changed.
     """
     check_names(PipelineModel, model)
+    check_global_hooks("pipeline")
     plan = plan_split(model, settings, group.size(), sample, device)
     ranks = PipelineRanks(chunks=plan.chunks, group=group, device=device)
     return SplitModel(model, plan, settings.microbatches, ranks)

@@ -146,6 +146,13 @@ class Guard(TorchFunctionMode):
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
         except RuntimeError as error:
+            if torch_compat.is_of_compiler(error):
+                line = str(error).strip().partition("\n")[0]
+                raise ModelError(
+                    f"{ROOT}.plan: torch.cond or another operator that compiles what it calls "
+                    f"cannot call modules that the plan divides: {line}",
+                    hint="call the modules outside of its functions, or leave out their rules",
+                ) from error
             if any(words in str(error) for words in _LAYOUT_ERRORS):
                 raise ModelError(
                     f"{ROOT}.plan: the model computes with a divided tensor by torch.func, or by a "

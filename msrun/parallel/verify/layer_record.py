@@ -1,7 +1,8 @@
 """What layers get and return in a step, with gradients, as hooks on the sharded model see it.
 
 The gradient of an input has summands from elsewhere, such as of a residual.  So a layer gets a view
-of each input that needs a gradient, and that of the view is its own.
+of each input that needs a gradient, and that of the view is its own.  In the same way others get
+views of its outputs: one may be what another was computed from, such as weights of attention.
 
 Calls without gradients and recomputations in backward are not recorded.
 """
@@ -112,6 +113,8 @@ class LayerRecorder:
             handle.remove()
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside of torch.cond, say
+            return None
         is_meant = torch.is_grad_enabled() and not torch_compat.is_in_backward()
         if not is_meant or name in self.dropped:
             self._open[name].append(None)
@@ -139,35 +142,42 @@ class LayerRecorder:
             opaque=type(opaque[0]).__name__ if opaque else "",
         )
         self._open[name].append(call)
-        views = [self._view(call, index, tensor) for index, tensor in enumerate(inputs)]
+        views = [self._view(call.of_inputs, call, i, tensor) for i, tensor in enumerate(inputs)]
         return map_leaves(lambda tensor: views[slots[id(tensor)].index], (tuple(args), kwargs))
 
-    def _view(self, call: LayerCall, index: int, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or tensor.grad_fn is None:
+    def _view(self, kept: dict[int, Tensor], call: LayerCall, index: int, tensor: Tensor) -> Tensor:
+        """Return a view of a tensor; its gradient goes to `kept`."""
+        if not tensor.requires_grad:
             return tensor
         view = tensor.view_as(tensor)
-        view.register_hook(partial(self._reached, call, call.of_inputs, index))
+        view.register_hook(partial(self._reached, call, kept, index))
         return view
 
-    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         del module, args
+        if torch.compiler.is_compiling():
+            return None
         call = self._open[name].pop()
         if call is None:
-            return
+            return None
         outputs = floating(output)
         if not any(each.requires_grad for each in outputs):
-            return
+            return None
         call.outputs = [each.detach().clone() for each in outputs]
         self._left -= call.nbytes
         if self._left < 0:
             self.dropped.add(name)
             self._left += sum(each.nbytes for each in (*self.calls[name], call))
             self.calls[name].clear()
-            return
+            return None
         self.calls[name].append(call)
-        for index, each in enumerate(outputs):
-            if each.requires_grad:
-                each.register_hook(partial(self._reached, call, call.of_outputs, index))
+        views = {
+            id(each): self._view(call.of_outputs, call, index, each)
+            for index, each in reversed(
+                [*enumerate(outputs)]
+            )  # one that is there twice counts once
+        }
+        return map_leaves(lambda tensor: views.get(id(tensor), tensor), output)
 
     def _reached(
         self, call: LayerCall, kept: dict[int, Tensor], index: int, gradient: Tensor

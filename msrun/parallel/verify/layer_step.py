@@ -374,6 +374,8 @@ class _OutsideUses(TorchFunctionMode):
         found: Layer -> names of such parameters in it.
     """
 
+    is_watch = True
+
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.found: dict[str, set[str]] = {name: set() for name in layers}
@@ -412,10 +414,12 @@ class _OutsideUses(TorchFunctionMode):
                 self.found[layer] |= {name for name, own in named if own is param}
 
     def _entered(self, name: str, *_: Any) -> None:
-        self._inside.append(name)
+        if not torch.compiler.is_compiling():
+            self._inside.append(name)
 
     def _left(self, name: str, *_: Any) -> None:
-        self._inside.remove(name)
+        if not torch.compiler.is_compiling():
+            self._inside.remove(name)
 
 
 def _whole_call(call: LayerCall) -> RankCall:

@@ -226,7 +226,10 @@ def alone(seen: set[torch.dtype]) -> contextlib.AbstractContextManager[Any]:
 
     Operators that need other ranks raise a `CannotRunError`, since these wait meanwhile.
     """
-    return torch_compat.dispatching(partial(_alone, seen))
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch_compat.without_dispatch_in_branches())
+    stack.enter_context(torch_compat.dispatching(partial(_alone, seen)))
+    return stack
 
 
 def _alone(

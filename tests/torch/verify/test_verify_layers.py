@@ -206,11 +206,23 @@ class SequenceFirst(nn.Module):
         return self.head(self.inside[1](y)[-1])
 
 
+class Scale(nn.Module):
+    """Takes nothing and returns its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self):
+        return self.weight
+
+
 class Packed(nn.Module):
     """Gives its layers keyword arguments, lists, an object of its own and flat samples."""
 
     def __init__(self):
         super().__init__()
+        self.scale = Scale()
         self.parts = nn.ModuleList([Part(), Part()])
         self.head = nn.Linear(16, 10)
 
@@ -218,7 +230,7 @@ class Packed(nn.Module):
         cache = Cache()
         for part in self.parts:
             x = part({"x": [x]}, scale=0.5, mask=torch.ones(1, 16), cache=cache)["x"]
-        return self.head(x)
+        return self.head(x * self.scale())
 
 
 class Cache:
@@ -237,7 +249,8 @@ class Part(nn.Module):
         x = values["x"][0] * mask
         cache.kept.append(x)
         y = self.layer(x.reshape(-1, 4)).reshape_as(x)
-        return {"x": y * scale + x, "mean": y.mean()}
+        # `y` is an output, and another is computed from it.
+        return {"x": y.sin() * scale + x, "again": y, "mean": y.mean()}
 
 
 def _one_step(config, make):
@@ -299,7 +312,7 @@ def test_a_layer_that_is_wrong_on_ranks_is_found(make, layer, cause, zero):
     [
         (Tied, "gradients not compared: first.weight, second.weight, side.weight"),
         (SequenceFirst, "inside.0 (LSTM), inside.1 (TransformerEncoderLayer), head (Linear)"),
-        (Packed, "parts.0 (Part), parts.0.layer (Linear), parts.1 (Part), "),
+        (Packed, "scale (Scale), parts.0 (Part), parts.0.layer (Linear), "),
         (of_noisy, "not compared: 1 (Noisy): it draws random numbers"),
     ],
 )
