@@ -96,6 +96,12 @@ VERIFIED = frozenset(_VERIFIED.split())
 INSPECTING = frozenset(_INSPECTING.split())
 
 
+def _said(error: BaseException) -> str:
+    """Return what `error` says, and what it was raised from: stages of a pipeline wrap it."""
+    own = str(error)
+    return own if error.__cause__ is None else f"{own}\n{_said(error.__cause__)}"
+
+
 class Guard(TorchFunctionMode):
     """While it is active, functions that get a `DTensor` give the single-process result.
 
@@ -146,13 +152,14 @@ class Guard(TorchFunctionMode):
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
         except RuntimeError as error:
-            if any(words in str(error) for words in _LAYOUT_ERRORS):
+            said = _said(error)
+            if any(words in said for words in _LAYOUT_ERRORS):
                 raise ModelError(
                     f"{ROOT}.plan: the model computes with a divided tensor by torch.func, or by a "
                     "torch.autograd.Function whose gradient has no layout",
                     hint="give the layer before it an `out` that is whole, or leave out its rule",
                 ) from error
-            if _VIEW_ERROR not in str(error):
+            if _VIEW_ERROR not in said:
                 raise
             raise ModelError(
                 f"{ROOT}.plan: the model writes to a view of a divided tensor, such as a slice, "
