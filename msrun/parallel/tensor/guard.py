@@ -96,6 +96,12 @@ VERIFIED = frozenset(_VERIFIED.split())
 INSPECTING = frozenset(_INSPECTING.split())
 
 
+def _said(error: BaseException) -> str:
+    """Return what `error` says, and what it was raised from: stages of a pipeline wrap it."""
+    own = str(error)
+    return own if error.__cause__ is None else f"{own}\n{_said(error.__cause__)}"
+
+
 class Guard(TorchFunctionMode):
     """While it is active, functions that get a `DTensor` give the single-process result.
 
@@ -146,6 +152,7 @@ class Guard(TorchFunctionMode):
             with contextlib.nullcontext() if torch_compat.is_active(self) else self:
                 yield
         except RuntimeError as error:
+            said = _said(error)
             if torch_compat.is_of_compiler(error):
                 line = str(error).strip().partition("\n")[0]
                 raise ModelError(
@@ -153,13 +160,13 @@ class Guard(TorchFunctionMode):
                     f"cannot call modules that the plan divides: {line}",
                     hint="call the modules outside of its functions, or leave out their rules",
                 ) from error
-            if any(words in str(error) for words in _LAYOUT_ERRORS):
+            if any(words in said for words in _LAYOUT_ERRORS):
                 raise ModelError(
                     f"{ROOT}.plan: the model computes with a divided tensor by torch.func, or by a "
                     "torch.autograd.Function whose gradient has no layout",
                     hint="give the layer before it an `out` that is whole, or leave out its rule",
                 ) from error
-            if _VIEW_ERROR not in str(error):
+            if _VIEW_ERROR not in said:
                 raise
             raise ModelError(
                 f"{ROOT}.plan: the model writes to a view of a divided tensor, such as a slice, "
