@@ -99,8 +99,7 @@ def decoder(family: str, plan: str, **options: Any) -> ZooModel:
         f"{family}Config",
         "model.layers",
         plan=plan,
-        **_DECODER,
-        **options,
+        **(_DECODER | options),
     )
 
 
