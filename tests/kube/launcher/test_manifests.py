@@ -40,8 +40,9 @@ def test_manifests_that_were_written_are_applied(cluster, tmp_path):
 
 def test_an_elastic_job_runs_on_the_pods_that_find_a_place(new_cluster, tmp_path, launched):
     cluster = new_cluster(n0={"nvidia.com/gpu": 1}, n1={"nvidia.com/gpu": 1})
-    front = launched(cluster, tmp_path, "--nnodes", "1:3", "--last-call", "2s", "--gpus-per-node",
-                     "1", "--workers-per-node", "1", *shell("echo $RANK of $WORLD_SIZE; sleep 1"))  # fmt: skip
+    words = "--nnodes 1:3 --last-call 2s --gpus-per-node 1 --workers-per-node 1"
+    run = shell("echo $RANK of $WORLD_SIZE; sleep 1")
+    front = launched(cluster, tmp_path, *words.split(" "), *run)
 
     assert front.wait() == 0, front.err + front.out
     assert "0 of 2" in front.out
