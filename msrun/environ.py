@@ -638,6 +638,11 @@ def cache_dir() -> Path | None:
         return None
 
 
+def is_pod() -> bool:
+    """Whether this process runs in a pod of ours."""
+    return bool(os.environ.get(Pod.NODES))
+
+
 def message_file() -> str:
     """Return where an agent in a pod leaves its last words; empty elsewhere and inside workers."""
     return "" if "MSRUN_GENERATION" in os.environ else os.environ.get(Pod.MESSAGE, "")

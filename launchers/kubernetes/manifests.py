@@ -31,9 +31,9 @@ from msrun.units import quoted
 Manifest = dict[str, Any]
 
 CONTAINER = "msrun"
-SECRET_DIRECTORY = "/var/run/secrets/msrun"  # noqa: S105 - its name
+SECRET_DIRECTORY = "/run/secrets/msrun"  # noqa: S105 - its name
 SECRET_KEY = "key"  # noqa: S105 - its name
-SHIP_DIRECTORY = "/etc/msrun"
+SHIP_DIRECTORY = "/mnt/msrun"
 JOB_LABEL = "app.kubernetes.io/instance"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _LABELS = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun"}

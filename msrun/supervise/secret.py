@@ -71,10 +71,18 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         msg = f"secret file {path} belongs to user {status.st_uid}, who may read and change it"
         raise UsageError(msg, hint="copy it, and make the copy readable by you alone")
-    if status.st_mode & 0o077:
+    if status.st_mode & (0o037 if _is_mounted(status) else 0o077):
         mode = stat.S_IMODE(status.st_mode)
         msg = f"secret file {path} may be used by others than its owner (mode {mode:04o})"
         raise UsageError(msg, hint=f"chmod 600 {path}")
+
+
+def _is_mounted(status: os.stat_result) -> bool:
+    """Whether a file may be readable by its group: root's, as Kubernetes mounts it for `fsGroup`.
+
+    A container that does not run as root could not read it otherwise, and nobody else is there.
+    """
+    return environ.is_pod() and status.st_uid == 0 and os.geteuid() != 0
 
 
 def _make(path: Path) -> None:

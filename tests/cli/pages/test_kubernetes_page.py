@@ -39,7 +39,7 @@ def test_an_option_takes_its_example(flag, text):
 
 
 def test_the_patch_of_the_page_can_be_merged():
-    (patch,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    patch, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     container = {"name": "msrun", "env": [{"name": "A", "value": "1"}]}
     job = {"kind": "Job", "spec": {"template": {"spec": {"containers": [container]}}}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from support import until
@@ -52,12 +53,18 @@ class Front:
 
 
 @pytest.fixture
-def submit(cluster, tmp_path):
+def submit(cluster, tmp_path, launched):
+    """Start a front on the cluster."""
+    return partial(launched, cluster, tmp_path)
+
+
+@pytest.fixture
+def launched():
     """Start a front; at the end it is killed if it is still there."""
     fronts = []
 
-    def start(*words):
-        folder = tmp_path / f"front{len(fronts)}"
+    def start(cluster, where, *words):
+        folder = where / f"front{len(fronts)}"
         folder.mkdir()
         fronts.append(Front(cluster, folder, *words))
         return fronts[-1]

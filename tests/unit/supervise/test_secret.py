@@ -3,6 +3,7 @@
 import hashlib
 import os
 import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -129,6 +130,29 @@ def test_a_file_of_another_user(home):
         f"secret file {path} belongs to user 12345, who may read and change it",
         "copy it, and make the copy readable by you alone",
     )
+
+
+@pytest.fixture
+def mounted():
+    """A key as Kubernetes mounts it for a container with `fsGroup` that is not root's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "key")
+        path.write_bytes(bytes(32))
+        os.chown(path, 0, 12345)
+        path.chmod(0o440)
+        Path(folder).chmod(0o755)
+        os.setegid(12345)
+        os.seteuid(12345)
+        yield path
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_the_group_may_read_what_kubernetes_mounts(mounted, monkeypatch):
+    assert "may be used by others" in refusal(str(mounted))[0]
+    monkeypatch.setenv("MSRUN_POD_NODES", "2")
+    assert len(read_secret(str(mounted))) == 32
 
 
 def test_what_is_no_file(home):
