@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 DEPLOY = Path(__file__).parents[2] / "launchers" / "operator" / "deploy"
 PAGE = Path(__file__).parents[2] / "docs" / "operator.md"
-PATIENCE = 40.0
+PATIENCE = 60.0
 SLEEPS = "import time; time.sleep(60)"
 
 
