@@ -38,6 +38,7 @@ JOB_LABEL = "app.kubernetes.io/instance"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _LABELS = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun"}
 _MESSAGE_FILE = "/dev/termination-log"
+OWN_LABELS = ",".join(f"{key}={value}" for key, value in _LABELS.items())
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _JOBSET_NODES = "nodes"
 # A pod is called <job>-<index>, in a JobSet <job>-nodes-0-<index>, in at most 63 characters.

@@ -118,6 +118,11 @@ def condition(job: Document, kind: str) -> Document | None:
     return next((c for c in found if c.get("type") == kind and c.get("status") == "True"), None)
 
 
+def has_ended(job: Document) -> bool:
+    """Whether a job is over, however it ended."""
+    return any(condition(job, kind) for kind in ("Complete", "Completed", "Failed"))
+
+
 def read_end(job: Document, pods: Sequence[Document]) -> End | None:
     """Return how a job ended, None while it goes on."""
     if condition(job, "Complete") or condition(job, "Completed"):

@@ -44,3 +44,5 @@ VERBS = {
         "msrun.cli.verbs.calibrate:calibrate", "Measure devices and links for search."
     ),
 }
+# These may be about a job that a launcher runs elsewhere.
+ELSEWHERE = ("status", "logs", "stacks", "signal", "drain", "stop")

@@ -124,6 +124,8 @@ def watch_units(
     reduced: Callable[[list[str]], None],
     sparse: Callable[[str], None],
     differentiated: Callable[[], None],
+    *,
+    changed: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -135,6 +137,8 @@ def watch_units(
         sparse: Called with the name of a parameter that has a sparse gradient, before torch fails.
         differentiated: Called when a backward pass makes gradients of gradients possible, before
             torch fails.
+        changed: Called with the name of a parameter whose type, or that of its gradient, is
+            another one than before the first forward, before torch fails.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -142,14 +146,15 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                _watch_unit(group, partial(gathered, name), reduced, sparse, differentiated)
+                check = partial(_check_gradients, group, sparse, changed)
+                _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
 
 
 def _watch_unit(
     group: Any,
     gathered: Callable[[], None],
     reduced: Callable[[list[str]], None],
-    sparse: Callable[[str], None],
+    check: Callable[[], None],
     differentiated: Callable[[], None],
 ) -> None:
     # Methods of the object are replaced, not of the class: other models in the process stay as
@@ -171,9 +176,7 @@ def _watch_unit(
         pre_backward(*options)
 
     def watched_post_backward(*unused: Any) -> None:
-        for param in group.fsdp_params:
-            if _has_gradient(param) and _gradient(param).is_sparse:
-                sparse(param._param_fqn)  # noqa: SLF001
+        check()
         if group.reduce_grads:
             names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
             reduced(names)
@@ -185,6 +188,19 @@ def _watch_unit(
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+def _check_gradients(
+    group: Any, sparse: Callable[[str], None], changed: Callable[[str], None]
+) -> None:
+    """Call back for each gradient that `group` cannot reduce."""
+    for param in filter(_has_gradient, group.fsdp_params):
+        gradient, type_of = _gradient(param), param.orig_dtype
+        if gradient.is_sparse:
+            sparse(param._param_fqn)  # noqa: SLF001
+        types = gradient.dtype, param.sharded_param.dtype
+        if types != (param.param_dtype or type_of, type_of):
+            changed(param._param_fqn)  # noqa: SLF001
 
 
 @contextmanager

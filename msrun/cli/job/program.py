@@ -209,6 +209,11 @@ def _check_script(target: str) -> None:
             f"script {quoted(target)} is one of {shell}, and no Python",
             hint=f"start it with --no-python {target if '/' in target else f'./{target}'}",
         )
+    if target.endswith(".ipynb"):
+        raise UsageError(
+            f"script {quoted(target)} is a notebook, and no Python",
+            hint="in the notebook, msrun.launch(train, workers=4) runs a function of it",
+        )
     if start.startswith(_ELF):
         raise UsageError(
             f"script {quoted(target)} is a compiled program", hint="start it with --no-python"

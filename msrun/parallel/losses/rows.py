@@ -41,7 +41,9 @@ class RowsWatch:
 
     def __init__(self, number: int, samples: int) -> None:
         self._number = number
-        self._every: Rows = frozenset(range(samples))
+        self._samples = samples
+        # A part of one sample says what is cut, and not what is left out: as of two samples.
+        self._every: Rows = frozenset(range(max(samples, 2)))
         # Rows -> the functions that got them, in order.
         self._functions: dict[Rows, list[str]] = {}
 
@@ -91,7 +93,7 @@ class RowsWatch:
     def problem(self, loss: Tensor) -> str:
         """Return what `loss` depends on that has no counterpart in the whole batch; or nothing."""
         rows = self._noted(loss)
-        if rows is None:
+        if rows is None or (self._samples == 1 and rows != _MIXED):
             return ""
         kinds = {tuple(names) for own, names in self._functions.items() if own <= rows and names}
         is_right = rows == self._every and len(kinds) < 2  # noqa: PLR2004 - all are alike
@@ -103,36 +105,22 @@ class RowsWatch:
         """Note the rows of parts along dim 0 of a tensor."""
         x: Tensor = args[0]
         own = self._noted(x)
-        places = sorted(self._every if own is None else own)
-        if len(x) != len(places) or -1 in places:
+        places = [*range(self._samples)] if own is None else sorted(own)
+        parts = None
+        if x.dim() and len(x) == len(places) and -1 not in places:
+            parts = _parts(name, args, kwargs, results, places)
+        if parts is None:
             self._keep(x, results)
             return
-        at = 0
-        for tensor in results:
-            if name == "__getitem__":
-                item = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-                if isinstance(item, bool) or not isinstance(item, int | slice):
-                    self._keep(x, results)
-                    return
-                chosen = places[item] if isinstance(item, slice) else [places[item]]
-            elif name in ("narrow", "select"):
-                dim, start, *count = [*args[1:], *kwargs.values()]
-                if dim != 0 or not isinstance(start, int):
-                    self._keep(x, results)
-                    return
-                chosen = places[start:][: count[0] if count else 1]
-            else:
-                dim = kwargs.get("dim", args[2 - (name == "unbind") :] or 0)
-                if (dim[0] if isinstance(dim, tuple) else dim) != 0:
-                    self._keep(x, results)
-                    return
-                length = 1 if name == "unbind" else len(tensor)
-                chosen, at = places[at : at + length], at + length
-            if chosen == places:
+        for tensor, part in zip(results, parts, strict=True):
+            rows = frozenset(part)
+            if self._samples == 1 and name == "__getitem__" and _is_place(args[1]):
+                rows = _MIXED
+            elif part == places and (self._samples > 1 or _is_all(args[1:])):
                 self._keep(x, [tensor])
                 continue
-            self._functions.setdefault(frozenset(chosen), [])
-            setattr(tensor, _ROWS, (self._number, frozenset(chosen)))
+            self._functions.setdefault(rows, [])
+            setattr(tensor, _ROWS, (self._number, rows))
 
     def _keep(self, x: Tensor, results: Sequence[Tensor]) -> None:
         if (rows := self._noted(x)) is not None:
@@ -147,8 +135,54 @@ class RowsWatch:
         """Return the rows of an argument: all of one that has all samples in dim 0."""
         if (rows := self._noted(tensor)) is not None:
             return rows
-        has_all = tensor.dim() > 0 and len(tensor) == len(self._every) and is_sample(tensor)
+        has_all = tensor.dim() > 0 and len(tensor) == self._samples and is_sample(tensor)
         return self._every if has_all else None
+
+
+def _parts(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Sequence[Tensor],
+    places: list[int],
+) -> list[list[int]] | None:
+    """Return which of `places`, the rows of dim 0, each result has; None if they are not cut."""
+    if name == "__getitem__":
+        item = _first(args[1])
+        if isinstance(item, bool) or not isinstance(item, int | slice):
+            return None
+        return [places[item] if isinstance(item, slice) else [places[item]]]
+    if name in ("narrow", "select"):
+        dim, start, *count = [*args[1:], *kwargs.values()]
+        if dim != 0 or not isinstance(start, int):
+            return None
+        return [places[start:][: count[0] if count else 1]]
+    given = args[1:] if name == "unbind" else args[2:]
+    if kwargs.get("dim", given[0] if given else 0) != 0:
+        return None
+    found, at = [], 0
+    for tensor in results:
+        length = 1 if name == "unbind" else len(tensor)
+        found.append(places[at : at + length])
+        at += length
+    return found
+
+
+def _first(index: Any) -> Any:
+    return index[0] if isinstance(index, tuple) and index else index
+
+
+def _is_all(args: Sequence[Any]) -> bool:
+    item = _first(args[0]) if args else None
+    return isinstance(item, slice) and item == slice(None)
+
+
+def _is_place(index: Any) -> bool:
+    """Return whether a slice of one sample is by its position; a chunk of a loop ends beyond it."""
+    item = _first(index)
+    if not isinstance(item, slice) or item == slice(None):
+        return False
+    return bool(item.start) or item.stop is None or item.stop <= 1
 
 
 def _is_shift(one: Rows, other: Rows) -> bool:

@@ -97,7 +97,7 @@ class LossWatch(TorchFunctionMode):
         self._terms: list[Term] = []
         self._deciding: Term | None = None
         self._takes_all = data is None
-        has_rows = samples > 1 and all(len(x) == samples for x in data or () if x.dim())
+        has_rows = all(len(x) == samples for x in data or () if x.dim())
         self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         for tensor in data or ():
             self._link(tensor, _ONLY_BATCH)

@@ -11,7 +11,9 @@ from launchers.kubernetes.patch import apply_patches, read_patches
 from msrun.environ import Pod
 
 PAGE = (Path(__file__).parents[3] / "docs/kubernetes.md").read_text()
-COMMANDS = re.findall(r"^    msrun (.*)$", PAGE, re.MULTILINE)
+WORDS = re.findall(r"^    msrun (.*)$", PAGE, re.MULTILINE)
+COMMANDS = [words for words in WORDS if words.startswith(("plan", "--"))]
+VERBS = [words for words in WORDS if words not in COMMANDS]
 OPTIONS = re.findall(r"`(--[a-z0-9-]+) ([a-zA-Z0-9.:/=,-]+)`", PAGE)
 
 
@@ -20,6 +22,12 @@ def test_a_command_is_planned(msrun, here, command):
     (here / "train.py").write_text("")
 
     assert msrun(command if command.startswith("plan") else f"plan {command}").code == 0
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_a_verb_is_understood(msrun, system, words):
+    assert msrun(words).code == 7
+    assert system.elsewhere[0][:2] == ("kubernetes", words.partition(" ")[0])
 
 
 @pytest.mark.parametrize(("flag", "text"), OPTIONS)

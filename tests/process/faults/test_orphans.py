@@ -193,7 +193,8 @@ def test_no_shared_memory_of_a_worker_is_left_whoever_was_killed(msrun, victim):
     job = msrun(*shell(": > /dev/shm/torch_$$_1_0; echo up; exec sleep 600"))
     job.until_logged("up")
     job.until_said("msrun: running")
-    (worker,) = (member for member in job.members() if member.name() == "sleep")
+    sleepers = lambda: [member for member in job.members() if member.name() == "sleep"]  # noqa: E731
+    (worker,) = until(sleepers, "for the worker")
     assert segments([worker])
     kill(worker if victim == "sleep" else job.find(victim))
 

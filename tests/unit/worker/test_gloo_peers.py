@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from msrun.errors import AuthenticationError, UsageError
-from msrun.worker.gloo_peers import _check, _copy, _paired
+from msrun.worker.gloo_peers import _check, _checked, _copy, _Devices, _paired
 
 OTHER = 1001
 CONNECT = """
@@ -131,3 +131,54 @@ def test_one_that_gloo_has_closed_is_missed(device, connect):
 
     with pytest.raises(AuthenticationError, match="a connection of a new process group is closed"):
         check(device[1], 2)
+
+
+class Group:
+    """A group of two ranks."""
+
+    def size(self):
+        return 2
+
+
+@pytest.fixture
+def shared():
+    """The epoll of a device that a group has, with one connection; other groups may use it."""
+    seen = _Devices()
+    reading, writing = os.pipe()
+    with select.epoll() as other, socket.create_server(("127.0.0.1", 0)) as listening:
+        other.register(reading, select.EPOLLIN)
+        with seen.connections(are_shared=False) as connections:
+            epoll = select.epoll()
+            with epoll, socket.create_connection(listening.getsockname()) as client:
+                epoll.register(client, select.EPOLLIN)
+                with listening.accept()[0]:
+                    _check(connections, 1)
+                    yield seen, listening, epoll
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_group_that_is_derived_from_another_is_looked_at(shared):
+    seen, listening, epoll = shared
+    opened = []
+
+    def split(closes):
+        opened.append(socket.create_connection(listening.getsockname()))
+        opened.append(listening.accept()[0])
+        epoll.register(opened[-1], select.EPOLLIN)
+        if closes:
+            opened[-2].close()
+        return Group()
+
+    derived = _checked(split, seen)
+    try:
+        assert derived(closes=False).size() == 2
+        with pytest.raises(AuthenticationError, match="is closed"):
+            derived(closes=True)
+    finally:
+        for sock in opened:
+            sock.close()
+
+
+def test_a_rank_outside_of_a_derived_group_has_none(shared):
+    assert _checked(lambda: None, shared[0])() is None
