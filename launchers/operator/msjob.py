@@ -107,7 +107,10 @@ def read_spec(job: Object) -> MSJobSpec:
 
 def _read_role(name: str, given: Object, where: str) -> Role:
     template = given.get("template") or {}
-    containers = (template.get("spec") or {}).get("containers") or []
+    inner = template.get("spec") if isinstance(template, dict) else None
+    containers = inner.get("containers") if isinstance(inner, dict) else None
+    if not isinstance(containers, list) or not all(isinstance(each, dict) for each in containers):
+        raise BadSpecError(f"{where}.template.spec.containers: there is no list of containers")
     if not any(each.get("name") == CONTAINER for each in containers):
         raise BadSpecError(f"{where}.template: no container is named {CONTAINER}")
     for each in containers:
@@ -116,8 +119,10 @@ def _read_role(name: str, given: Object, where: str) -> Role:
     policy = given.get("restartPolicy") or "Never"
     if policy not in POLICIES:
         raise BadSpecError(f"{where}.restartPolicy: {policy} (choose {', '.join(POLICIES)})")
-    replicas = given.get("replicas")
-    return Role(name, 1 if replicas is None else int(replicas), policy, template)
+    replicas = 1 if given.get("replicas") is None else int(given["replicas"])
+    if name == "Worker" and replicas < 1:
+        raise BadSpecError(f"{where}.replicas: {replicas} (at least 1)")
+    return Role(name, replicas, policy, template)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
+import tempfile
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import kopf
@@ -58,13 +62,14 @@ class JobReconciler:
         """Bring one job a step further; returns the seconds after which to look again.
 
         Raises:
+            LookupError: There is no such job.
             DynamicApiError: The cluster refused something; the next look may fare better.
         """
         api_version, namespace, name = key
         kind = "MSJob" if api_version == msjob.API_VERSION else "MsrunJob"
         job = self._find(api_version, kind, namespace, name)
         if job is None:
-            return None
+            raise LookupError(name)
         decided = self._decide(kind, job)
         if decided.status != (job.get("status") or {}):
             self._write_status(api_version, kind, job, decided.status)
@@ -107,9 +112,7 @@ class JobReconciler:
         namespace = job["metadata"]["namespace"]
         match action:
             case Create(obj):
-                with _allowing(_CONFLICT):
-                    resource = self._resource(obj["apiVersion"], obj["kind"])
-                    resource.create(body=_with_key(obj), namespace=namespace)
+                self._create(obj, job)
             case Patch(obj):
                 resource = self._resource(obj["apiVersion"], obj["kind"])
                 kind = "application/merge-patch+json"
@@ -125,14 +128,30 @@ class JobReconciler:
             case RecordEvent():
                 self._record(action, job)
 
-    def _record(self, action: RecordEvent, job: Object) -> None:
+    def _create(self, obj: Object, job: Object) -> None:
+        """Create an object; a refusal stands in an event, once for each reason."""
+        namespace = job["metadata"]["namespace"]
+        resource = self._resource(obj["apiVersion"], obj["kind"])
+        try:
+            with _allowing(_CONFLICT):
+                resource.create(body=_with_key(obj), namespace=namespace)
+        except DynamicApiError as error:
+            text = f"{obj['kind']} {obj['metadata']['name']}: {_reason(error)}"
+            number = zlib.crc32(text.encode())
+            told = RecordEvent(is_warning=True, reason="FailedCreate", message=text)
+            with _allowing(_CONFLICT):
+                self._record(told, job, name=f"{job['metadata']['name']}.{number:08x}")
+            raise
+
+    def _record(self, action: RecordEvent, job: Object, *, name: str = "") -> None:
         metadata, namespace = job["metadata"], job["metadata"]["namespace"]
         now = timestamp(self._clock())
+        named = {"name": name} if name else {"generateName": f"{metadata['name']}."}
         about = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": metadata["name"]}
         event = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{metadata['name']}.", "namespace": namespace},
+            "metadata": {**named, "namespace": namespace},
             "involvedObject": {**about, "namespace": namespace, "uid": metadata["uid"]},
             "type": "Warning" if action.is_warning else "Normal",
             "reason": action.reason,
@@ -143,6 +162,14 @@ class JobReconciler:
             "count": 1,
         }
         self._resource("v1", "Event").create(body=event, namespace=namespace)
+
+
+def _reason(error: DynamicApiError) -> str:
+    """Return the sentence with which the cluster refused."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (KeyError, TypeError, ValueError):
+        return str(error.reason)
 
 
 @contextlib.contextmanager
@@ -182,13 +209,6 @@ class LookQueue:
             self._tasks[key] = asyncio.create_task(self._serve(key))
         self._asked[key].set()
 
-    def forget(self, key: Key) -> None:
-        """Look at a job no more: it is gone."""
-        self._asked.pop(key, None)
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            task.cancel()
-
     async def _serve(self, key: Key) -> None:
         asked, wait, again_in = self._asked[key], _RETRY_SECONDS[0], None
         while True:
@@ -199,6 +219,12 @@ class LookQueue:
             try:
                 again_in = await asyncio.to_thread(self._reconciler.look, key)
                 wait = _RETRY_SECONDS[0]
+            except LookupError:
+                if asked.is_set():  # there may be a new one of that name
+                    continue
+                self._asked.pop(key, None)
+                self._tasks.pop(key, None)
+                return
             except DynamicApiError as error:
                 # A conflict means that somebody was faster: the next look sees what they did.
                 level = logging.DEBUG if error.status == _CONFLICT else logging.WARNING
@@ -213,13 +239,10 @@ def registry_of(queue: LookQueue) -> kopf.OperatorRegistry:
     """Return kopf's table of what to watch."""
     registry = kopf.OperatorRegistry()
 
-    async def on_job(body: kopf.Body, type: str | None, **_: object) -> None:  # noqa: A002 - kopf's
+    async def on_job(body: kopf.Body, **_: object) -> None:
         metadata = body["metadata"]
         key = (body["apiVersion"], metadata["namespace"], metadata["name"])
-        if type == "DELETED":
-            queue.forget(key)
-        else:
-            queue.ask(key)
+        queue.ask(key)
 
     def on_owned(api_version: str, label: str) -> Callable[..., Any]:
         async def ask(body: kopf.Body, **_: object) -> None:
@@ -263,7 +286,22 @@ async def serve(clock: Callable[[], float], *, namespace: str | None, liveness: 
         config.load_incluster_config()
     except config.ConfigException:
         config.load_kube_config()
-    client = await asyncio.to_thread(DynamicClient, kubernetes.client.ApiClient())
+    # Its notes on the kinds of the cluster are of no use to others.
+    with tempfile.TemporaryDirectory(prefix="msrun-operator-") as folder:
+        notes = str(Path(folder, "kinds.json"))
+        client = await asyncio.to_thread(
+            DynamicClient, kubernetes.client.ApiClient(), cache_file=notes
+        )
+        await _watch(client, clock, namespace=namespace, liveness=liveness)
+
+
+async def _watch(
+    client: DynamicClient,
+    clock: Callable[[], float],
+    *,
+    namespace: str | None,
+    liveness: str | None,
+) -> None:
     queue = LookQueue(JobReconciler(client, clock))
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False

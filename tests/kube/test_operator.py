@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 DEPLOY = Path(__file__).parents[2] / "launchers" / "operator" / "deploy"
 PAGE = Path(__file__).parents[2] / "docs" / "operator.md"
-PATIENCE = 40.0
+PATIENCE = 60.0
 SLEEPS = "import time; time.sleep(60)"
 
 
@@ -248,6 +248,24 @@ def test_a_deadline_and_a_ttl_pass_without_an_event(cluster, operator):
     assert status["verdict"]["code"] == 124
     cluster.await_that(lambda: not cluster.store.list("msjobs"))
     cluster.await_that(lambda: not cluster.store.list("pods"))
+
+
+@pytest.mark.usefixtures("operator")
+def test_what_the_cluster_refuses_is_an_event_until_it_does_not(cluster):
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "2"}}}
+    cluster.store.create("resourcequotas", "default", quota)
+    cluster.apply(ms_job(SLEEPS))
+
+    def said():
+        events = cluster.store.list("events")
+        return [e["message"] for e in events if e["reason"] == "FailedCreate"]
+
+    cluster.await_that(said, PATIENCE)
+    assert "Pod t-worker-1: " in said()[0]
+    assert "exceeded quota: small" in said()[0]
+    cluster.store.delete("resourcequotas", "default", "small")
+    running_pods(cluster, 3)
+    assert len(said()) == 1
 
 
 def test_why_an_msrunjob_waits(cluster, operator):

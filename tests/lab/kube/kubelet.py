@@ -358,6 +358,8 @@ class PodRunner(threading.Thread):
         with self.kubelets.lock:
             if self.host is not None and self.host.pid and self.is_up:
                 self.host.kill_all()
+                for program in list(self._programs.values()):
+                    program.kill()  # one that is still on its way to the host, too
 
     # What it tells.
 

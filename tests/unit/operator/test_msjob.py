@@ -239,8 +239,11 @@ def test_containers_that_the_kubelet_starts_again_are_counted(new_job):
     ("change", "said"),
     [
         ({"Chief": {}}, "spec.msReplicaSpecs.Chief: no such role (choose Scheduler, PS, Worker)"),
-        ({"worker": {}}, "spec.msReplicaSpecs.worker.template: no container is named mindspore"),
-        ({"Worker": None}, "no container is named mindspore"),
+        ({"worker": {}}, "spec.msReplicaSpecs.worker.template.spec.containers: there is no list"),
+        ({"Worker": None}, "there is no list of containers"),
+        ({"Worker": {"template": "t"}}, "there is no list of containers"),
+        ({"Worker": {"template": {"spec": {"containers": ["c"]}}}}, "there is no list"),
+        ({"Worker": {"template": {"spec": {"containers": []}}}}, "no container is named mindspore"),
         ({}, "spec.msReplicaSpecs: there is no Worker"),
     ],
 )
@@ -256,6 +259,7 @@ def test_what_cannot_run_fails_with_a_sentence(new_job, change, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"workers": 0}, "spec.msReplicaSpecs.Worker.replicas: 0 (at least 1)"),
         ({"policy": "Sometimes"}, "(choose Never, OnFailure, Always, ExitCode)"),
         ({"successPolicy": "Any"}, "spec.successPolicy: Any"),
         ({"run_policy": {"cleanPodPolicy": "Some"}}, "spec.runPolicy.cleanPodPolicy: Some"),
