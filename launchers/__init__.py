@@ -1,4 +1,4 @@
-"""The backends: one file for each way to bring a job's processes to life.
+"""The backends: one file or package for each way to bring a job's processes to life.
 
 A backend is a class without arguments that follows `msrun.backend.Launcher`: `plan`
 decides and returns data, `submit` acts on it.  None knows another.  A backend of this

@@ -1,6 +1,6 @@
 """The protocol of a backend, which renders a plan and then submits it; and the table of backends.
 
-Backends live in `launchers/`, one file each, and are loaded by dotted name when
+Backends live in `launchers/`, one file or package each, and are loaded by dotted name when
 they are asked for; other distributions add theirs under the entry-point group
 `msrun.launchers`.
 """
@@ -19,7 +19,7 @@ from msrun.job import JobSpec
 from msrun.topology import Machine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "msrun.launchers"
@@ -32,6 +32,13 @@ FLEETS = {
     "ssh": "launchers.ssh:open_launcher",
     "mpirun": "launchers.mpirun:open_launcher",
     "slurm": "launchers.slurm:open_launcher",
+    "kubernetes": "launchers.kubernetes:open_launcher",
+}
+
+
+# These carry out verbs about their jobs from anywhere.
+ELSEWHERE = {
+    "kubernetes": "launchers.kubernetes.verbs:run_verb",
 }
 
 
@@ -131,6 +138,22 @@ def open_fleet(name: str, options: Mapping[str, str]) -> FleetLauncher:
     """
     function: Callable[[Mapping[str, str]], FleetLauncher] = _attribute(FLEETS[name])
     return function(options)
+
+
+def call_elsewhere(name: str, verb: str, words: Sequence[str], options: Mapping[str, str]) -> int:
+    """Carry out a verb about a job of the backend `name`, one of `ELSEWHERE`; return its code.
+
+    Args:
+        name: The backend.
+        verb: Such as `status`.
+        words: What follows it.
+        options: Where the job is, by the names of the options.
+
+    Raises:
+        UsageError: No job is meant, or it cannot be reached.
+    """
+    function: Callable[[str, Sequence[str], Mapping[str, str]], int] = _attribute(ELSEWHERE[name])
+    return function(verb, words, options)
 
 
 def names() -> list[str]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 from collections.abc import Mapping
@@ -30,6 +31,20 @@ _TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 # From a launcher to its agents, never further.
 SECRET = "MSRUN_SECRET"  # noqa: S105 - its name
 ORDER = "MSRUN_ORDER"
+
+
+class Pod(enum.StrEnum):
+    """What an agent finds in its environment in a pod, beside the index of Kubernetes."""
+
+    INDEX = "JOB_COMPLETION_INDEX"
+    JOB = "MSRUN_POD_JOB"
+    NODES = "MSRUN_POD_NODES"
+    SCHEDULER = "MSRUN_POD_SCHEDULER"
+    SECRET_FILE = "MSRUN_POD_SECRET_FILE"  # noqa: S105 - its name
+    ADDRESS = "MSRUN_POD_ADDRESS"
+    MESSAGE = "MSRUN_POD_MESSAGE"
+
+
 _IDENTITY = (
     "MSRUN_JOB_ID",
     "MSRUN_GENERATION",
@@ -40,6 +55,8 @@ _IDENTITY = (
 )
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# One pod of several.
+_PODS = frozenset(Pod)
 _WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 # What torch leaves in memory is in large pages then, of which a fork and an end of a process have
 # fewer to go through. Of glibc from 2.35 on; where the kernel gives none, nothing changes.
@@ -391,8 +408,8 @@ def end_call() -> None:
 def options_environment() -> dict[str, str]:
     """Return the variables that may hold options of msrun.
 
-    Inside a worker the identity variables describe that worker, and those of Slurm and
-    MPI its launcher, so they are left out: a nested msrun is alone.
+    Inside a worker the identity variables describe that worker, and those of Slurm, MPI and
+    Kubernetes its launcher, so they are left out: a nested msrun is alone.
     """
     env = current()
     if "MSRUN_GENERATION" in env:
@@ -403,8 +420,8 @@ def options_environment() -> dict[str, str]:
 
 
 def without_copies(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without what Slurm and MPI say about their other processes."""
-    return {name: value for name, value in env.items() if name not in _COPIES}
+    """Return `env` without what Slurm, MPI and Kubernetes say about other processes and pods."""
+    return {name: value for name, value in env.items() if name not in (*_COPIES, *_PODS)}
 
 
 def role_by_hand(env: Mapping[str, str]) -> str:
@@ -548,6 +565,12 @@ def copies(env: Mapping[str, str]) -> tuple[str, int] | None:
     return None
 
 
+def nodes_of_allocation(env: Mapping[str, str]) -> int:
+    """Return how many nodes Slurm has given a shell or batch script; 1 in what srun has started."""
+    text = env.get("SLURM_JOB_NUM_NODES", "")
+    return int(text) if text.isdecimal() and not env.get("SLURM_STEP_NUM_TASKS") else 1
+
+
 def install(env: Mapping[str, str]) -> None:
     """Make `env` the whole environment of this process."""
     os.environ.clear()
@@ -613,6 +636,11 @@ def cache_dir() -> Path | None:
         return Path.home() / ".cache"
     except RuntimeError:
         return None
+
+
+def message_file() -> str:
+    """Return where an agent in a pod leaves its last words; empty elsewhere and inside workers."""
+    return "" if "MSRUN_GENERATION" in os.environ else os.environ.get(Pod.MESSAGE, "")
 
 
 def error_file() -> str | None:

@@ -131,6 +131,12 @@ class AuthenticationError(MsrunError):
     exit_code = ExitCode.AUTHENTICATION
 
 
+class JoinTimeoutError(MsrunError):
+    """The nodes of a job did not find each other in time."""
+
+    exit_code = ExitCode.JOIN_TIMEOUT
+
+
 class UnreachableError(MsrunError):
     """A job does not answer."""
 

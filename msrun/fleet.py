@@ -34,7 +34,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         nnodes: How many nodes.
         master_addr: Node of the scheduler; empty takes the first one.
         master_port: Port of the scheduler; 0 derives one where the batch system names the job.
-        python: Interpreter on the nodes, whose environment has msrun.
+        python: Interpreter on the nodes, whose environment has msrun; empty where the launcher
+            knows it.
         cwd: Working directory on the nodes.
         env: Variables for the nodes.
         versions: Program -> version that each node must have.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from msrun import environ
-from msrun.environ import RankIdentity
+from msrun.environ import Pod, RankIdentity
 from msrun.errors import UsageError
 from msrun.units import shown
 
@@ -122,9 +122,11 @@ def port_of(key: str) -> int:
 def step_options(env: Mapping[str, str]) -> dict[str, str]:
     """Return msrun's options as variables where srun or mpirun started one msrun on each node.
 
-    So `srun msrun train.py` is one job without any option.  Empty elsewhere, and where the
-    starter does not tell where to meet.
+    So `srun msrun train.py` is one job without any option, and so is `msrun train.py` in the pods
+    of a Job of Kubernetes.  Empty elsewhere, and where the starter does not tell where to meet.
     """
+    if env.get(Pod.NODES):
+        return _pod_options(env)
     try:
         who = environ.rank_identity(env)
         if who.source not in _AGENT_STARTERS or who.world_size < 2 or who.local_world_size > 1:  # noqa: PLR2004 - one is alone
@@ -142,6 +144,31 @@ def step_options(env: Mapping[str, str]) -> dict[str, str]:
         "MSRUN_MASTER_ADDR": endpoint[0],
         "MSRUN_MASTER_PORT": str(endpoint[1]),
         "MSRUN_JOB_ID": name,
+    }
+
+
+def _pod_options(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the same in a pod, as `launchers.kubernetes` describes it there.
+
+    Raises:
+        UsageError: The pod has no index, or not all of the variables.
+    """
+    options = {"MSRUN_JOB_ID": env.get(Pod.JOB, ""), "MSRUN_NNODES": env[Pod.NODES]}
+    if env[Pod.NODES] == "1":
+        return options
+    for name in (Pod.INDEX, Pod.JOB, Pod.SCHEDULER):
+        if not env.get(name):
+            hint = "the pods must be those of an Indexed Job, as msrun plan renders it"
+            raise UsageError(f"environment {Pod.NODES} is set and {name} is not", hint=hint)
+    host, _, port = env[Pod.SCHEDULER].rpartition(":")
+    # The pod's own name may not be known to the cluster yet.
+    is_first, address = env[Pod.INDEX] == "0", env.get(Pod.ADDRESS, "")
+    return {
+        **options,
+        "MSRUN_NODE_RANK": env[Pod.INDEX],
+        "MSRUN_MASTER_ADDR": address if is_first and address else host,
+        "MSRUN_MASTER_PORT": port,
+        **({"MSRUN_SECRET_FILE": env[Pod.SECRET_FILE]} if env.get(Pod.SECRET_FILE) else {}),
     }
 
 

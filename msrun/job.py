@@ -181,6 +181,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         insecure: Control messages are not authenticated; loopback only.
         data_tls: Workers talk over Gloo's TLS transport, with keys of the job.
         detach: The launcher returns as soon as the job runs.
+        is_replaced: Another node is started in the place of one that leaves.
         launcher: Name of the backend.
 
     Raises:
@@ -238,6 +239,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
     data_tls: bool = False
     detach: bool = False
+    is_replaced: bool = False
     launcher: str = "dynamic"
 
     def __post_init__(self) -> None:

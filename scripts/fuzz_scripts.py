@@ -168,6 +168,23 @@ def _distances(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) + 0.1 * torch.cdist(output, output[:1]).mean()
 
 
+def _halves(output: Tensor, target: Tensor) -> Tensor:
+    half = (len(output) + 1) // 2
+    pairs = functional.mse_loss(output[:half], output[-half:])
+    return functional.cross_entropy(output, target.clamp(min=0)) + pairs
+
+
+def _half_labelled(output: Tensor, target: Tensor) -> Tensor:
+    half = len(output) // 2
+    loss = functional.cross_entropy(output[:half], target[:half].clamp(min=0))
+    return loss + 0.1 * output[half:].square().mean()
+
+
+def _chunks(output: Tensor, target: Tensor) -> Tensor:
+    pairs = zip(output.split(3), target.clamp(min=0).split(3), strict=True)
+    return torch.cat([functional.cross_entropy(*pair, reduction="none") for pair in pairs]).mean()
+
+
 def _differences(output: Tensor, target: Tensor) -> Tensor:
     del target
     return (output[:, None] - output[None]).square().mean()
@@ -228,6 +245,9 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "contrast of parts": _contrast_parts,
     "pairwise": _pairwise,
     "distances": _distances,
+    "halves": _halves,
+    "half labelled": _half_labelled,
+    "chunks": _chunks,
     "differences": _differences,
     "balance": _balance,
     "variance": _variance,

@@ -120,7 +120,7 @@ def _helps(verb: str) -> Iterator[str]:
     """Yield the help of a verb and of the verbs below it, as typed."""
     text = _help(verb)
     yield f"```text\n{text}```"
-    if "Usage: msrun ranktable VERB" in text:
+    if f"Usage: msrun {verb} VERB" in text:
         for inner in re.findall(r"^  ([a-z]+)  +", text, re.MULTILINE):
             yield f"### msrun {verb} {inner}"
             yield f"```text\n{_help(verb, inner)}```"

@@ -122,6 +122,7 @@ OTHER_VOCABULARY = (
     "ranktable/",
     "msrun/environ.py",
     "msrun/cli/options/catalog.py",
+    "msrun/cli/options/foreign.py",
     "msrun/cli/options/peers.py",
 )
 EMPTY_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}

@@ -71,8 +71,11 @@ SIGNALS = (
     *(signal.SIGUSR1, signal.SIGABRT, signal.SIGSEGV, signal.SIGSTOP),
 )
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Each worker has a child, one in a session of its own, and one that has lost its parent.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where it is
+# Each worker has a child, one in a session of its own, and one that has lost its parent.  And it
+# has a segment of shared memory, named as torch names those that a killed process leaves.
 FAMILY = """
+    echo $XDG_RUNTIME_DIR > /dev/shm/torch_$$_1_0
     sleep 600 &
     setsid sleep 601 &
     (setsid setsid sleep 602 &)
@@ -80,6 +83,7 @@ FAMILY = """
     # Without a client there is no store.
     bash -c "exec 3<>/dev/tcp/$MASTER_ADDR/$MASTER_PORT; exec sleep 603" &
     sleep {seconds} & wait $!
+    rm /dev/shm/torch_$$_1_0
     echo done $MSRUN_GENERATION
 """
 
@@ -336,9 +340,28 @@ def check_leftovers(jobs: Sequence[Job], outcome: Outcome, killed: set[str]) -> 
             clean(job)
             if left := job.leftovers():
                 outcome.findings.append(f"left after `msrun ls --clean`: {left}")
+        if segments := shared_memory(job):
+            outcome.findings.append(f"left in {SHARED_MEMORY}: {segments}")
         names = {path.name for path in (job.runtime / "msrun").glob("*")} - {".guard"}
         if names:
             outcome.findings.append(f"left in the run directory: {sorted(names)}")
+
+
+def shared_memory(job: Job) -> list[str]:
+    """Return the segments of shared memory that a job has left, and remove them.
+
+    A host has its own, and they were none when it began; others use that of this machine.
+    """
+    directory = SHARED_MEMORY
+    if isinstance(job, Node):
+        directory = Path(f"/proc/{job.host.pid}/root{SHARED_MEMORY}")
+    found = []
+    for path in directory.glob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file() and str(job.runtime) in path.read_text(errors="replace"):
+                found.append(path.name)
+                path.unlink()
+    return found
 
 
 def has_reaper_begun(job: Job) -> bool:

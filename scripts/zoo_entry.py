@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,12 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
+# Of a model that reads texts in both directions.
+ENCODER: dict[str, Any] = {
+    **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 SEEN: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -53,9 +59,9 @@ SEEN: dict[str, Any] = {
 }
 
 # A name of a plan that ships; or rules, where none has them; none is no plan.
-Plan = str | list[dict[str, str]]
+Plan = str | Sequence[dict[str, str]]
 Optimizer = Callable[[Any], torch.optim.Optimizer]
-_ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +87,8 @@ class ZooModel:
     target: Callable[[], Tensor] | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     blocks: Sequence[str] = ()
-    plan: Plan = field(default_factory=list)
-    optimizer: Optimizer = _ADAMW
+    plan: Plan = ()
+    optimizer: Optimizer = ADAMW
     is_combined: bool = False
 
 

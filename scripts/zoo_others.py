@@ -6,14 +6,18 @@ Sizes divide by two ranks, and dropout is off.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from zoo_entry import (  # type: ignore[import-not-found]  # beside this file
+    ADAMW,
     CLASSES,
     SAMPLES,
+    Optimizer,
+    Plan,
     ZooModel,
     by_class,
     classes,
@@ -33,79 +37,66 @@ from zoo_modules import (  # type: ignore[import-not-found]  # beside this file
     Translator,
 )
 
-OTHER_MODELS: dict[str, ZooModel] = {
-    "timm ViT": ZooModel(
-        needs="timm",
-        make=lambda: _timm(
-            *("vit_tiny_patch16_224",),
-            img_size=16,
-            patch_size=8,
-            embed_dim=16,
-            depth=2,
-            num_heads=4,
-        ),
-        inputs=lambda: (image(),),
+Make = Callable[[], nn.Module]
+
+
+def seeing(needs: str, make: Make, *blocks: str, size: int = 32, plan: Plan = ()) -> ZooModel:
+    """Return the entry of a model that classifies images."""
+    return ZooModel(
+        needs=needs,
+        make=make,
+        inputs=lambda: (image(size),),
         target=classes,
         loss=by_class,
-        blocks=["blocks"],
-        plan="timm_vit",
-    ),
-    "timm ResNet": ZooModel(
-        needs="timm",
-        make=lambda: _timm("resnet18", layers=[1, 1, 1, 1], channels=(8, 8, 16, 16)),
-        inputs=lambda: (image(32),),
-        target=classes,
-        loss=by_class,
-        blocks=["layer3", "layer4"],
-    ),
-    "timm EfficientNet": ZooModel(
-        needs="timm",
-        make=lambda: _timm("test_efficientnet"),
-        inputs=lambda: (image(32),),
-        target=classes,
-        loss=by_class,
-        blocks=["blocks"],
-    ),
-    "diffusers UNet2D": ZooModel(
-        needs="diffusers",
-        make=partial(
-            of,
-            "diffusers",
-            "UNet2DModel",
-            sample_size=8,
-            block_out_channels=(8, 16),
-            layers_per_block=1,
-            norm_num_groups=4,
-            attention_head_dim=4,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        ),
-        inputs=lambda: (image(8), torch.arange(SAMPLES)),
-        target=partial(image, 8),
-        loss=squared,
-        blocks=["down_blocks", "up_blocks"],
-    ),
-    "diffusers DiT": ZooModel(
-        needs="diffusers",
-        make=lambda: _dit(),  # noqa: PLW0108 - it is defined below
-        inputs=lambda: (image(8), torch.arange(SAMPLES), classes()),
-        target=partial(image, 8),
-        loss=squared,
-        blocks=["transformer_blocks"],
-        plan="dit",
-    ),
-    "LSTM": ZooModel(
-        needs="",
-        make=Lstm,
-        inputs=lambda: (tokens(),),
+        blocks=blocks,
+        plan=plan,
+    )
+
+
+def reading(
+    needs: str, make: Make, *blocks: str, plan: Plan = "auto_tp", count: int = 1
+) -> ZooModel:
+    """Return the entry of a model of `count` texts that returns logits of each token."""
+    return ZooModel(
+        needs=needs,
+        make=make,
+        inputs=lambda: tuple(tokens() for _ in range(count)),
         target=padded,
         loss=by_class,
-        blocks=["lstm"],
-        plan=styles(colwise=["head"]),
-    ),
-    "DLRM": ZooModel(
+        blocks=blocks,
+        plan=plan,
+    )
+
+
+def denoising(
+    make: Make, *blocks: str, more: Callable[[], Any] = tuple, plan: Plan = ()
+) -> ZooModel:
+    """Return the entry of a model of diffusers: of images, their times, and `more`."""
+    return ZooModel(
+        needs="diffusers",
+        make=make,
+        inputs=lambda: (image(8), torch.arange(SAMPLES), *more()),
+        target=partial(image, 8),
+        loss=squared,
+        blocks=blocks,
+        plan=plan,
+    )
+
+
+_UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+}
+
+
+def dlrm(optimizer: Optimizer, *, sparse: bool) -> ZooModel:
+    """Return the entry of a model that recommends."""
+    return ZooModel(
         needs="",
-        make=Dlrm,
+        make=partial(Dlrm, sparse=sparse),
         inputs=lambda: (
             torch.randn(SAMPLES, 5, dtype=torch.float64),
             torch.randint(0, 20, (SAMPLES, 3, 2)),
@@ -114,85 +105,81 @@ OTHER_MODELS: dict[str, ZooModel] = {
         loss=squared,
         blocks=["top"],
         plan=styles(colwise=["top.0"], rowwise=["top.2"]),
+        optimizer=optimizer,
+    )
+
+
+OTHER_MODELS: dict[str, ZooModel] = {
+    "timm ViT": seeing(
+        "timm",
+        lambda: _timm(
+            *("vit_tiny_patch16_224",),
+            img_size=16,
+            patch_size=8,
+            embed_dim=16,
+            depth=2,
+            num_heads=4,
+        ),
+        "blocks",
+        size=16,
+        plan="timm_vit",
     ),
-    "nn.Transformer": ZooModel(
-        needs="",
-        make=Translator,
-        inputs=lambda: (tokens(), tokens()),
-        target=padded,
-        loss=by_class,
-        blocks=["transformer.encoder.layers", "transformer.decoder.layers"],
-        plan="auto_tp",
+    "timm ResNet": seeing(
+        "timm",
+        lambda: _timm("resnet18", layers=[1, 1, 1, 1], channels=(8, 8, 16, 16)),
+        *("layer3", "layer4"),
     ),
-    "timm MobileNetV3": ZooModel(
-        needs="timm",
-        make=lambda: _timm("mobilenetv3_small_050"),
-        inputs=lambda: (image(32),),
-        target=classes,
-        loss=by_class,
-        blocks=["blocks"],
-    ),
-    "timm RegNet": ZooModel(
-        needs="timm",
-        make=lambda: _timm("regnetx_002"),
-        inputs=lambda: (image(32),),
-        target=classes,
-        loss=by_class,
-        blocks=["s3", "s4"],
-    ),
-    "torchvision ResNet-18": ZooModel(
-        needs="torchvision",
-        make=partial(of, "torchvision.models", "resnet18", num_classes=CLASSES),
-        inputs=lambda: (image(32),),
-        target=classes,
-        loss=by_class,
-        blocks=["layer3", "layer4"],
-    ),
-    "diffusers UNet2D, cross attention": ZooModel(
-        needs="diffusers",
-        make=partial(
+    "timm EfficientNet": seeing("timm", lambda: _timm("test_efficientnet"), "blocks"),
+    "diffusers UNet2D": denoising(
+        partial(
             of,
-            "diffusers",
-            "UNet2DConditionModel",
-            sample_size=8,
+            *("diffusers", "UNet2DModel"),
+            **_UNET,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        ),
+        *("down_blocks", "up_blocks"),
+    ),
+    "diffusers DiT": denoising(
+        lambda: _dit(),  # noqa: PLW0108 - it is defined below
+        "transformer_blocks",
+        more=lambda: (classes(),),
+        plan="dit",
+    ),
+    "LSTM": reading("", Lstm, "lstm", plan=styles(colwise=["head"])),
+    "DLRM": dlrm(ADAMW, sparse=False),
+    "nn.Transformer": reading(
+        *("", Translator, "transformer.encoder.layers", "transformer.decoder.layers"),
+        count=2,
+    ),
+    "timm MobileNetV3": seeing("timm", lambda: _timm("mobilenetv3_small_050"), "blocks"),
+    "timm RegNet": seeing("timm", lambda: _timm("regnetx_002"), "s3", "s4"),
+    "torchvision ResNet-18": seeing(
+        "torchvision",
+        partial(of, "torchvision.models", "resnet18", num_classes=CLASSES),
+        *("layer3", "layer4"),
+    ),
+    "diffusers UNet2D, cross attention": denoising(
+        partial(
+            of,
+            *("diffusers", "UNet2DConditionModel"),
+            **_UNET,
             in_channels=3,
             out_channels=3,
-            block_out_channels=(8, 16),
-            layers_per_block=1,
-            norm_num_groups=4,
             cross_attention_dim=16,
-            attention_head_dim=4,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         ),
-        inputs=lambda: (
-            image(8),
-            torch.arange(SAMPLES),
-            torch.randn(SAMPLES, 6, 16, dtype=torch.float64),
-        ),
-        target=partial(image, 8),
-        loss=squared,
-        blocks=["down_blocks", "up_blocks"],
+        *("down_blocks", "up_blocks"),
+        more=lambda: (torch.randn(SAMPLES, 6, 16, dtype=torch.float64),),
         plan="auto_tp",
     ),
-    "x-transformers": ZooModel(
-        needs="x_transformers",
-        make=lambda: _x_transformer(),  # noqa: PLW0108 - it is defined below
-        inputs=lambda: (tokens(),),
-        target=padded,
-        loss=by_class,
-        blocks=["attn_layers"],
-        plan="auto_tp",
+    "x-transformers": reading(
+        "x_transformers",
+        lambda: _x_transformer(),  # noqa: PLW0108 - it is defined below
+        "attn_layers",
     ),
-    "GPT by hand": ZooModel(
-        needs="",
-        make=Gpt,
-        inputs=lambda: (tokens(),),
-        target=padded,
-        loss=by_class,
-        blocks=["blocks"],
-        plan="gpt2",
-    ),
+    "GPT by hand": reading("", Gpt, "blocks", plan="gpt2"),
     "graph network": ZooModel(
         needs="",
         make=GraphNetwork,
@@ -205,19 +192,7 @@ OTHER_MODELS: dict[str, ZooModel] = {
         blocks=["layers"],
         plan="auto_tp",
     ),
-    "DLRM, sparse": ZooModel(
-        needs="",
-        make=partial(Dlrm, sparse=True),
-        inputs=lambda: (
-            torch.randn(SAMPLES, 5, dtype=torch.float64),
-            torch.randint(0, 20, (SAMPLES, 3, 2)),
-        ),
-        target=lambda: torch.randn(SAMPLES, 1, dtype=torch.float64),
-        loss=squared,
-        blocks=["top"],
-        plan=styles(colwise=["top.0"], rowwise=["top.2"]),
-        optimizer=partial(torch.optim.SGD, lr=1e-2),
-    ),
+    "DLRM, sparse": dlrm(partial(torch.optim.SGD, lr=1e-2), sparse=True),
 }
 
 

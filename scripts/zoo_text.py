@@ -8,13 +8,15 @@ the loss that transformers computes.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from zoo_entry import (  # type: ignore[import-not-found]  # beside this file
     CLASSES,
+    ENCODER,
     LENGTH,
     SAMPLES,
     SEEN,
@@ -31,27 +33,53 @@ from zoo_entry import (  # type: ignore[import-not-found]  # beside this file
 )
 from zoo_modules import VOCABULARY  # type: ignore[import-not-found]  # beside this file
 
+_Inputs = Callable[[], Any]
 
-def language(name: str, settings: str, blocks: str, plan: str, **options: Any) -> ZooModel:
-    """Return the entry of a model of text that returns logits."""
+
+def words() -> tuple[Tensor, ...]:
+    """Return a batch of texts."""
+    return (tokens(),)
+
+
+def masked() -> tuple[Tensor, ...]:
+    """Return a batch of texts and its mask."""
+    return tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64)
+
+
+def translated() -> tuple[Tensor, ...]:
+    """Return a batch of texts, its mask, and texts for the decoder."""
+    return (*masked(), tokens())
+
+
+def model_of(
+    name: str,
+    settings: str,
+    *blocks: str,
+    plan: str,
+    inputs: _Inputs = words,
+    target: _Inputs = padded,
+    loss: Callable[[Any, Tensor], Tensor] = by_class,
+    **options: Any,
+) -> ZooModel:
+    """Return the entry of a model of transformers that returns logits."""
     return ZooModel(
         needs="transformers",
         make=partial(of, "transformers", name, settings, **options),
-        inputs=lambda: (tokens(),),
-        target=padded,
-        loss=by_class,
-        blocks=[blocks],
+        inputs=inputs,
+        target=target,
+        loss=loss,
+        blocks=blocks,
         plan=plan,
     )
 
 
-def owning(name: str, settings: str, blocks: str, plan: str, **options: Any) -> ZooModel:
+def owning(name: str, settings: str, *blocks: str, plan: str, **options: Any) -> ZooModel:
     """Return the entry of a model that returns its loss."""
     return ZooModel(
         needs="transformers",
         make=partial(of, "transformers", name, settings, **options),
         inputs=labelled,
-        blocks=[blocks],
+        blocks=blocks,
         plan=plan,
     )
 
@@ -62,6 +90,20 @@ def _without_cache(options: dict[str, Any]) -> dict[str, Any]:
 
 
 _DECODER = TEXT | {"use_cache": False}
+
+
+def decoder(family: str, plan: str, **options: Any) -> ZooModel:
+    """Return the entry of a model that continues texts, as most families name its parts."""
+    return model_of(
+        f"{family}ForCausalLM",
+        f"{family}Config",
+        "model.layers",
+        plan=plan,
+        **_DECODER,
+        **options,
+    )
+
+
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "n_positions": 32,
@@ -139,7 +181,7 @@ _BART: dict[str, Any] = {
 _CLIP: dict[str, Any] = {
     "projection_dim": 16,
     "text_config": {
-        **{k: v for k, v in TEXT.items() if k != "num_key_value_heads"},
+        **ENCODER,
         "eos_token_id": 2,
         "bos_token_id": 1,
     },
@@ -152,181 +194,103 @@ _CLIP: dict[str, Any] = {
 
 
 TEXT_MODELS: dict[str, ZooModel] = {
-    "GPT-2": language(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        "transformer.h",
-        "gpt2",
-        **_GPT2,
-    ),
-    "Llama": language("LlamaForCausalLM", "LlamaConfig", "model.layers", "llama", **_DECODER),
-    "Qwen2, tied": language(
-        *("Qwen2ForCausalLM", "Qwen2Config", "model.layers", "qwen2"),
-        **_DECODER,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3": language(
-        "Qwen3ForCausalLM", "Qwen3Config", "model.layers", "qwen3", **_DECODER, head_dim=4
-    ),
-    "Gemma 2": language(
-        *("Gemma2ForCausalLM", "Gemma2Config", "model.layers", "gemma2"),
-        **_DECODER,
-        head_dim=4,
-        query_pre_attn_scalar=4,
-    ),
-    "Mistral": language(
-        "MistralForCausalLM", "MistralConfig", "model.layers", "mistral", **_DECODER
-    ),
-    "Mixtral": language(
-        *("MixtralForCausalLM", "MixtralConfig", "model.layers", "mixtral"),
-        **_DECODER,
-        num_local_experts=2,
-        experts_implementation="eager",
-    ),
-    "BERT": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            *("transformers", "BertForMaskedLM", "BertConfig"),
-            **{k: v for k, v in TEXT.items() if k != "num_key_value_heads"},
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ),
-        inputs=lambda: (tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64)),
-        target=padded,
-        loss=by_class,
-        blocks=["bert.encoder.layer"],
+    "GPT-2": model_of("GPT2LMHeadModel", "GPT2Config", "transformer.h", plan="gpt2", **_GPT2),
+    "Llama": decoder("Llama", "llama"),
+    "Qwen2, tied": decoder("Qwen2", "qwen2", tie_word_embeddings=True),
+    "Qwen3": decoder("Qwen3", "qwen3", head_dim=4),
+    "Gemma 2": decoder("Gemma2", "gemma2", head_dim=4, query_pre_attn_scalar=4),
+    "Mistral": decoder("Mistral", "mistral"),
+    "Mixtral": decoder("Mixtral", "mixtral", num_local_experts=2, experts_implementation="eager"),
+    "BERT": model_of(
+        *("BertForMaskedLM", "BertConfig", "bert.encoder.layer"),
+        **ENCODER,
+        inputs=masked,
         plan="bert",
     ),
-    "T5": ZooModel(
-        needs="transformers",
-        make=partial(of, "transformers", "T5ForConditionalGeneration", "T5Config", **_T5),
-        inputs=lambda: (tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64), tokens()),
-        target=padded,
-        loss=by_class,
-        blocks=["encoder.block", "decoder.block"],
+    "T5": model_of(
+        *("T5ForConditionalGeneration", "T5Config", "encoder.block", "decoder.block"),
+        **_T5,
+        inputs=translated,
         plan="t5",
     ),
-    "ViT": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            *("transformers", "ViTForImageClassification", "ViTConfig"),
-            **SEEN,
-            image_size=16,
-            patch_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ),
+    "ViT": model_of(
+        *("ViTForImageClassification", "ViTConfig", "vit.layers"),
+        **SEEN,
+        image_size=16,
+        patch_size=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
         inputs=lambda: (image(),),
         target=classes,
-        loss=by_class,
-        blocks=["vit.layers"],
         plan="vit",
     ),
-    "Whisper": ZooModel(
-        needs="transformers",
-        make=partial(
-            of, "transformers", "WhisperForConditionalGeneration", "WhisperConfig", **_WHISPER
-        ),
+    "Whisper": model_of(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        *("model.encoder.layers", "model.decoder.layers"),
+        **_WHISPER,
         inputs=lambda: (
             torch.randn(SAMPLES, 8, 16, dtype=torch.float64),
             torch.ones(SAMPLES, 16, dtype=torch.int64),
             tokens(),
         ),
-        target=padded,
-        loss=by_class,
-        blocks=["model.encoder.layers", "model.decoder.layers"],
         plan="whisper",
     ),
-    "wav2vec2": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            "transformers",
-            "Wav2Vec2ForSequenceClassification",
-            "Wav2Vec2Config",
-            **SEEN,
-            **_SOUND,
-        ),
+    "wav2vec2": model_of(
+        *("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", "wav2vec2.encoder.layers"),
+        **(SEEN | _SOUND),
         inputs=lambda: (torch.randn(SAMPLES, 400, dtype=torch.float64),),
         target=classes,
-        loss=by_class,
-        blocks=["wav2vec2.encoder.layers"],
         plan="wav2vec2",
     ),
-    "DistilBERT": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            *("transformers", "DistilBertForMaskedLM", "DistilBertConfig"),
-            vocab_size=VOCABULARY,
-            max_position_embeddings=32,
-            n_layers=2,
-            n_heads=4,
-            dim=16,
-            hidden_dim=32,
-            dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        inputs=lambda: (tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64)),
-        target=padded,
-        loss=by_class,
-        blocks=["distilbert.transformer.layer"],
+    "DistilBERT": model_of(
+        *("DistilBertForMaskedLM", "DistilBertConfig", "distilbert.transformer.layer"),
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        n_layers=2,
+        n_heads=4,
+        dim=16,
+        hidden_dim=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        inputs=masked,
         plan="distilbert",
     ),
-    "ALBERT": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            *("transformers", "AlbertForMaskedLM", "AlbertConfig"),
-            **{k: v for k, v in TEXT.items() if k != "num_key_value_heads"},
-            embedding_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ),
-        inputs=lambda: (tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64)),
-        target=padded,
-        loss=by_class,
-        blocks=["albert.encoder"],
+    "ALBERT": model_of(
+        *("AlbertForMaskedLM", "AlbertConfig", "albert.encoder"),
+        **ENCODER,
+        embedding_size=8,
+        inputs=masked,
         plan="auto_tp",
     ),
-    "BART": ZooModel(
-        needs="transformers",
-        make=partial(of, "transformers", "BartForConditionalGeneration", "BartConfig", **_BART),
-        inputs=lambda: (tokens(), torch.ones(SAMPLES, LENGTH, dtype=torch.int64), tokens()),
-        target=padded,
-        loss=by_class,
-        blocks=["model.encoder.layers", "model.decoder.layers"],
+    "BART": model_of(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        *("model.encoder.layers", "model.decoder.layers"),
+        **_BART,
+        inputs=translated,
         plan="bart",
     ),
-    "CLIP": ZooModel(
-        needs="transformers",
-        make=partial(of, "transformers", "CLIPModel", "CLIPConfig", **_CLIP),
+    "CLIP": model_of(
+        *("CLIPModel", "CLIPConfig", "text_model.encoder.layers", "vision_model.encoder.layers"),
+        **_CLIP,
         inputs=lambda: (tokens(), image(16)),
         target=lambda: torch.randint(0, 2, (SAMPLES,)).double(),
         loss=of_pairs,
-        blocks=["text_model.encoder.layers", "vision_model.encoder.layers"],
         plan="auto_tp",
     ),
-    "ConvNeXt": ZooModel(
-        needs="transformers",
-        make=partial(
-            of,
-            *("transformers", "ConvNextForImageClassification", "ConvNextConfig"),
-            hidden_sizes=[8, 16, 16, 16],
-            depths=[1, 1, 1, 1],
-            image_size=32,
-            num_labels=CLASSES,
-        ),
+    "ConvNeXt": model_of(
+        *("ConvNextForImageClassification", "ConvNextConfig", "convnext.encoder.stages"),
+        hidden_sizes=[8, 16, 16, 16],
+        depths=[1, 1, 1, 1],
+        image_size=32,
+        num_labels=CLASSES,
         inputs=lambda: (image(32),),
         target=classes,
-        loss=by_class,
-        blocks=["convnext.encoder.stages"],
         plan="auto_tp",
     ),
-    "Mamba": language(
-        *("MambaForCausalLM", "MambaConfig", "backbone.layers", "auto_tp"),
+    "Mamba": model_of(
+        *("MambaForCausalLM", "MambaConfig", "backbone.layers"),
         vocab_size=VOCABULARY,
         hidden_size=16,
         state_size=4,
@@ -334,10 +298,11 @@ TEXT_MODELS: dict[str, ZooModel] = {
         expand=2,
         time_step_rank=4,
         use_cache=False,
+        plan="auto_tp",
     ),
-    "Qwen2-MoE": language(
-        *("Qwen2MoeForCausalLM", "Qwen2MoeConfig", "model.layers", "auto_tp"),
-        **_DECODER,
+    "Qwen2-MoE": decoder(
+        "Qwen2Moe",
+        "auto_tp",
         num_experts=2,
         num_experts_per_tok=1,
         moe_intermediate_size=16,
@@ -347,18 +312,28 @@ TEXT_MODELS: dict[str, ZooModel] = {
     "Llama, LoRA": ZooModel(
         needs="peft",
         make=lambda: _adapted(),  # noqa: PLW0108 - it is defined below
-        inputs=lambda: (tokens(),),
+        inputs=words,
         target=padded,
         loss=by_class,
         blocks=["base_model.model.model.layers"],
         plan="auto_tp",
     ),
     "GPT-2, labels": owning(
-        "GPT2LMHeadModel", "GPT2Config", "transformer.h", "gpt2", **_without_cache(_GPT2)
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        "transformer.h",
+        plan="gpt2",
+        **_without_cache(_GPT2),
     ),
-    "Llama, labels": owning("LlamaForCausalLM", "LlamaConfig", "model.layers", "llama", **TEXT),
+    "Llama, labels": owning(
+        "LlamaForCausalLM", "LlamaConfig", "model.layers", plan="llama", **TEXT
+    ),
     "T5, labels": owning(
-        "T5ForConditionalGeneration", "T5Config", "encoder.block", "t5", **_without_cache(_T5)
+        "T5ForConditionalGeneration",
+        "T5Config",
+        "encoder.block",
+        plan="t5",
+        **_without_cache(_T5),
     ),
 }
 

@@ -19,6 +19,7 @@ from msrun.supervise import process
 MARK = "MSRUN_TESTS_SESSION"
 # Files whose tests take minutes in all: grids of configurations, clusters, other launchers.
 THOROUGH = (
+    "tests/cluster/pods/test_pods.py",
     "tests/cluster/test_control.py",
     "tests/cluster/test_data_ports.py",
     "tests/cluster/test_faults.py",
@@ -34,6 +35,11 @@ THOROUGH = (
     "tests/cluster/test_strangers.py",
     "tests/cluster/test_table.py",
     "tests/cluster/test_weather.py",
+    "tests/kube/launcher/test_launcher.py",
+    "tests/kube/test_api.py",
+    "tests/kube/test_operator.py",
+    "tests/kube/test_launcher.py",
+    "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",
     "tests/process/api/test_launch.py",
     "tests/process/api/test_notebook.py",
@@ -63,6 +69,7 @@ THOROUGH = (
     "tests/process/faults/test_security.py",
     "tests/process/faults/test_torment.py",
     "tests/process/faults/test_two_lives.py",
+    "tests/sim/servers/test_server_mutants.py",
     "tests/sim/test_fresh_seeds.py",
     "tests/sim/test_mutants.py",
     "tests/torch/auto/test_auto_norms.py",

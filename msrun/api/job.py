@@ -141,7 +141,12 @@ class Job(Generic[T]):
         **options: OptionValue,
     ) -> None:
         if isinstance(args, str) or not isinstance(args, Sequence):
-            raise UsageError(f"args={args!r} is no tuple or list of arguments")
+            raise UsageError(
+                f"args={args!r} is no tuple or list of arguments",
+                hint="arguments by name are kwargs"
+                if isinstance(args, Mapping)
+                else f"write [{args!r}]",
+            )
         self._program = program
         self._args = tuple(args)
         self._kwargs = dict(kwargs or {})

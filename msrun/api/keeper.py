@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from msrun import entry
-from msrun.supervise import process
+from msrun.supervise import process, title
 
 if TYPE_CHECKING:
     from msrun.api.reports import AnyReport
@@ -79,6 +79,7 @@ def _is_wanted(sock: socket.socket, caller: int) -> bool:
 
 def _keep(pid: int, caller: int, directory: str) -> NoReturn:
     """Wait for the end of the launcher `pid`, which follows when the program ends."""
+    title.set_name(title.KEEPER)  # by which the launcher knows it, should somebody stop it
     for signum in _PASSED_ON:
         signal.signal(signum, lambda signum, _: process.kill(pid, signum))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)

@@ -27,6 +27,8 @@ OptionValue = Scalar | Sequence[Scalar] | AbstractSet[Scalar] | Mapping[str, obj
 
 # The name of the argument that every job has; the catalog has the long one.
 _SHORT: dict[str, Option[Any]] = {"workers": catalog.WORKERS_PER_NODE}
+# How other launchers call the number of workers.
+_COUNTS = ("num_processes", "nprocs", "nproc", "num_workers", "num_gpus", "gpus", "devices")
 _PROGRAM = (catalog.MODULE, catalog.NO_PYTHON, catalog.RUN_PATH)
 _DEPTH_MAX = 20
 
@@ -80,6 +82,8 @@ def _find(name: str) -> Option[object]:
     known |= {spelling: option for option in TABLE for spelling in _spellings(option)}
     if name in known:
         return known[name]
+    if name in _COUNTS:
+        raise UsageError(f"there is no option {name}", hint="workers=N starts N on this node")
     close = difflib.get_close_matches(name, known)
     raise UsageError(f"there is no option {name}{guess(close)}")
 

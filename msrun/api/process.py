@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGCONT, SIGINT, SIGKILL, SIGTERM
 from typing import TYPE_CHECKING
 
 from msrun.api import call_directory, reports
@@ -145,6 +145,7 @@ class JobProcess:
     def _signal(self, signum: int) -> None:
         if not self.has_ended:
             self._keeper.send_signal(signum)
+            self._keeper.send_signal(SIGCONT)  # should somebody have stopped it
 
     def _kill_workers(self) -> None:
         """Have the scheduler kill all workers, if there is one."""
@@ -175,6 +176,8 @@ class JobProcess:
             # Only now: from here on the job has somebody who ends it.
             self._socket.sendall(GO)
             self._read()
+            # Its launcher has ended, so nobody else would continue it.
+            self._keeper.send_signal(SIGCONT)
             self._keeper.wait()
             if self.result:
                 self._collect(self._files, self.result)

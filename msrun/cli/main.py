@@ -15,7 +15,7 @@ import click
 
 from msrun.cli.output import say, say_error
 from msrun.cli.system import RealSystem, System
-from msrun.cli.verb_table import VERBS
+from msrun.cli.verb_table import ELSEWHERE, VERBS
 from msrun.errors import ExitCode, MsrunError, signal_exit_code
 
 VerbFunction = Callable[[Sequence[str], System], int]
@@ -52,11 +52,16 @@ def main(argv: Sequence[str] | None = None, *, system: System | None = None) -> 
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in VERBS else "run"
-    return guarded(partial(_call, VERBS[name].place), words, system or RealSystem())
+    return guarded(partial(_call, name), words, system or RealSystem())
 
 
-def _call(place: str, words: Sequence[str], system: System) -> int:
-    module, _, function = place.partition(":")
+def _call(name: str, words: Sequence[str], system: System) -> int:
+    if name in ELSEWHERE:
+        from msrun.cli.verbs.elsewhere import find_verb  # Few verbs are about a job elsewhere.
+
+        if remote := find_verb(name, words):
+            return remote(words, system)
+    module, _, function = VERBS[name].place.partition(":")
     verb: VerbFunction = getattr(importlib.import_module(module), function)
     return verb(words, system)
 

@@ -38,6 +38,11 @@ class System(Protocol):
     def open_fleet(self, name: str, texts: Mapping[str, str]) -> FleetLauncher:
         """Return the backend `name` that starts agents on other nodes, with its options."""
 
+    def call_elsewhere(
+        self, launcher: str, verb: str, words: Sequence[str], options: Mapping[str, str]
+    ) -> int:
+        """Carry out a verb where `launcher` runs the job, and return its exit code."""
+
     def token(self) -> str:
         """Return six hex digits that make a job id unique."""
 
@@ -129,6 +134,14 @@ class RealSystem:
         from msrun import backend
 
         return backend.open_fleet(name, texts)
+
+    def call_elsewhere(
+        self, launcher: str, verb: str, words: Sequence[str], options: Mapping[str, str]
+    ) -> int:
+        """Have the backend do it."""
+        from msrun import backend
+
+        return backend.call_elsewhere(launcher, verb, words, options)
 
     def token(self) -> str:
         """Return six hex digits."""

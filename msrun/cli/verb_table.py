@@ -39,7 +39,10 @@ VERBS = {
     "install-shim": Verb(
         "msrun.cli.verbs.shim:install_shim", "Make a command torchrun that runs msrun."
     ),
+    "operator": Verb("msrun.cli.verbs.operator:operator", "Run jobs for a Kubernetes cluster."),
     "calibrate": Verb(
         "msrun.cli.verbs.calibrate:calibrate", "Measure devices and links for search."
     ),
 }
+# These may be about a job that a launcher runs elsewhere.
+ELSEWHERE = ("status", "logs", "stacks", "signal", "drain", "stop")

@@ -94,7 +94,7 @@ def gather_batch(context: RankContext, x: Tensor, dim: int = 0) -> Tensor:
     room[dim] = max(sizes) - x.size(dim)
     parts = all_gather(torch.cat([x, x.new_zeros(room)], dim), group, dim).split(max(sizes), dim)
     pairs = zip(parts, sizes, strict=True)
-    return whole(torch.cat([part.narrow(dim, 0, size) for part, size in pairs], dim))
+    return whole(torch.cat([whole(part).narrow(dim, 0, size) for part, size in pairs], dim))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ than ranks is refused when the loader is made.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol, TypedDict, cast
 
@@ -23,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from msrun.errors import UsageError
 from msrun.parallel.config import DATA_AXIS
-from msrun.parallel.rank_context import EpochEnd, RankContext
+from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.rank_context import EpochEnd, LoaderUse, RankContext
 from msrun.worker.beat import beat
 
 
@@ -175,8 +177,8 @@ class MeshLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         _check_last(self.split)
-        # `rt.step` reads this weight; the loader sets it for as long as its batch is in use.
-        self._weight = context.batch
+        # `rt.step` reads the weights here, of every loader for as long as its batch is in use.
+        self._weights = context.batch
         self._rank = context.coordinate.get(DATA_AXIS, 0)
         self._shuffle = shuffle
         self._seed = seed
@@ -196,15 +198,18 @@ class MeshLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the base class names its own iterator
         """Yield this rank's batches of one epoch, from the position of `load_state_dict` on."""
         self._next = self._first
-        self._weight.is_due, self._weight.end = self.split.is_uneven, self.split.end
+        use = LoaderUse(is_due=self.split.is_uneven, end=self.split.end)
         try:
             for batch in super().__iter__():
                 beat()
-                self._weight.value = self._batch_weight(self._next)
+                use.samples = len(self.split.part(self._next, self._rank))
+                use.value = use.samples * self.split.ranks / self.split.size(self._next)
+                use.tensors = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+                self._weights.latest(use)
                 self._next += 1
                 yield batch
         finally:
-            self._weight.value, self._weight.is_due, self._weight.end = 1.0, False, None
+            self._weights.left(use)
         self._epoch, self._first, self._next = self._epoch + 1, 0, 0
 
     def indices(self) -> Iterator[list[int]]:
@@ -235,11 +240,6 @@ class MeshLoader(DataLoader[Any]):
         self._seed = state["seed"]
         self._epoch = state["epoch"] + is_over
         self._first = self._next = 0 if is_over else batch
-
-    def _batch_weight(self, batch: int) -> float:
-        """Return the weight of this rank's mean in the mean over all ranks."""
-        size = len(self.split.part(batch, self._rank))
-        return size * self.split.ranks / self.split.size(batch)
 
     def _order(self) -> range | list[int]:
         if not self._shuffle:

@@ -7,11 +7,13 @@ that none of them depends on the others, and a test can make a context without `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
@@ -34,31 +36,80 @@ class EpochEnd:
     most: int
 
 
+@dataclass(slots=True, eq=False)
+class LoaderUse:
+    """One loop over a loader; others may run inside of it, such as an evaluation.
+
+    Attributes:
+        value: Samples of this rank's batch, times the number of ranks, divided by the samples of
+            all ranks; 1 if all ranks have equally many.
+        samples: Of this rank's batch; 0 before the first.
+        tensors: Of this rank's batch, for as long as the script keeps them.
+        is_due: Whether the last batch is uneven, and nothing has read the weight yet.
+        end: Last batch.
+    """
+
+    value: float = 1.0
+    samples: int = 0
+    tensors: Sequence[weakref.ref[Tensor]] = ()
+    is_due: bool = False
+    end: EpochEnd | None = None
+
+
 @dataclass(slots=True)
 class BatchWeight:
     """Weight of this rank's current batch in a mean over the job; shared by loader and step.
 
     Attributes:
-        value: Samples of this rank, times the number of ranks, divided by the samples of all
-            ranks; 1 if all ranks have equally many.  The loader sets it while its batch is in use.
         parts: Micro-batches of the running step; 1 outside of one.
-        is_due: Whether a loader whose last batch is uneven is in use, and nothing has read the
-            weight yet.
         is_whole: Whether this rank computes the batch of all ranks, as `verify` does.
-        end: Last batch of the loader in use; None without one.
         scale: Factor of the gradients of the last step, once the terms of its loss were counted.
+        uses: Loops over loaders that have not ended, that of the latest batch last.
     """
 
-    value: float = 1.0
     parts: int = 1
-    is_due: bool = False
     is_whole: bool = False
-    end: EpochEnd | None = None
     scale: float = 1.0
+    uses: list[LoaderUse] = field(default_factory=list)
+
+    @property
+    def current(self) -> LoaderUse:
+        """The loop whose batch is in use; with weight 1 without a loader."""
+        return self.uses[-1] if self.uses else LoaderUse()
+
+    @property
+    def value(self) -> float:
+        """Weight of the batch in use."""
+        return self.current.value
+
+    @property
+    def end(self) -> EpochEnd | None:
+        """Last batch of the loader in use; None without one."""
+        return self.current.end
+
+    def latest(self, use: LoaderUse) -> None:
+        """Let the batch in use be that of `use`."""
+        self.left(use)
+        self.uses.append(use)
+
+    def left(self, use: LoaderUse) -> None:
+        """Note that a loop ended; the batch of the one around it is in use again."""
+        if use in self.uses:
+            self.uses.remove(use)
+
+    def choose(self, tensors: Iterable[Tensor]) -> None:
+        """Let the batch in use be that of which a step got some tensor.
+
+        A script may hold two iterators, and train on the batch of the one that it asked first.
+        """
+        given = {id(tensor) for tensor in tensors} if len(self.uses) > 1 else set()
+        for use in [*self.uses] if given else ():
+            if any(id(reference()) in given for reference in use.tensors):
+                self.latest(use)
 
     def read(self) -> float:
         """Return the weight to somebody who multiplies the loss by it."""
-        self.is_due = False
+        self.current.is_due = False
         return self.value
 
     def check(self) -> None:
@@ -67,7 +118,7 @@ class BatchWeight:
         Raises:
             ModelError: Nobody has read the weight since the loader began.
         """
-        if self.is_due:
+        if self.current.is_due:
             raise ModelError(
                 "the last batch of rt.loader has unlike numbers of samples on the ranks, and this "
                 "loop takes the mean of ranks",

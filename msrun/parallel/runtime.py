@@ -272,6 +272,8 @@ class Runtime:
             self._verifiers.append(verifier)
         if state.dropout_rngs:
             self._dropout_rngs.append(state.dropout_rngs)
+        # Of the class: some of our models refuse hooks of others.
+        nn.Module.register_forward_hook(result, _beat_after)
         return result
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
@@ -619,6 +621,12 @@ class Runtime:
 
 
 _current: Runtime | None = None
+
+
+def _beat_after(*_: object) -> None:
+    """Count a forward pass as progress, as those of an evaluation, which has no steps."""
+    if not torch.compiler.is_compiling():
+        beat()
 
 
 def _forget(runtime: Runtime) -> None:

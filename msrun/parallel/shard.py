@@ -48,6 +48,7 @@ from msrun.parallel.sharded_model import (
     ParameterSnapshot,
     Reduction,
     ShardedModel,
+    each,
     entered,
     refuse_compiled,
     refuse_copies,
@@ -189,6 +190,7 @@ def _shard_by_search(
             dropout_rngs=applied.dropout_rngs,
             hooks=ParameterHooks(applied.model, can_run=False),
         )
+        state.known = applied.known
         return Sharded(applied.model, state, applied.context)
     # The plan is equal to a configuration of the runtime, which runs it without the executor.
     resolved = _resolve_plan(applied.config, applied.context, model)
@@ -301,7 +303,7 @@ def _make_parallel(
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
-        zero.order.check = partial(_check_each, hooks.check, context.batch.check)
+        zero.order.check = partial(each, hooks.check, context.batch.check)
     return ShardedModel(
         model,
         originals.references(),
@@ -310,7 +312,7 @@ def _make_parallel(
             model,
             resolved,
             zero,
-            (partial(_check_each, snapshot.check, context.batch.check), hooks.check),
+            (partial(each, snapshot.check, context.batch.check), hooks.check),
         ),
         partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
@@ -322,11 +324,6 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
     )
-
-
-def _check_each(*checks: Callable[[], None]) -> None:
-    for check in checks:
-        check()
 
 
 def _replicas(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
+    from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
     from msrun.parallel.weights.origin import Origin
 
@@ -212,6 +213,12 @@ def entered(contexts: Iterable[Context]) -> contextlib.ExitStack:
         return stack.pop_all()
 
 
+def each(*checks: Callable[[], None]) -> None:
+    """Run all of `checks`."""
+    for check in checks:
+        check()
+
+
 class ShardedModel:
     """A model after `shard`, with the state that its steps need.
 
@@ -234,12 +241,16 @@ class ShardedModel:
 
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
+        is_watched: Whether a step was looked at for what mixes samples, and not refused.
+        known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
         origin: Names and library of the model before `shard`.
     """
 
     verifier: _Verifier | None = None
     origin: Origin | None = None
+    is_watched = False
+    known: Sequence[Known] = ()
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
@@ -26,6 +26,7 @@ from msrun.parallel.losses.batch import (
     move,
     own_loss,
     read_batch,
+    sample_dim,
     split_batch,
     tensors_in,
 )
@@ -58,6 +59,7 @@ def run_step(
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
+    context.batch.choose(tensors_in(tuple(values)))
     parts = sharded.pipeline().microbatches if sharded.is_pipeline else sharded.microbatches
     check_target(values, parts)
     if context.batch.end:
@@ -122,14 +124,13 @@ def _gradients(
         op=config.reduce.op,
         device=context.device,
     )
-    train = _train_pipeline
-    if not sharded.is_pipeline:
-        train = partial(_train, allows_local=config.batch_norm == "local")
+    train = _train_pipeline if sharded.is_pipeline else _train
+    looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     compared = order.compared_later() if order else contextlib.nullcontext()
     try:
         with sharded.hooks.suspended(), compared:
-            tally = train(context, sharded, ranks, loss_fn, values)
+            tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
     # Before the optimizer step: ranks that gathered modules in different orders are refused while
@@ -138,6 +139,7 @@ def _gradients(
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
     context.batch.scale = tally.scale
+    sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
     return loss
 
@@ -194,7 +196,7 @@ def _train(
     loss_fn: LossFunction | None,
     batch: StepBatch,
     *,
-    allows_local: bool,
+    looks: bool,
 ) -> LossTally:
     """Run forward and backward of all micro-batches; return their losses, of all ranks.
 
@@ -204,28 +206,36 @@ def _train(
         ranks: The data-parallel ranks.
         loss_fn: The loss function.
         batch: Of this rank.
-        allows_local: Whether statistics of each part of the batch are meant.
+        looks: Whether to look for what mixes samples.
     """
     model = sharded.model()
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
     tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch))
+    known = context.batch.current.samples if len(parts) == 1 else 0
+    dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
     may_skip = ranks.size > 1 and sharded.order is None
-    is_first = not (sharded.is_described or sharded.verifier or sharded.has_fixed_shapes)
-    is_first = is_first and not (allows_local or tally.is_whole or is_compiled(model))
-    sharded.is_described = True
-    if is_first and len(parts) > 1:
+    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
+    has_all = sharded.has_fixed_shapes and len(parts) == 1
+    looks = looks and not (has_all or tally.is_whole or is_compiled(model))
+    if looks and len(parts) > 1:
         tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
-            if is_first and not index:
-                loss = _watched(model, tally, loss_fn, part, is_cut=len(parts) > 1)
+            measured = known if dim else samples
+            if looks and not index:
+                watch = SampleWatch(
+                    part.target if sharded.has_fixed_shapes else part, measured, dim
+                )
+                loss = _watched(sharded, tally, loss_fn, part, watch)
+                if error := watch.read(loss.value, is_cut=len(parts) > 1):
+                    tally.refuse(error)
             else:
-                loss = _loss(model, tally, loss_fn, part, samples)
+                loss = _loss(model, tally, loss_fn, part, measured)
             if sharded.order:
                 sharded.order.check_trains(loss.value)
             tally.add(loss, samples)
@@ -240,32 +250,26 @@ def _train(
 
 
 def _watched(
-    model: nn.Module,
+    sharded: ShardedModel,
     tally: LossTally,
     loss_fn: LossFunction | None,
     part: StepBatch,
-    *,
-    is_cut: bool,
+    watch: SampleWatch,
 ) -> PartLoss:
-    """As `_loss`, in the first step; a model that mixes samples is refused or warned of.
+    """As `_loss`, in the first step, under a watch for what mixes samples."""
 
-    Args:
-        model: The model.
-        tally: Of the step.
-        loss_fn: The loss function.
-        part: The first micro-batch.
-        is_cut: Whether there are several.
-    """
-    samples = batch_size(part)
-    with eagerly(), SampleWatch(part, samples) as watch:
-        loss = _loss(model, tally, loss_fn, part, samples)
-    if error := watch.read(loss.value, is_cut=is_cut):
-        tally.refuse(error)
-    return loss
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = sharded.model()(*args, **kwargs)
+        if sharded.known:
+            watch.seed(tensors_in(output), sharded.known)
+        return output
+
+    with eagerly(), watch:
+        return _loss(run, tally, loss_fn, part, watch.samples)
 
 
 def _loss(
-    model: nn.Module,
+    model: Callable[..., Any],
     tally: LossTally,
     loss_fn: LossFunction | None,
     part: StepBatch,
@@ -287,6 +291,8 @@ def _train_pipeline(
     ranks: TallyRanks,
     loss_fn: LossFunction | None,
     batch: StepBatch,
+    *,
+    looks: bool,
 ) -> LossTally:
     """Run the schedule; gradients are reduced once, after the last micro-batch."""
     pipeline = sharded.pipeline()
@@ -298,7 +304,7 @@ def _train_pipeline(
     # The schedule runs many backward passes in an order of its own; none of them is the last one
     # for all parameters, so gradients are reduced after it.
     with sharded.paused(), sharded.computing():
-        tally = pipeline.train_step(inputs, batch.target, loss_fn, ranks)
+        tally = pipeline.train_step(inputs, batch.target, loss_fn, ranks, looks=looks)
     tally.combine()
     sharded.reduce()
     pipeline.reduce_tied()

@@ -124,6 +124,8 @@ def watch_units(
     reduced: Callable[[list[str]], None],
     sparse: Callable[[str], None],
     differentiated: Callable[[], None],
+    *,
+    changed: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call back when modules of `fully_shard` in `model` gather or reduce.
 
@@ -135,6 +137,8 @@ def watch_units(
         sparse: Called with the name of a parameter that has a sparse gradient, before torch fails.
         differentiated: Called when a backward pass makes gradients of gradients possible, before
             torch fails.
+        changed: Called with the name of a parameter whose type, or that of its gradient, is
+            another one than before the first forward, before torch fails.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -142,14 +146,15 @@ def watch_units(
         if isinstance(module, FSDPModule):
             state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
             for group in state._fsdp_param_groups:  # noqa: SLF001
-                _watch_unit(group, partial(gathered, name), reduced, sparse, differentiated)
+                check = partial(_check_gradients, group, sparse, changed)
+                _watch_unit(group, partial(gathered, name), reduced, check, differentiated)
 
 
 def _watch_unit(
     group: Any,
     gathered: Callable[[], None],
     reduced: Callable[[list[str]], None],
-    sparse: Callable[[str], None],
+    check: Callable[[], None],
     differentiated: Callable[[], None],
 ) -> None:
     # Methods of the object are replaced, not of the class: other models in the process stay as
@@ -171,9 +176,7 @@ def _watch_unit(
         pre_backward(*options)
 
     def watched_post_backward(*unused: Any) -> None:
-        for param in group.fsdp_params:
-            if _has_gradient(param) and _gradient(param).is_sparse:
-                sparse(param._param_fqn)  # noqa: SLF001
+        check()
         if group.reduce_grads:
             names = [p._param_fqn for p in group.fsdp_params if _has_gradient(p)]  # noqa: SLF001
             reduced(names)
@@ -185,6 +188,19 @@ def _watch_unit(
 
     group.unshard, group.post_backward = watched_unshard, watched_post_backward
     group.pre_backward, group.wait_for_unshard = watched_pre_backward, plain_wait_for_unshard
+
+
+def _check_gradients(
+    group: Any, sparse: Callable[[str], None], changed: Callable[[str], None]
+) -> None:
+    """Call back for each gradient that `group` cannot reduce."""
+    for param in filter(_has_gradient, group.fsdp_params):
+        gradient, type_of = _gradient(param), param.orig_dtype
+        if gradient.is_sparse:
+            sparse(param._param_fqn)  # noqa: SLF001
+        types = gradient.dtype, param.sharded_param.dtype
+        if types != (param.param_dtype or type_of, type_of):
+            changed(param._param_fqn)  # noqa: SLF001
 
 
 @contextmanager
@@ -475,6 +491,11 @@ def write_count(tensor: Tensor) -> int:
     return int(tensor._version)  # noqa: SLF001 - there is no public form
 
 
+def viewed(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that `tensor` is a view of; None if it is none."""
+    return tensor._base  # noqa: SLF001 - there is no public form
+
+
 def tensors_in(memory: UntypedStorage) -> int:
     """Return how many tensors use `memory`, including views and tensors that only torch holds."""
     users = torch._C._storage_Use_Count(memory._cdata)  # noqa: SLF001 - there is no public form
@@ -664,15 +685,20 @@ def follow_log_variables() -> None:
 def collectives_entered() -> list[tuple[str, int, str]]:
     """Return the latest collective of each process group that this rank has entered.
 
-    Group, number and name each; none where torch keeps no record of its flight.
+    Group, number and name each; none where torch keeps no record of its flight.  NCCL has a record
+    and numbers of its own, also in a group that uses gloo too, so its groups have ` (nccl)` behind
+    their names.  What is enqueued on a device counts as entered.
     """
     from torch._C import _distributed_c10d as c10d
 
     latest: dict[str, tuple[str, int, str]] = {}
-    for entry in json.loads(c10d._dump_fr_trace_json())["entries"]:  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public form
-        group, number = entry["process_group"][0], entry["collective_seq_id"]
-        if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
-            latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
+    for recorder, mark in (("_dump_fr_trace_json", ""), ("_dump_nccl_trace_json", " (nccl)")):
+        dump = getattr(c10d, recorder, None)  # NCCL's only in builds for CUDA
+        entries = json.loads(dump()).get("entries") if dump else None
+        for entry in entries or ():
+            group, number = entry["process_group"][0] + mark, entry["collective_seq_id"]
+            if not entry["is_p2p"] and number >= latest.get(group, ("", 0, ""))[1]:
+                latest[group] = (group, number, entry["profiling_name"].rpartition(":")[2])
     return list(latest.values())
 
 

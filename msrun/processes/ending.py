@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from msrun import environ
+from msrun.bounded_file import open_to_read
 from msrun.cluster.verdict import RankExit, Verdict, render, render_seconds
 from msrun.errors import ExitCode, MsrunError
 from msrun.processes.console import Console
@@ -16,6 +18,7 @@ from msrun.supervise import logs
 
 VERDICT_FILE = "verdict.json"
 _BYTES_MAX = 1 << 20
+_MESSAGE_BYTES_MAX = 4096  # what Kubernetes keeps
 _OF_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS)
 
 
@@ -34,6 +37,7 @@ def report(verdict: Verdict, console: Console, log_dir: str, *, workers: int, to
     except OSError as error:
         console.say(f"warning: {Path(log_dir, VERDICT_FILE)} was not written: {error.strerror}")
     if verdict.code:
+        _leave_message(verdict)
         console.say(render(verdict))
         return
     for process in verdict.stuck:
@@ -76,6 +80,14 @@ def record(
         _write(verdict, Path(log_dir, VERDICT_FILE))
 
 
+def _leave_message(verdict: Verdict) -> None:
+    """Tell Kubernetes what the exit code of this pod means, where this is a pod."""
+    if path := environ.message_file():
+        words = f"exit code {verdict.code}: {verdict.reason}".encode(errors="replace")
+        with contextlib.suppress(OSError):
+            Path(path).write_bytes(words[:_MESSAGE_BYTES_MAX])
+
+
 def in_words(error: Exception) -> Exception:
     """Return `error`, as a sentence if its reason is a limit of the machine and no bug of ours."""
     if not isinstance(error, OSError) or error.errno not in _OF_MACHINE:
@@ -90,7 +102,7 @@ def in_words(error: Exception) -> Exception:
 def read(log_dir: str, job_id: str) -> Verdict | None:
     """Return the result that a launcher of that job has written; None when it has not, yet."""
     try:
-        with logs.open_to_read(str(Path(log_dir, VERDICT_FILE))) as file:
+        with open_to_read(str(Path(log_dir, VERDICT_FILE))) as file:
             verdict = msgspec.json.decode(file.read(_BYTES_MAX), type=Verdict)
     except (OSError, msgspec.MsgspecError):
         return None

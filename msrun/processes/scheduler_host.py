@@ -1,7 +1,7 @@
 """Hosts the scheduler of a cluster that is started by hand, in a process without workers.
 
-It holds the socket on which the scheduler listens, starts it again when it dies, and
-passes on to it the signals with which its user stops the job.
+It holds the socket on which the scheduler listens, starts it again when it dies, continues it when
+somebody has stopped it, and passes on to it the signals with which its user stops the job.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import signal
 import msgspec
 
 from msrun import environ
+from msrun.cluster.liveness import heartbeat
+from msrun.cluster.liveness.heartbeat import Finding, HelperLife, Wakefulness
 from msrun.cluster.verdict import Verdict
 from msrun.errors import ExitCode
 from msrun.job import JobSpec
@@ -69,6 +71,9 @@ class SchedulerHost:
             self._console.say(note)
         self._config = scheduler_config(job, formation(job), self._secret, self._dir, alone=True)
         self._scheduler = SchedulerSupervisor(self._config, listening, environ.current())
+        self._lives: dict[int, HelperLife] = {}
+        self._awake = Wakefulness()
+        self._look_at = self._began_at
 
     def run(self) -> Verdict:
         """Host it until its verdict, and report that."""
@@ -84,7 +89,7 @@ class SchedulerHost:
                 f"msrun: {job.job_id}: scheduler of {job.world_size} worker(s) at "
                 f"{job.listen_host}:{job.master_port}; log: {self._config.log_file}"
             )
-            self._loop.run(lambda: None, lambda: None)
+            self._loop.run(lambda: self._look_at, self._look)
         finally:
             self._scheduler.end(_SCHEDULER_SECONDS)
             self._scheduler.close()
@@ -94,6 +99,22 @@ class SchedulerHost:
         workers = job.world_size or 0
         ending.report(self._verdict, self._console, job.log_dir, workers=workers, took=took)
         return self._verdict
+
+    def _look(self) -> None:
+        """Let a scheduler go on that somebody has stopped; nodes that wait for it would not."""
+        now = self._loop.now()
+        if now < self._look_at:
+            return
+        self._look_at = now + heartbeat.LOOK_SECONDS
+        awake_since = self._awake.look(now=now)
+        self._lives = {pid: self._lives.get(pid, HelperLife()) for pid in self._scheduler.pids}
+        for pid, life in self._lives.items():
+            found = life.look(process.state(pid), now=now, awake_since=awake_since)
+            if found is Finding.WAKE:
+                self._console.say(
+                    f"warning: the scheduler (pid {pid}) was stopped by a signal; it is continued"
+                )
+                process.kill(pid, heartbeat.WAKE_SIGNAL)
 
     def _on_signal(self, signum: int) -> None:
         self._console.say(f"msrun: {signal.Signals(signum).name}: stopping the job")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import os
 import re
@@ -14,8 +13,9 @@ from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
+from msrun.bounded_file import open_regular, open_to_read
 from msrun.errors import UsageError
 
 STDOUT, STDERR = 1, 2
@@ -75,13 +75,13 @@ def claim(path: str) -> int:
         OSError: It cannot be made.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    descriptor = _open_regular(path, flags)
+    descriptor = open_regular(path, flags)
     try:
         _lock(descriptor)
         if not _is_ours(os.fstat(descriptor), _OPEN):
             os.unlink(path)  # noqa: PTH108 - of this file all paths are text
             os.close(descriptor)
-            descriptor = _open_regular(path, flags | os.O_EXCL)
+            descriptor = open_regular(path, flags | os.O_EXCL)
             _lock(descriptor)
     except OSError:
         os.close(descriptor)
@@ -108,7 +108,7 @@ def create(path: str) -> int:
     """
     _forget_others(path, _OPEN)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
-    return _open_regular(path, flags)
+    return open_regular(path, flags)
 
 
 def create_or_reopen(path: str) -> int:
@@ -120,7 +120,7 @@ def create_or_reopen(path: str) -> int:
         OSError: It cannot be made.
     """
     _forget_others(path, _WRITABLE)
-    return _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
 
 
 def _forget_others(path: str, modes: int) -> None:
@@ -140,7 +140,7 @@ def _is_ours(status: os.stat_result, modes: int) -> bool:
 
 def reopen(path: str) -> int:
     """Open a log of ours to go on with it."""
-    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+    return open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
 
 def printable(text: str) -> str:
@@ -462,30 +462,10 @@ class Tail:
             return b""
 
 
-def open_to_read(path: str) -> BinaryIO:
-    """Open the regular file `path`, which a worker may have replaced, without waiting.
-
-    A plain `open` of a FIFO waits for its other end, and who waits serves no signal and no peer.
-
-    Raises:
-        OSError: It cannot be opened, or is something else.
-    """
-    return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
-
-
 def open_to_change(path: str) -> int:
     """Return a descriptor that reads and writes anywhere in a log of ours.
 
     Raises:
         OSError: It cannot be opened, or is something else.
     """
-    return _open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    # A regular file does not know O_NONBLOCK, so it changes nothing for who gets the descriptor.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "no regular file", path)
-    return descriptor
+    return open_regular(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -151,6 +151,14 @@ def state(pid: int) -> str | None:
     return _stat_field(pid, 0)
 
 
+def name(pid: int) -> str:
+    """Return the name of `pid` that `top` shows; empty when it is gone."""
+    try:
+        return _thread_name(Path(f"/proc/{pid}")).rstrip("\n")
+    except OSError:
+        return ""
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Return the CPU time that `pid` has used, all its threads together; None when it is gone."""
     user, system = _stat_field(pid, 11), _stat_field(pid, 12)

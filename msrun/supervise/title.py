@@ -10,6 +10,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+KEEPER = "msrun keeper"
+"""Name of the process between a program and the launcher of its job."""
+
 _PR_SET_NAME = 15
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14

@@ -25,7 +25,15 @@ from msrun.supervise import containment, logs, memory_policy, process, title
 from msrun.supervise.forkserver import SpawnContext
 from msrun.supervise.orders import SpawnWorker
 from msrun.supervise.reaper import Next
-from msrun.worker import early_variables, main_module, math_threads, mindspore, stacks, stdio
+from msrun.worker import (
+    early_variables,
+    gloo_peers,
+    main_module,
+    math_threads,
+    mindspore,
+    stacks,
+    stdio,
+)
 
 # Every interpreter does so when it starts; of other programs, pipes rely on the contrary.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -82,6 +90,7 @@ def run_program(kind: str, argv: list[str]) -> NoReturn:
     title.set_name(Path(sys.executable).name)
     title.show_as([sys.executable, *module, *argv], environ.current())
     stacks.show_on_signal()
+    gloo_peers.install()
     main_module.run(kind, argv, record_error)
 
 

@@ -7,12 +7,13 @@ and a file that is not its reader's own is not read: whoever can write it could 
 from __future__ import annotations
 
 import os
-import stat
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from msrun.bounded_file import read_own
 from msrun.errors import UsageError
 
 # Of a function with its arguments, and of the value of one rank.
@@ -20,6 +21,9 @@ BYTES_MAX = 1 << 30
 _TEXT_BYTES_MAX = 64 * 1024
 _SETUP_BYTES_MAX = 1 << 20
 _ORDER_BYTES_MAX = 1 << 24
+# Of files that a rank leaves, and no draft of one.
+_LEFT = ("value", "problem")
+_RANK = re.compile(r"[0-9]{1,9}")
 
 
 class CallSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +86,7 @@ class CallFiles:
     def ranks(self, generation: int) -> list[int]:
         """Return the ranks that have left a value or a problem, ascending."""
         names = [path.name.split("_") for path in self.directory.glob(f"*_{generation}_*")]
-        return sorted({int(n[2]) for n in names if n[0] in ("value", "problem")})
+        return sorted({int(n[2]) for n in names if n[0] in _LEFT and _RANK.fullmatch(n[2])})
 
     def read_value(self, generation: int, rank: int) -> bytes | None:
         """Return what a rank has left as its value; None without."""
@@ -90,11 +94,15 @@ class CallFiles:
 
     def read_problem(self, generation: int, rank: int) -> str:
         """Return why there is no value of a rank; empty where there is one, or none was left."""
-        return (self._read(f"problem_{generation}_{rank}", _TEXT_BYTES_MAX) or b"").decode()
+        return (self._read(f"problem_{generation}_{rank}", _TEXT_BYTES_MAX) or b"").decode(
+            errors="replace"
+        )
 
     def read_traceback(self, generation: int, rank: int) -> str:
         """Return the exception that ended a rank; empty where it left none."""
-        return (self._read(f"traceback_{generation}_{rank}", _TEXT_BYTES_MAX) or b"").decode()
+        return (self._read(f"traceback_{generation}_{rank}", _TEXT_BYTES_MAX) or b"").decode(
+            errors="replace"
+        )
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file that is whole from its first moment."""
@@ -111,18 +119,12 @@ class CallFiles:
             raise UsageError(f"{self.directory / name} is no file of this user's own")
         return data
 
+    def _text(self, name: str) -> str:
+        return (self._read(name, _TEXT_BYTES_MAX) or b"").decode(errors="replace")
+
     def _read(self, name: str, limit: int) -> bytes | None:
         """Return a file of this user's own; None without one."""
-        try:
-            descriptor = os.open(self.directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return None
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            os.close(descriptor)
-            return None
-        with os.fdopen(descriptor, "rb") as file:
-            return file.read() if status.st_size <= limit else None
+        return read_own(self.directory / name, limit)
 
 
 def _clipped(text: str) -> bytes:

@@ -55,15 +55,35 @@ _WRITERS = ("putenv", "setdefault", "update")
 
 def why_exec(configure: Configure) -> str:
     """Return why the workers must load torch themselves; empty when forked ones may have it."""
-    if configure.kind != "script":
-        return ""
-    name = Path(configure.argv[0]).name
     # The compiler is loaded with what a parallel configuration preloads.
     has_compiler = any(module.startswith("msrun.parallel") for module in configure.preload)
-    names = sorted(_set_by_script(os.path.join(configure.cwd, configure.argv[0]), has_compiler))  # noqa: PTH118 - as it was given
+    files = list(_files(configure))
+    names = sorted({name for file in files for name in _set_by_script(file, has_compiler)})
     if not names:
         return ""
+    name = Path(configure.argv[0]).name
     return f"{name} sets {', '.join(names)}, which torch reads only while it is imported"
+
+
+def _files(configure: Configure) -> Iterator[str]:
+    """Yield the files that run as the program; of a module its packages too.  Imports nothing."""
+    program = configure.argv[0]
+    if configure.kind == "script":
+        path = os.path.join(configure.cwd, program)  # noqa: PTH118 - as it was given
+        yield f"{path}/__main__.py" if Path(path).is_dir() else path
+    if configure.kind != "module":
+        return
+    places = [configure.cwd, *sys.path]
+    parts = program.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        spec = importlib.machinery.PathFinder.find_spec(name, places) if places else None
+        if spec is None:
+            return  # running it will say so
+        if spec.origin:
+            yield spec.origin
+        places = list(spec.submodule_search_locations or ())
+    yield from (f"{place}/__main__.py" for place in places)
 
 
 def watch() -> None:

@@ -1,4 +1,8 @@
-"""Stack dumps of a worker at two signals, whatever it is doing."""
+"""Stack dumps of a worker at two signals, whatever it is doing.
+
+They show the main thread alone, which the kernel has handle the signals.  Other threads may run
+meanwhile, and reading the frames of one that runs can end the process by SIGSEGV.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ _DESCRIPTOR = 100
 
 
 def show_on_signal() -> None:
-    """Write the stacks of all threads on either signal, without the help of the interpreter."""
+    """Write stacks on either signal, without the help of the interpreter."""
     faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
     path = environ.rank_file("stack")
     if path is None:
         return
@@ -33,4 +37,4 @@ def show_on_signal() -> None:
             descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
         finally:
             os.close(low)
-        faulthandler.register(AGENT_SIGNAL, file=descriptor, all_threads=True)
+        faulthandler.register(AGENT_SIGNAL, file=descriptor, all_threads=False)

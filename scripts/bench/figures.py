@@ -19,6 +19,8 @@ class Figure(enum.Enum):
     """What is measured: key in JSON, the words for a reader, unit, decimals."""
 
     WALL = ("wall", "start to exit, one all-reduce", "s", 2)
+    WALL_FOLLOWED = ("wall_followed", "the same, a script that sets OMP_NUM_THREADS first", "s", 2)
+    WALL_EXEC = ("wall_exec", "the same, a script that sets KMP_BLOCKTIME first", "s", 2)
     CPU = ("cpu", "CPU time of all processes", "s", 2)
     MEMORY = ("memory", "memory of all processes (PSS)", "MiB", 0)
     WORKER_PSS = ("worker_pss", "one idle worker (PSS)", "MiB", 1)

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL_REDUCE = ROOT / "scripts" / "bench" / "all_reduce.py"
 IDLE = ROOT / "scripts" / "bench" / "idle.py"
 MODULES = {Launcher.MSRUN: "msrun", Launcher.TORCHRUN: "torch.distributed.run"}
+EARLY_VARIABLES = {Figure.WALL_FOLLOWED: "OMP_NUM_THREADS", Figure.WALL_EXEC: "KMP_BLOCKTIME"}
 LIMIT = 120.0
 """Seconds after which a run counts as hanging."""
 
@@ -105,6 +106,19 @@ def measure_start(launcher: Launcher, workers: int) -> Figures:
     return {Figure.WALL: wall, Figure.CPU: _cpu_of_children() - before}
 
 
+def measure_early_variables(launcher: Launcher, workers: int) -> Figures:
+    """Time the same job where the script sets a variable before it imports torch.
+
+    Forked workers follow the first; for the second, each worker of msrun is an interpreter.
+    """
+    found: Figures = {}
+    for figure, name in EARLY_VARIABLES.items():
+        first = f"import os\n\nos.environ[{name!r}] = '1'\n"
+        with _started(launcher, _job(workers), [ALL_REDUCE, workers], first=first) as run:
+            found[figure] = run.exit_time(0) - run.started
+    return found
+
+
 def measure_idle(launcher: Launcher, workers: int) -> Figures:
     """Weigh a job whose workers are all past an all-reduce, then time its end by SIGTERM."""
     with _started(launcher, _job(workers), idle=True) as run:
@@ -168,9 +182,18 @@ def _started(
     program: list[Path | int] | None = None,
     *,
     idle: bool = False,
+    first: str = "",
     env: dict[str, str] | None = None,
 ) -> Iterator[Run]:
     """Start a launcher in a folder of its own; in the end nothing of it is left.
+
+    Args:
+        launcher: Which one.
+        options: Its options.
+        program: Script and arguments; none for the launcher alone.
+        idle: Run `idle.py` instead.
+        first: Lines in front of the script's, in a copy of it.
+        env: Variables of the launcher.
 
     Raises:
         RunFailed: With what the launcher printed last, when the body raises it or hangs.
@@ -181,6 +204,10 @@ def _started(
         argv = [sys.executable, "-m", MODULES[launcher]]
         argv += _own_options(launcher, folder) if job else []
         argv += options
+        if program and first:
+            copy = folder / "program.py"
+            copy.write_text(first + ALL_REDUCE.read_text())
+            program = [copy, *program[1:]]
         argv += map(str, [IDLE, folder] if idle else program or [])
         with (folder / "output").open("wb") as output:
             started = time.monotonic()

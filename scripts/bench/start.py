@@ -105,6 +105,8 @@ def _plan(workers: tuple[int, ...]) -> list[Step]:
     steps = [Step("help", 0, runs.measure_help)]
     for number in workers:
         steps.append(Step("start", number, partial(runs.measure_start, workers=number)))
+        early = partial(runs.measure_early_variables, workers=number)
+        steps.append(Step("variables", number, early))
         steps.append(Step("idle", number, partial(runs.measure_idle, workers=number)))
     restart = partial(runs.measure_restart, workers=SMALL_JOB)
     return [*steps, Step("restart", SMALL_JOB, restart)]

@@ -162,6 +162,7 @@ class FakeWorld:
     replies: list[object] = field(default_factory=list)
     clients: list[FakeClient] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
+    elsewhere: list[tuple[object, ...]] = field(default_factory=list)
 
     def environment(self):
         return self.variables
@@ -187,6 +188,10 @@ class FakeWorld:
 
     def open_fleet(self, name, texts):
         return FakeFleet(backend.open_fleet(name, texts), self.plans)
+
+    def call_elsewhere(self, *words):
+        self.elsewhere.append(words)
+        return 7
 
     def token(self):
         return "0a1b2c"

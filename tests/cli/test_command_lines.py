@@ -35,6 +35,11 @@ def fields(job, names):
             "--rdzv-endpoint [::1]:29400 --rdzv-conf join_timeout=300 train.py",
             {"master_addr": "::1", "master_port": 29400, "join_timeout": 300.0},
         ),
+        (
+            """--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=localhost:1234
+            '--rdzv-conf="join_timeout=5,last_call_timeout=1"' train.py""",
+            {"join_timeout": 5.0, "last_call": 1.0},
+        ),
         ("--rdzv-id none --rdzv-endpoint '' --rdzv-conf '' train.py", {"master_addr": None}),
         ("--max-restarts=3 --role trainer train.py", {"role": "trainer"}),
         ("--start-method spawn train.py", {"start_method": StartMethod.EXEC}),
@@ -310,6 +315,14 @@ def test_default_job_ids(msrun, here, words, job_id):
         ),
         ("--exclude-after 1", "--exclude-after 1 has no effect on one node"),
         (
+            "--rdzv-conf close_timeout=5,is_host=1,join_timeout=9",
+            (
+                "--rdzv-conf close_timeout=5,is_host=1,join_timeout=9: close_timeout, is_host has "
+                "no effect on msrun's rendezvous (--join-timeout is the time for all nodes to "
+                "register)"
+            ),
+        ),
+        (
             "--signals-to-handle SIGTERM,INT",
             ("--signals-to-handle SIGTERM,INT: the job ends on SIGHUP, SIGQUIT as well"),
         ),
@@ -330,7 +343,14 @@ def test_what_has_no_effect_is_noted(msrun, words, note):
     [
         ("", {}, 10.0),
         ("--worker_num=1 --local_worker_num=1", {}, 10.0),
-        ("--nproc_per_node=1", {}, 10.0),
+        # Torchrun's, where a word is torchrun's alone.
+        ("--nproc_per_node=1", {}, 30.0),
+        ("--nproc_per=1", {}, 30.0),
+        ("--standalone --workers-per-node=1", {}, 30.0),
+        ("--rdzv-backend=c10d", {}, 30.0),
+        ("", {"PET_NPROC_PER_NODE": "1"}, 30.0),
+        ("--workers-per-node=1 --max-restarts=1 -t 3", {}, 10.0),
+        ("--nproc_per_node=1", {"MSRUN_GRACE": "5s"}, 5.0),
         ("--nproc-per-node=1 --grace 5s", {}, 5.0),
         ("--nproc-per-node=1 --shutdown-timeout 0", {}, 0.0),
         ("--nproc-per-node=1", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7.0),
@@ -352,6 +372,31 @@ def test_the_same_interpreter_changes_nothing(msrun):
     program = msrun("train.py", PYTHON_EXEC=sys.executable).job.program
 
     assert program.kind is ProgramKind.SCRIPT
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "note"),
+    [
+        ("train.py --nproc-per-node 8", {}, "the script gets --nproc-per-node: options of msrun"),
+        ("train.py --worker_num=8", {}, "the script gets --worker_num=8: options of msrun stand"),
+        ("train.py", {"SLURM_JOB_NUM_NODES": "4"}, "this job runs on 1 of the 4 nodes that Slurm"),
+        ("--nproc-per-node 2 train.py --nproc-per-node 8", {}, ""),
+        ("--nnodes 1 train.py", {"SLURM_JOB_NUM_NODES": "4"}, ""),
+        ("train.py", {"SLURM_JOB_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "1"}, ""),
+    ],
+)
+def test_a_job_that_is_smaller_than_meant_is_noted(msrun, words, variables, note):
+    outcome = msrun(words, **variables)
+
+    assert outcome.code == 0
+    assert outcome.err.startswith(f"note: {note}" if note else "")
+    assert outcome.err.count("\n") == bool(note)
+
+
+def test_a_python_script_may_be_one_of_the_shell_too(msrun, here):
+    (here / "tool").write_text("#!/bin/sh\n'''exec' python \"$0\"\n' '''\n")
+
+    assert msrun("tool").job.program.kind is ProgramKind.SCRIPT
 
 
 def test_an_interpreter_that_is_not_there_is_refused(msrun):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import yaml
 
 from msrun.cli.options.fleet import FLEET_TABLE
 from msrun.fleet import parse_order
@@ -100,6 +101,12 @@ def test_workers_are_told_of_a_table_that_is_the_jobs(submitted, hosts, words, i
     assert plan.fleet.env == expected
 
 
+def test_agents_learn_of_torchruns_time_to_end(submitted):
+    plan = submitted("--launcher ssh --hostfile hosts --nproc-per-node 2 train.py")
+
+    assert "--grace=30s" in words_of(plan)[0]
+
+
 def test_nodes_that_come_and_go(submitted):
     plan = submitted("--launcher ssh --hostfile hosts --nnodes 1:3 train.py")
 
@@ -152,6 +159,30 @@ TEXTS = {
     "requeue": ("slurm", "true", ""),
     "output": ("slurm", "o", ""),
     "sbatch-args": ("slurm", "--exclusive", ""),
+    "image": ("kubernetes", "t", "--image"),
+    **{
+        name: ("kubernetes", text, "--image=t --nnodes=2")
+        for name, text in {
+            "namespace": "team",
+            "context": "lab",
+            "resources": "cpu=8",
+            "shm": "1Gi",
+            "volumes": "pvc:a:/a",
+            "workdir": "/train",
+            "ship": "true",
+            "ttl": "1h",
+            "node-selector": "a=b",
+            "tolerations": "gpu",
+            "topology-spread": "zone",
+            "priority-class": "high",
+            "service-account": "s",
+            "image-pull-secrets": "s",
+            "suspend": "true",
+            "k8s-kind": "jobset",
+            "k8s-queue": "q",
+            "k8s-patch": "patch.yaml",
+        }.items()
+    },
 }
 
 
@@ -164,7 +195,8 @@ def test_every_option_is_tried():
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_form_means_the_same(submitted, hosts, name):
     launcher, text, more = TEXTS[name]
-    words = [f"--launcher={launcher}", *([more] if "=" in more else [])]
+    words = [f"--launcher={launcher}", *(more.split() if "=" in more else [])]
+    (hosts / "patch.yaml").write_text("metadata: {annotations: {who: me}}\n")
     (hosts / "job.yaml").write_text(f"{name}: {json.dumps(text)}\n")
     without = None if more.startswith("--") and "=" not in more else submitted([*words, "train.py"])
 
@@ -175,6 +207,50 @@ def test_every_form_means_the_same(submitted, hosts, name):
 
     assert others == [by_flag] * 2
     assert by_flag != without
+
+
+KUBERNETES = "--launcher kubernetes --image t --job-id j --nnodes 2 train.py --lr 3e-4"
+
+
+@pytest.mark.usefixtures("hosts")
+def test_manifests_are_printed_as_they_are(msrun, system):
+    printed = msrun(f"plan {KUBERNETES}")
+    found = list(yaml.safe_load_all(printed.out))
+
+    assert (printed.code, printed.err) == (0, "")
+    assert [(each["kind"], each["metadata"]["name"]) for each in found] == [
+        ("Service", "j"),
+        ("Job", "j"),
+    ]
+    container = found[1]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"] == ["train.py", "--lr", "3e-4"]
+    assert system.plans == []
+
+
+def test_manifests_are_written_as_they_are_printed(msrun, hosts):
+    printed = msrun(f"plan {KUBERNETES}")
+    written = msrun(f"plan -o new/dir {KUBERNETES}")
+
+    files = sorted((hosts / "new/dir").iterdir(), reverse=True)
+    assert [file.name for file in files] == ["service.yaml", "job.yaml"]
+    assert (written.out, written.err) == ("", "note: service.yaml, job.yaml are in new/dir\n")
+    assert "---\n".join(file.read_text() for file in files) == printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("-o d train.py", "-o d needs a backend that starts other nodes"),
+        (f"-o train.py/d {KUBERNETES}", "-o train.py/d cannot be written: Not a directory"),
+        (
+            "-o d --launcher ssh --hostfile hosts train.py",
+            "-o d: this backend has no files to write",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("hosts")
+def test_files_that_are_not_written(msrun, words, sentence):
+    assert msrun(f"plan {words}").err.splitlines()[0] == f"error: {sentence}"
 
 
 @pytest.mark.usefixtures("hosts")

@@ -37,6 +37,9 @@ FLAGS = words(
 --mpirun-args
 --partition --time --account --gpus-per-node --cpus-per-node --signal-seconds --requeue --output
 --sbatch-args
+--image --namespace --context --resources --shm --volumes --workdir --ship --ttl --node-selector
+--tolerations --topology-spread --priority-class --service-account --image-pull-secrets --suspend
+--k8s-kind --k8s-queue --k8s-patch
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
 --framework
@@ -66,7 +69,7 @@ def flags(table):
 
 def test_the_flags_are_frozen():
     assert flags(TABLE) == FLAGS
-    assert flags(PLAN_TABLE)[len(FLAGS) :] == ["--all", "--env-of", "--json"]
+    assert flags(PLAN_TABLE)[len(FLAGS) :] == ["--all", "--env-of", "--json", "--output-dir", "-o"]
 
 
 @pytest.mark.parametrize("peer", [TORCHRUN, MINDSPORE], ids=["torchrun", "mindspore"])

@@ -11,6 +11,7 @@ job:
   workers-per-node  2                              flag --nproc-per-node
   start-method      fork                           default
   max-restarts      3                              environment PET_MAX_RESTARTS
+  grace             30s                            flag --nproc-per-node
   log-dir           HERE/msrun_logs/train-0a1b2c  default
 
 command:
@@ -46,7 +47,7 @@ job:
   max-restarts        0                   default
   restart-window      1h                  flag --restart-window
   no-progress-limit   0                   default
-  grace               10s                 default
+  grace               30s                 flag --rdzv-endpoint
   hang-timeout        -                   default
   detect-idle         inf                 default
   log-dir             /tmp/new/logs       flag --log-dir
@@ -90,6 +91,7 @@ job:
   master-addr       node1                         flag --master-addr
   workers-per-node  2                             flag --nproc-per-node
   start-method      fork                          default
+  grace 30s flag --nproc-per-node
   log-dir           HERE/msrun_logs/nightly       default
 
 formation:

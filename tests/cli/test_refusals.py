@@ -22,6 +22,9 @@ MINDSPORE_RULES = {
 
 def test_the_transcript(msrun, system, here):
     (here / "dangling").symlink_to("nothing")
+    (here / "pkg" / "train.py").touch()
+    (here / "train.ipynb").write_text("{}")
+    (here / "job.sh").write_text("#!/bin/bash -l\necho x\n")
     (here / "mesh.yaml").write_text("mesh: {dp: -1, tp: 2}\n")
     (here / "broken.yaml").write_text("mesh: {dp: 2\n")
     for name, rule in MINDSPORE_RULES.items():

@@ -84,7 +84,7 @@ def test_every_option_is_tried():
 DESCRIBED = {
     *("node-rank", "worker-num", "master-addr", "master-port", "job-id", "secret-file"),
     *("workers-per-node", "hang-timeout", "log-dir", "tail", "tee", "redirects"),
-    *("bind-core", "bind-numa"),
+    *("bind-core", "bind-numa", "grace"),
 }
 
 
@@ -138,6 +138,9 @@ def test_every_form_means_the_same(msrun, here, name, text):
         others.append(msrun([job_file(here, f"{name.replace('-', '_')}: {value}\n"), "train.py"]))
 
     assert by_flag.job == msgspec.convert(msgspec.to_builtins(by_flag.job), JobSpec)
+    if name == "workers-per-node":  # torchrun's own word for it brings torchrun's grace
+        torchruns = others.pop(2).job
+        assert torchruns == msgspec.structs.replace(by_flag.job, grace=30.0)
     assert [other.job for other in others] == [by_flag.job] * len(others)
 
 
@@ -257,7 +260,7 @@ def test_variables_of_the_workers_add_up(msrun, here):
             {"MSRUN_ROLE": "a\x1b[2J", "MSRUN_HOSTFILE": "a\x1b[2J"},
             (
                 r"environment MSRUN_HOSTFILE='a\x1b[2J' needs a backend that starts other nodes"
-                "\n  hint: choose --launcher ssh, mpirun, slurm"
+                "\n  hint: choose --launcher ssh, mpirun, slurm, kubernetes"
             ),
         ),
     ],

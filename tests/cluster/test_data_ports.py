@@ -1,9 +1,10 @@
 """Strangers at the ports on which gloo exchanges tensors, while the store is closed to them.
 
 Gloo takes every connection that begins with the number of one that it waits for, and these are
-small.  So a stranger can take the place of a rank, and end the job.  What we promise is that none
-of their code runs where ranks exchange tensors alone, and that the job ends in bounded time, with
-the right result or with a verdict that says which rank failed and how.
+small.  So a stranger can take the place of a rank, and end the job.  What we promise is that it
+ends in bounded time, with the right result or with a verdict that says which rank failed and how.
+On one node nothing that comes from another user is used, and the verdict names that user.  On
+several nodes none of their code runs where ranks exchange tensors alone.
 """
 
 import json
@@ -22,6 +23,7 @@ CROWD = 3000
 GROUP_SECONDS = 10
 # Starting torch on a busy machine, what the group waits for twice, and the end of the others.
 END_SECONDS = 90
+NAMED = f"user {USER} of this machine has taken the place of a rank"
 PORTS = re.compile(r"\[\d+\]")
 
 # Connects again and again, in one of several ways, and says when it has done so the first time.
@@ -41,12 +43,20 @@ def said(number):
         "silent": b"",
         "garbage": os.urandom(4096),
         "place": first,
+        "answer": first,
         "place-garbage": first + os.urandom(4096),
         "place-load": first + b"".join(
             header(kind, slot, len(load)) + load
             for slot in (0, 7 << 56, (7 << 56) + 1) for kind in (0, 1)
         ),
     }[mode]
+# What `broadcast_object_list` gets: the length of a pickle, then the pickle.
+def answer(data):
+    for at in range(0, len(data) // 48 * 48, 48):
+        _, kind, slot, _, size, _ = struct.unpack_from("<6Q", data, at)
+        if kind == 3:  # the peer has memory for a message
+            part = struct.pack("<q", len(load)) if size == 8 else load
+            yield struct.pack("<6Q", 48 + len(part), 1, slot, 0, len(part), 0) + part
 poll, open_ = select.epoll(), {}
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -69,7 +79,10 @@ print("ready", flush=True)
 while True:
     for fd, _ in poll.poll(1):
         try:
-            gone = not open_[fd].recv(65536)
+            data = open_[fd].recv(65536)
+            gone = not data
+            if mode == "answer":
+                open_[fd].sendall(b"".join(answer(data)))
         except BlockingIOError:
             continue
         except OSError:
@@ -79,7 +92,7 @@ while True:
             open_.pop(fd).close()
 """
 
-# All ranks but the last wait in gloo, listening, until the last one may go.
+# All ranks but one, the last, wait in gloo, listening, until that one may go.
 WORKER = f"""
     import json, os, sys, threading, time
     from datetime import timedelta
@@ -98,9 +111,10 @@ WORKER = f"""
             time.sleep(0.01)
         print(json.dumps(ports), flush=True)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank < size - 1:
+    late = size - 1
+    if rank != late:
         threading.Thread(target=tell, daemon=True).start()
-    while rank == size - 1 and not Path(sys.argv[1]).exists():
+    while rank == late and not Path(sys.argv[1]).exists():
         time.sleep(0.01)
     dist.init_process_group("gloo", timeout=timedelta(seconds={GROUP_SECONDS}))
     for step in range(100):
@@ -111,30 +125,45 @@ WORKER = f"""
     print("right", flush=True)
     dist.destroy_process_group()
 """
+# The one that is late is rank 0, and the others get objects from it.  Gloo compares two ports by
+# their bytes, the second first, to decide which rank connects to the other: it shall be rank 0.
+OBJECTS = WORKER.replace("late = size - 1", "late = 0").replace(
+    "    dist.init",
+    """    if rank == late:
+        Path("/proc/sys/net/ipv4/ip_local_port_range").write_text("20720 20735")
+    dist.init""",
+)
+OBJECTS = OBJECTS.replace(
+    "    for step in",
+    """    box = [None if rank else "ours"]
+    dist.broadcast_object_list(box, src=0)
+    for step in""",
+)
 
 
 @pytest.fixture
 def attacked(new_lab, form, launch):
     """Run a job of four ranks on hosts, with strangers at its data ports; return how it ended."""
 
-    def run(hosts, mode, count=CONNECTIONS):
+    def run(hosts, mode, count=CONNECTIONS, worker=WORKER, *options):
         lab = new_lab(*hosts, "stranger")
         go = lab.folder / "go"
-        words = [script(lab.folder, WORKER), go]
+        words = [script(lab.folder, worker), go]
         if len(hosts) == 1:
-            nodes = [launch(lab.host(hosts[0]), "--workers-per-node", 4, *words)]
+            nodes = [launch(lab.host(hosts[0]), "--workers-per-node", 4, *options, *words)]
         else:
             nodes = form(lab.hosts[:-1], "--nnodes", 2, "--workers-per-node", 2, *words)
         of_ranks = [node for node in nodes for _ in range(4 // len(nodes))]
         logs = lambda: [node.log(rank) for rank, node in enumerate(of_ranks)]  # noqa: E731
-        until(lambda: all(map(PORTS.search, logs()[:-1])), "for gloo to listen")
-        ports = [json.loads(PORTS.search(log).group())[0] for log in logs()[:-1]]
+        early = slice(-1) if worker == WORKER else slice(1, None)
+        until(lambda: all(map(PORTS.search, logs()[early])), "for gloo to listen")
+        ports = [json.loads(PORTS.search(log).group())[0] for log in logs()[early]]
         if len(hosts) == 1:
             outside, user = lab.host(hosts[0]), USER
             places = [f"127.0.0.1:{port}" for port in ports]
         else:
             outside, user = lab.host("stranger"), None
-            addresses = [lab.host(hosts[rank // 2]).ipv4 for rank in range(3)]
+            addresses = [lab.host(hosts[rank // 2]).ipv4 for rank in range(4)[early]]
             places = [f"{a}:{port}" for a, port in zip(addresses, ports, strict=True)]
         mark = lab.folder / "ran"
         crowd = stranger(outside, ATTACK, mode, count, mark, *places, user=user)
@@ -189,7 +218,19 @@ def test_who_does_not_know_the_protocol_has_no_effect(attacked, hosts, mode):
 )
 def test_who_takes_a_ranks_place_ends_the_job_and_runs_nothing(attacked, hosts, mode):
     """D-03, D-04, D-05."""
-    check(hosts, *attacked(hosts, mode))
+    codes, logs, verdicts = attacked(hosts, mode)
+    check(hosts, codes, logs, verdicts)
+    if len(hosts) == 1:  # gloo may have closed what sent garbage
+        assert re.search(f"{NAMED}|a stranger had taken its place", verdicts[0]["root"]["error"])
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_another_user_who_answers_for_rank_0_is_named_and_runs_nothing(attacked, start):
+    """D-07: before the first collective, the kernel tells whose each connection is."""
+    codes, _, verdicts = attacked(("a",), "answer", 1, OBJECTS, "--start-method", start)
+
+    assert codes == [1]
+    assert NAMED in verdicts[0]["root"]["error"]
 
 
 @HOSTS

@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
-from support import PATIENCE
+from support import PATIENCE, until
 
 pytestmark = pytest.mark.process
 
@@ -69,3 +70,25 @@ def test_the_scheduler_is_refused_on_a_host_without_its_address(new_lab):
     err = scheduler.communicate(timeout=PATIENCE)[1]
     assert scheduler.returncode == 2
     assert "environment MS_SCHED_HOST=a is no address of this machine" in err
+
+
+def test_a_scheduler_that_is_stopped_while_nodes_wait_is_continued(new_lab):
+    a, b = new_lab("a", "b").hosts
+    scheduler = start(a, "MS_SCHED")
+    workers = [start(host, "MS_WORKER") for host in (a, b)]
+
+    def stopped():
+        names = [process for process in a.processes() if process.name() == "msrun scheduler"]
+        for process in names:
+            process.suspend()
+        return names
+
+    until(stopped, "for the scheduler")
+    began = time.monotonic()
+    workers.append(start(b, "MS_WORKER"))
+
+    finish(*workers)
+    err = scheduler.communicate(timeout=PATIENCE)[1]
+    assert time.monotonic() - began < 30
+    assert "was stopped by a signal; it is continued" in err
+    assert scheduler.returncode == 0

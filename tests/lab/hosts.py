@@ -14,6 +14,7 @@ that made it, however that ends: `namespaces.py` says why.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -105,6 +106,19 @@ class Lab:
         for host in hosts:
             host.plug_in(self._answer())
 
+    def add(self, name: str) -> Host:
+        """Switch on one more host, with the lowest free address."""
+        used = {host.number for host in self.hosts}
+        number = next(number for number in itertools.count(1) if number not in used)
+        host = Host(self, name, number)
+        self.hosts.append(host)
+        self.boot(host)
+        return host
+
+    def remove(self, host: Host) -> None:
+        """Forget a host that is off, so that others can have its address."""
+        self.hosts.remove(host)
+
     def _answer(self) -> int:
         line = self._keeper.stdout.readline()
         if not line:
@@ -144,6 +158,7 @@ class Host:
     def __init__(self, lab: Lab, name: str, number: int) -> None:
         self.lab = lab
         self.name = name
+        self.number = number
         self.pid = 0
         self.ipv4 = f"10.77.0.{number}"
         self.ipv6 = f"fd00:77::{number:x}"

@@ -31,7 +31,7 @@ def test_two_workers_reduce(launch, tmp_path):
     job = launch(OURS, ["-n", 2, "--log-dir", "logs", script(tmp_path, TRAIN)])
 
     assert job.wait() == 0
-    assert job.written() == said(3)
+    assert job.files() == said(3)
     assert "mindspore_scheduler.log" in job.logs()
 
 
@@ -42,7 +42,7 @@ def test_workers_that_are_forked_with_torch_reduce(launch, tmp_path):
     job = launch(OURS, ["-n", 2, script(tmp_path, HIDDEN)])
 
     assert job.wait() == 0
-    assert job.written() == said(3)
+    assert job.files() == said(3)
 
 
 def test_a_restart_reduces_again(launch, tmp_path):
@@ -52,4 +52,4 @@ def test_a_restart_reduces_again(launch, tmp_path):
     job = launch(OURS, ["-n", 2, "--max-restarts", 1, script(tmp_path, failing)])
 
     assert job.wait() == 0
-    assert job.written() == said(3, 3)
+    assert job.files() == said(3, 3)

@@ -127,7 +127,7 @@ def test_a_line_means_the_same(both, line):
     assert codes == [verdict.ours, verdict.theirs]
     for side in sides:
         until(lambda side=side: len(side.written()) == verdict.workers, "for all workers")
-    assert sides[0].written() == sides[1].written()
+    assert sides[0].files() == sides[1].files()
     assert [logs(side) for side in sides if verdict.workers] == [verdict.logs] * 2 * bool(
         verdict.workers
     )
@@ -149,7 +149,7 @@ def test_workers_without_their_local_number_are_all_here(launch, tmp_path):
     sides = [launch(command, words) for command in (OURS, THEIRS)]
 
     assert [side.wait() for side in sides] == [0, 1]
-    assert [sorted(side.written()) for side in sides] == [["said-0", "said-1"], []]
+    assert [sorted(side.files()) for side in sides] == [["said-0", "said-1"], []]
 
 
 def test_options_of_the_script_are_its_own(launch, tmp_path):
@@ -159,7 +159,7 @@ def test_options_of_the_script_are_its_own(launch, tmp_path):
     sides = [launch(command, words) for command in (OURS, THEIRS)]
 
     assert [side.wait() for side in sides] == [0, 2]
-    assert json.loads(sides[0].written()["said-0"])["args"] == ["--b=1"]
+    assert json.loads(sides[0].files()["said-0"])["args"] == ["--b=1"]
 
 
 def test_devices_may_be_bound_in_any_order(launch, tmp_path):
@@ -170,7 +170,7 @@ def test_devices_may_be_bound_in_any_order(launch, tmp_path):
     sides = [launch(command, words) for command in (OURS, THEIRS)]
 
     assert [side.wait() for side in sides] == [0, 0]
-    bound = [[json.loads(said)["cpus"] for said in side.written().values()] for side in sides]
+    bound = [[json.loads(said)["cpus"] for said in side.files().values()] for side in sides]
     assert bound[0] == [[0], [1]]
     assert all(len(cpus) > 1 for cpus in bound[1])
 
@@ -182,5 +182,5 @@ def test_no_cluster_is_simulated(launch, tmp_path):
     sides = [launch(command, words) for command in (OURS, THEIRS)]
 
     assert [side.wait() for side in sides] == [2, 0]
-    until(lambda: sorted(sides[1].written()) == ["said-5"], "for the one process")
+    until(lambda: sorted(sides[1].files()) == ["said-5"], "for the one process")
     assert "--sim_level 1 is refused: msrun simulates no cluster" in sides[0].err

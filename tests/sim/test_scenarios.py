@@ -93,7 +93,15 @@ class SchedulerScript(Script):
         self.written = []
         self.began = []
 
-    def start(self, nnodes="1", join_timeout="60", last_call="5", worker_num=None, **limits):
+    def start(
+        self,
+        nnodes="1",
+        join_timeout="60",
+        last_call="5",
+        worker_num=None,
+        replaces="no",
+        **limits,
+    ):
         known = inspect.signature(RestartLimits).parameters
         numbers = {name: float(value) for name, value in limits.items() if name in known}
         assert numbers.keys() == limits.keys()
@@ -112,6 +120,7 @@ class SchedulerScript(Script):
             "formation": self.formation,
             "join_timeout": float(join_timeout),
             "last_call": float(last_call),
+            "replaces": replaces == "yes",
         }
         self.limits = RestartLimits(**numbers)
         self.state = self._machine()

@@ -35,3 +35,8 @@ def test_a_seed_tells_the_whole_story(seed):
 
     assert first == second
     assert stories[0] == transcript.replay(stories[0])
+
+
+@pytest.mark.parametrize("seed", [127758725003695])
+def test_a_seed_that_once_broke_a_promise_holds_it(seed):
+    assert faults.first_broken([seed]) is None

@@ -28,6 +28,8 @@ from msrun.job import RestartLimits
 
 JOB = "train"
 GRACE = 5.0
+# A deadline is converted between clocks, which is no more exact than this, in seconds.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class World(Observer):
             self._schedule(loss)
         self._schedule(scheduler_events.Tick())
         due = self.scheduler_deadline()
-        self.require(due is None or due > self.now, "I6 a deadline is not acted on", self.scheduler)
+        self._require_acted(due, self.scheduler)
 
     def lose(self, name, incarnation):
         """Tell the scheduler that a life of a node is over, as its kernel says."""
@@ -340,7 +342,11 @@ class World(Observer):
         self._agent(name, agent_events.Tick())
         host = self.hosts[name]
         due = host.deadline() if host.is_up else None
-        self.require(due is None or due > self.now, "I6 a deadline is not acted on", host)
+        self._require_acted(due, host)
+
+    def _require_acted(self, due, actor):
+        is_acted_on = due is None or due > self.now - ROUNDING
+        self.require(is_acted_on, "I6 a deadline is not acted on", actor)
 
     def _keep_time(self, name):
         """Let an agent see first whether its lease is over, as its process does."""

@@ -48,6 +48,7 @@ from msrun.parallel.torch_compat import (
     strided_shard,
     takes_device,
     tensors_in,
+    viewed,
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
@@ -400,6 +401,8 @@ def test_write_count_is_that_of_all_views():
 
     assert write_count(tensor) == before + 1
     assert write_count(tensor[1:]) == before + 1
+    assert viewed(tensor[1:]) is tensor
+    assert viewed(tensor) is None
 
 
 def test_tensors_in_a_memory_are_counted_with_views():

@@ -3,67 +3,28 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from support import alive, environment, until
+from sides import side_by_side
 
 # Both start at once on a busy machine, and torchrun alone takes seconds.
 PATIENCE = 90.0
 OURS, THEIRS = "msrun", "torchrun"
 
 
-@dataclass
-class Side:
-    """One run of a program by one of the two commands."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-    err: str = ""
-
-    def wait(self) -> int:
-        _, self.err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode
-
-    def written(self) -> list[str]:
-        """Return what the workers left in their working directory, by name of the file."""
-        return [path.read_text() for path in sorted(self.folder.glob("said-*"))]
-
-
 @pytest.fixture
 def launch(tmp_path):
     """Start one of the two commands in a folder of its own; nothing of it may be left."""
     assert shutil.which(THEIRS), "torchrun is not on PATH"
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
-    started = []
+    with side_by_side(tmp_path / "run", PATIENCE) as start:
 
-    def start(command, words, *, folder="", env=None):
-        place = tmp_path / (folder or command)
-        place.mkdir(exist_ok=True)
-        module = "msrun" if command == OURS else "torch.distributed.run"
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, words)],
-            cwd=place,
-            env=environment(runtime) | dict(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(Side(process, place))
-        return started[-1]
+        def launched(command, words, *, folder="", env=None):
+            module = "msrun" if command == OURS else "torch.distributed.run"
+            program = [sys.executable, "-m", module, *words]
+            return start(program, tmp_path / (folder or command), env)
 
-    yield start
-    for side in started:
-        if side.process.poll() is None:
-            side.process.kill()
-            side.process.communicate()
-        print(f"======== {side.folder.name}, exit code {side.process.returncode}\n{side.err}")
-    until(lambda: not alive(runtime), "for the processes of both commands")
+        yield launched
 
 
 @pytest.fixture

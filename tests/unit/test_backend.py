@@ -100,7 +100,7 @@ def test_a_backend_of_another_distribution_is_loaded_or_refused_with_its_error(t
     out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=30)
 
     assert out == (
-        "['bad', 'dynamic', 'good', 'mpirun', 'slurm', 'ssh']\n"
+        "['bad', 'dynamic', 'good', 'kubernetes', 'mpirun', 'slurm', 'ssh']\n"
         "planned\n"
         "error: --launcher bad (foreign_bad:Bad) cannot be loaded\n"
         "  hint: ModuleNotFoundError: No module named 'no_such_module'\n"

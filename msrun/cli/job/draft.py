@@ -14,7 +14,7 @@ from typing import Any
 
 from msrun.cli.job.console import choose_streams, choose_tail
 from msrun.cli.job.cpu_binding import choose_binding
-from msrun.cli.job.formation import Size, count, find_timeout
+from msrun.cli.job.formation import Size, count, find_grace, find_timeout
 from msrun.cli.job.parallel import Parallel, fit_parallel
 from msrun.cli.job.program import ChosenProgram, job_id_stem
 from msrun.cli.job.rendezvous import (
@@ -32,6 +32,7 @@ from msrun.cli.options.parsers import SIGNALS
 from msrun.cli.options.peers import EVENT_LOG_HANDLER, FRAMEWORK, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import DEFAULT, Given, Level, Settings, strongest
 from msrun.cli.system import System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.job import JOB_ID_PATTERN, Framework, JobSpec, ProgramKind, RestartLimits, StartMethod
 from msrun.supervise.secret import read_secret
@@ -109,6 +110,7 @@ def draft_job(
         rank_table=_rank_table(settings, machine),
         emit_rank_table=emitted,
         detach=not settings.value(options.JOIN),
+        is_replaced=bool(system.environment().get(Pod.NODES)),
         stop_signals=_stop_signals(settings),
         **_fields("", settings, decided),
     )
@@ -147,6 +149,7 @@ def _decide(
         options.LOCAL_ADDR: settings.get(options.LOCAL_ADDR),
         options.JOIN_TIMEOUT: find_timeout(settings, options.JOIN_TIMEOUT),
         options.LAST_CALL: find_timeout(settings, options.LAST_CALL),
+        options.GRACE: find_grace(settings),
         options.JOB_ID: job_id,
         options.SECRET_FILE: _secret_file(settings),
         options.START_METHOD: start_method,

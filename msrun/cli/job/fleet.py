@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from msrun import environ
 from msrun.bounded_file import read_bounded
 from msrun.cli.job.draft import merge_env
+from msrun.cli.job.formation import find_grace
 from msrun.cli.job.program import job_id_stem
 from msrun.cli.options import catalog as options
 from msrun.cli.options import fleet as fleet_options
 from msrun.cli.options.settings import Given, Settings, strongest
-from msrun.cli.options.table import ALL, ENV_OF, JSON
+from msrun.cli.options.table import ALL, ENV_OF, JSON, OUTPUT_DIR
 from msrun.cli.output import answer, say_notes
 from msrun.errors import UsageError
 from msrun.fleet import Fleet, FleetLauncher, FleetPlan
@@ -42,7 +43,7 @@ _NOT_FOR_AGENTS: frozenset[Option[object]] = frozenset(
         *fleet_options.FLEET_TABLE,
         *(options.LAUNCHER, options.CONFIG, options.JOB_ID, options.RDZV_ID),
         *(options.MASTER_ADDR, options.MASTER_PORT, options.SECRET_FILE, options.JOIN),
-        *(ALL, ENV_OF, JSON),
+        *(ALL, ENV_OF, JSON, OUTPUT_DIR),
     }
 )
 # The options that still mean something where the launcher starts the ranks itself.
@@ -52,7 +53,7 @@ _OF_RANKS: frozenset[Option[object]] = frozenset(
         *(options.LAUNCHER, options.CONFIG, options.JOB_ID, options.RDZV_ID, options.ENV),
         *(options.NNODES, options.WORKER_NUM, options.WORKERS_PER_NODE),
         *(options.MASTER_ADDR, options.MASTER_PORT, options.MODULE, options.NO_PYTHON),
-        *(ALL, ENV_OF, JSON),
+        *(ALL, ENV_OF, JSON, OUTPUT_DIR),
     }
 )
 _REFUSED = (options.NODE_RANK, options.STANDALONE, options.RDZV_ENDPOINT, options.LOCAL_ADDR)
@@ -68,13 +69,34 @@ def run_fleet(request: JobRequest, system: System) -> int:
 def plan_fleet(request: JobRequest, system: System) -> None:
     """Print what `run_fleet` would do."""
     _, plan = _prepare(request, system)
+    if given := request.settings.get(OUTPUT_DIR):
+        _write_files(plan, given)
+        return
     if request.settings.value(JSON):
         answer(json.dumps(msgspec.to_builtins(plan), indent=2))
         return
     answer("\n".join(_text(plan)))
 
 
+def _write_files(plan: FleetPlan, given: Given[str]) -> None:
+    """Write the files of the plan into a directory, which is made if it is not there."""
+    if not plan.files:
+        raise UsageError(f"{given.cite()}: this backend has no files to write")
+    directory = Path(given.value)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in plan.files.items():
+            (directory / name).write_text(content)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{given.cite()} cannot be written: {reason}") from None
+    say_notes((f"{', '.join(plan.files)} are in {directory}", *plan.notes))
+
+
 def _text(plan: FleetPlan) -> Iterator[str]:
+    if not plan.commands:  # The files are all there is to do, and programs may read them from here.
+        yield "---\n".join(plan.files.values()).rstrip("\n")
+        return
     for name, content in plan.files.items():
         yield f"{name}:"
         yield from (f"  {line}" for line in content.splitlines())
@@ -180,6 +202,8 @@ def _command(request: JobRequest) -> tuple[str, ...]:
 
 def _python(settings: Settings) -> str:
     named = settings.get(fleet_options.REMOTE_PYTHON)
+    if named is None and settings.value(options.LAUNCHER) == "kubernetes":
+        return ""  # An image has its own.
     return named.value if named else sys.executable
 
 
@@ -257,8 +281,10 @@ def _words(settings: Settings) -> Iterator[str]:
         is_range = option is options.NNODES and len(set(settings.value(options.NNODES))) > 1
         if option in _NOT_FOR_AGENTS or (option is options.NNODES and not is_range):
             continue
-        for given in reversed(settings.every(option)):
-            yield f"{option.flag}={given.text}"
+        every: Iterable[Given[object]] = reversed(settings.every(option))
+        if option is options.GRACE and (grace := find_grace(settings)):
+            every = (grace,)  # agents do not see with which word of torchrun it came
+        yield from (f"{option.flag}={given.text}" for given in every)
 
 
 def _program(request: JobRequest) -> tuple[str, ...]:

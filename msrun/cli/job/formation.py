@@ -10,11 +10,19 @@ from msrun.cli.job.capacity import capacity
 from msrun.cli.options import catalog as options
 from msrun.cli.options.option import Option
 from msrun.cli.options.parsers import TorchDevice, WorkerWord, choose, span
+from msrun.cli.options.peers import MONITOR_INTERVAL, RDZV_BACKEND
 from msrun.cli.options.settings import Given, Settings, strongest
 from msrun.cli.system import System
 from msrun.errors import UsageError
 from msrun.topology import DeviceKind, Machine
 from msrun.units import counted
+
+# Words of torchrun alone.
+_TORCHRUNS_OWN: tuple[Option[object], ...] = (
+    *(options.STANDALONE, options.RDZV_ENDPOINT, options.RDZV_ID, options.RDZV_CONF),
+    *(RDZV_BACKEND, MONITOR_INTERVAL),
+)
+_TORCHRUNS_GRACE = 30.0
 
 Workers = int | WorkerWord | TorchDevice
 
@@ -237,3 +245,22 @@ def find_timeout(settings: Settings, option: Option[float]) -> Given[float] | No
     if conf and option.name in conf.value.seconds:
         named = Given(conf.value.seconds[option.name], conf.source, conf.text)
     return strongest(settings.get(option), named)
+
+
+def find_grace(settings: Settings) -> Given[float] | None:
+    """Return the seconds that workers have to end, torchrun's where a word of the job is its own.
+
+    None leaves them to the default.
+    """
+    theirs = [settings.get(option) for option in _TORCHRUNS_OWN]
+    if (workers := settings.get(options.WORKERS_PER_NODE)) and _is_torchruns(workers):
+        theirs.append(workers)
+    given = settings.get(options.GRACE)
+    first = next(filter(None, theirs), None)
+    return given or (Given(_TORCHRUNS_GRACE, first.source, "30s") if first else None)
+
+
+def _is_torchruns(given: Given[object]) -> bool:
+    """Tell whether an option is spelled `--nproc-per-node`, or as a beginning or variable of it."""
+    word = (given.source.key or given.source.place).lower()
+    return word.removeprefix("--").removeprefix("pet_").startswith("np")

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msrun import backend
+from msrun import backend, environ
 from msrun.backend import FLEETS, Launcher, LaunchPlan
 from msrun.cli.job.draft import JobDraft, draft_job, merge_env
+from msrun.cli.job.pods import await_scheduler_name
 from msrun.cli.job.program import find_program, with_interpreter
 from msrun.cli.options import catalog as options
 from msrun.cli.options.command_line import CommandLine, Table
@@ -22,7 +23,9 @@ from msrun.cli.options.job_file import JobFile, read_job_file
 from msrun.cli.options.parsers import SIGNALS, guess
 from msrun.cli.options.peers import NOTED, SIGNALS_TO_HANDLE
 from msrun.cli.options.settings import FileTexts, Settings
+from msrun.cli.options.words import with_hyphens
 from msrun.cli.system import System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.units import shown
 
@@ -97,6 +100,7 @@ def prepare(request: JobRequest, system: System) -> Prepared:
         UsageError: It cannot be done; the message says why.
     """
     settings = request.settings
+    launcher = system.load_launcher(settings.value(options.LAUNCHER))
     _check_fleet(settings)
     if given := settings.get(RANK_TABLE_FILE):
         from msrun.cli.job.rank_table import (
@@ -106,13 +110,32 @@ def prepare(request: JobRequest, system: System) -> Prepared:
         settings = with_table(settings, given, system)
     chosen = find_program(request.words, request.file, settings)
     chosen = with_interpreter(chosen, system.environment())
-    launcher = system.load_launcher(settings.value(options.LAUNCHER))
     machine = system.read_machine(merge_env(settings).value)
+    await_scheduler_name(settings, system)
     draft = draft_job(settings, chosen, machine, system)
     plan = launcher.plan(draft.job, machine)
     _check_env(settings, plan)
-    notes = (*request.notes, *draft.notes, *plan.notes)
+    notes = (*request.notes, *_mistaken(request, draft, system), *draft.notes, *plan.notes)
     return Prepared(draft=draft, launcher=launcher, plan=plan, notes=notes)
+
+
+# Nobody gives these to a script of their own, and without them a job may be too small.
+_SIZES = ("--nproc-per-node", "--nnodes", "--worker-num", "--local-worker-num")
+
+
+def _mistaken(request: JobRequest, draft: JobDraft, system: System) -> Iterator[str]:
+    """Yield what makes a job smaller than its user may think."""
+    args = {with_hyphens(word.partition("=")[0]): word for word in draft.job.program.args}
+    for name in _SIZES:
+        option = next(option for option in request.settings.table if name in option.spellings)
+        if name in args and not request.settings.get(option):
+            yield f"the script gets {shown(args[name])}: options of msrun stand before it"
+    nodes = environ.nodes_of_allocation(system.environment())
+    if draft.job.is_alone and nodes > 1 and not request.settings.get(options.NNODES):
+        yield (
+            f"this job runs on 1 of the {nodes} nodes that Slurm has given "
+            "(srun --ntasks-per-node=1 msrun ... starts one on each)"
+        )
 
 
 def _check_directory() -> None:
@@ -174,7 +197,7 @@ def _without_effect(settings: Settings) -> Iterator[str]:
 def _misspelt(environment: Mapping[str, str], table: Table) -> Iterator[str]:
     """Yield a sentence for each variable that looks like one of ours with a typing error."""
     known = [name for option in table for name in option.variables if name.startswith("MSRUN_")]
-    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known)
+    strange = {name for name in environment if name.startswith("MSRUN_")}.difference(known, Pod)
     for name in sorted(strange):
         if close := difflib.get_close_matches(name, known, n=1, cutoff=_GUESS_CUTOFF):
             yield f"environment {shown(name)} is not used{guess(close)}"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from msrun.cli.options import catalog as options
+from msrun.cli.options.foreign import COMMANDS, LAUNCHERS
 from msrun.cli.options.job_file import JobFile
 from msrun.cli.options.settings import Level, Settings, Source
 from msrun.cli.verb_table import VERBS
@@ -30,6 +31,8 @@ _PYTHONS = ("python", "python3")
 _WITH_VALUE = "XW"
 _PYTHON_EXEC = "PYTHON_EXEC"
 _ELF = b"\x7fELF"
+_SHELL = re.compile(rb"#![^\n]*\b((?:ba|da|z|k)?sh)\b[^\n]*\n(?!['\"])")
+_START = 256
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9_.-]+")
 _ID_STEM_MAX = 40
 
@@ -198,13 +201,32 @@ def _check_script(target: str) -> None:
         raise UsageError(f"script {quoted(target)} is no regular file")
     try:
         with path.open("rb") as file:
-            is_binary = file.read(len(_ELF)) == _ELF
+            start = file.read(_START)
     except OSError as error:
         raise UsageError(f"script {quoted(target)} cannot be read: {error.strerror}") from None
-    if is_binary:
+    if not target.endswith(".py") and (shell := _shell_of(start)):
+        raise UsageError(
+            f"script {quoted(target)} is one of {shell}, and no Python",
+            hint=f"start it with --no-python {target if '/' in target else f'./{target}'}",
+        )
+    if target.endswith(".ipynb"):
+        raise UsageError(
+            f"script {quoted(target)} is a notebook, and no Python",
+            hint="in the notebook, msrun.launch(train, workers=4) runs a function of it",
+        )
+    if start.startswith(_ELF):
         raise UsageError(
             f"script {quoted(target)} is a compiled program", hint="start it with --no-python"
         )
+
+
+def _shell_of(start: bytes) -> str:
+    """Return the shell that a script's first line names; empty where there is none.
+
+    A script of Python may be one of the shell too: its second line is then a text to Python.
+    """
+    match = _SHELL.match(start)
+    return match[1].decode() if match else ""
 
 
 def _mode(path: Path, noun: str) -> int | None:
@@ -221,20 +243,37 @@ def _mode(path: Path, noun: str) -> int | None:
 
 def _hint(target: str) -> str | None:
     """Return a guess at the intended program where the script does not exist."""
+    if target and Path(f"{target}.py").is_file():
+        return f"did you mean {target}.py?"
     is_name = re.fullmatch(r"\w[\w.-]*", target) and not target.endswith(".py")
-    if is_name and (verbs := difflib.get_close_matches(target, VERBS, n=1, cutoff=0.7)):
-        return f"did you mean msrun {verbs[0]}?"
-    if is_name and shutil.which(target):
-        return f"{target} is a command; start it with --no-python"
-    if is_name and _is_found(target.partition(".")[0]):
-        return f"{target} is a module; start it with -m"
+    if is_name and (meant := _other_word(target)):
+        return meant
     return None if Path(target).is_absolute() else f"looked in {Path.cwd()}"
+
+
+def _other_word(name: str) -> str:
+    """Return what `name` is instead of a script; empty if it is nothing."""
+    if name in COMMANDS:
+        return f"did you mean {COMMANDS[name]}?"
+    if verbs := difflib.get_close_matches(name, VERBS, n=1, cutoff=0.7):
+        return f"did you mean msrun {verbs[0]}?"
+    if name in LAUNCHERS:
+        return f"msrun takes the place of {name}: leave that word out"
+    if shutil.which(name):
+        return f"{name} is a command; start it with --no-python"
+    if _is_found(name.partition(".")[0]):
+        return f"{name} is a module; start it with -m"
+    return ""
 
 
 def _check_module(target: str) -> None:
     top, _, below = target.partition(".")
     if not all(part for part in target.split(".")) or "/" in target:
-        raise UsageError(f"module {quoted(target)} is no dotted name such as package.module")
+        dotted = target.removesuffix(".py").replace("/", ".")
+        raise UsageError(
+            f"module {quoted(target)} is no dotted name such as package.module",
+            hint=f"write -m {dotted}, or leave -m out" if Path(target).is_file() else None,
+        )
     if not _is_found(top):
         raise UsageError(f"module {quoted(target)} does not exist", hint=f"looked in {Path.cwd()}")
     if below == "py" and Path(target).is_file():

@@ -15,6 +15,7 @@ from itertools import zip_longest
 
 import click
 
+from msrun.cli.options.foreign import INSTEAD
 from msrun.cli.options.option import Arity, Option, OptionGroup
 from msrun.cli.options.parsers import choose
 from msrun.cli.options.words import SETTINGS, read_params, with_hyphens
@@ -85,6 +86,7 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
     rest = deque(args)
     while rest:
         spelling, attached = _split(rest[0], known)
+        _check_foreign(rest[0], known)
         name = _expanded(with_hyphens(spelling), table)
         if name in _OWN:
             words.append(rest.popleft())
@@ -100,6 +102,18 @@ def _with_values(args: Sequence[str], table: Table) -> tuple[list[str], dict[Opt
             attached = _following(option, spelling, rest, known)
         words.append(f"{option.flag}={attached}")
     return [*words, *rest], spellings
+
+
+def _check_foreign(word: str, known: Container[str]) -> None:
+    """Refuse an option of another launcher, and a long one with one hyphen, by what is meant."""
+    spelling = word.partition("=")[0]
+    name = with_hyphens(spelling)
+    if name in known:
+        return
+    if name in INSTEAD:
+        raise UsageError(f"there is no option {spelling}", hint=INSTEAD[name])
+    if name.startswith("-") and f"-{name}" in known:
+        raise UsageError(f"there is no option {spelling}; did you mean -{spelling}?")
 
 
 # The words of MindSpore's launcher, as they are spelled here.

@@ -18,6 +18,7 @@ _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _STD = re.compile(r"[0-3]")
 _STD_BY_RANK = re.compile(r"[0-9]{1,6}:[0-3](?:,[0-9]{1,6}:[0-3])*")
+_QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 _ONE_COMMA = re.compile(r"(?<!,),(?!,)")
 _RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
 _RANK_MAX = 999_999
@@ -167,6 +168,8 @@ def host(value: str) -> str:
 def endpoint(value: str) -> tuple[str, int | None]:
     """Return host and port of `HOST[:PORT]`; an IPv6 address with a port needs brackets."""
     name, _, port = value.rpartition(":")
+    if port and value == f":{port}":
+        raise UsageError(f"{quoted(value)} names no host (choose HOST or HOST:PORT)")
     if not name or (":" in name and not name.endswith("]")):
         return host(value), None
     try:
@@ -252,14 +255,18 @@ _TORCHS_OWN = (
 
 
 def rdzv_conf(value: str) -> RdzvConf:
-    """Return what torchrun's `k=v,...` means here; keys that torch does not know are refused."""
+    """Return what torchrun's `k=v,...` means here; keys that torch does not know are refused.
+
+    One pair of quotation marks around it is taken off: lines in programs and YAML files have them
+    as they stand in a shell's, and torch's own test too.
+    """
     known: dict[str, tuple[str, Callable[[str], float]]] = {
         "join_timeout": ("join-timeout", patience),
         "last_call_timeout": ("last-call", parse_duration),
     }
     seconds: dict[str, float] = {}
     ignored: list[str] = []
-    for part in filter(None, value.split(",")):
+    for part in filter(None, _QUOTED.sub(r"\2", value.strip()).split(",")):
         key, equals, setting = (word.strip() for word in part.partition("="))
         if not equals:
             raise UsageError(f"{quoted(value)}: {quoted(part)} is no KEY=VALUE")

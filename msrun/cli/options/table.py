@@ -36,4 +36,13 @@ JSON = Option(
     arity=Arity.SWITCH,
     file=FileForm.ABSENT,
 )
-PLAN_TABLE: tuple[Option[object], ...] = (*TABLE, ALL, ENV_OF, JSON)
+OUTPUT_DIR = Option(
+    name="output-dir",
+    group=OptionGroup.PLAN,
+    metavar="DIR",
+    help="Directory for the files of a backend that starts nodes, instead of text.",
+    parse=parsers.text,
+    aliases=("-o",),
+    file=FileForm.ABSENT,
+)
+PLAN_TABLE: tuple[Option[object], ...] = (*TABLE, ALL, ENV_OF, JSON, OUTPUT_DIR)

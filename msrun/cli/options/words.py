@@ -50,7 +50,10 @@ def read_params(command: click.Command, name: str, args: Sequence[str]) -> dict[
         return command.make_context(name, list(args)).params
     except click.NoSuchOption as error:
         choices = guess(error.possibilities or ())
-        raise UsageError(f"there is no option {error.option_name}{choices}") from None
+        typed = (word.partition("=")[0] for word in args)
+        name = error.option_name
+        name = next((word for word in typed if with_hyphens(word) == name), name)
+        raise UsageError(f"there is no option {name}{choices}") from None
     except click.UsageError as error:
         message = error.format_message().rstrip(".")
         raise UsageError(message[:1].lower() + message[1:]) from None

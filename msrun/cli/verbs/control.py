@@ -14,6 +14,7 @@ from msrun.cli.job.rendezvous import DEFAULT_PORT
 from msrun.cli.options import parsers
 from msrun.cli.options.words import read_words
 from msrun.cli.output import answer, say
+from msrun.cli.verbs import elsewhere
 from msrun.errors import UsageError
 from msrun.job import LOOPBACK, SCHEDULER_LOOPBACK
 from msrun.units import PORT_MAX
@@ -52,6 +53,7 @@ WHERE = (
         metavar="FILE",
         help="File with the secret of the job.  [default: ~/.config/msrun/secret]",
     ),
+    *elsewhere.OPTIONS,
 )
 JSON = click.Option(["--json"], is_flag=True, help="JSON on stdout.")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msrun.cli.options.catalog import PARALLEL
 from msrun.cli.options.command_line import read_command_line
 from msrun.cli.options.parsers import span
-from msrun.cli.options.table import ALL, ENV_OF, JSON, PLAN_TABLE
+from msrun.cli.options.table import ALL, ENV_OF, JSON, OUTPUT_DIR, PLAN_TABLE
 from msrun.cli.output import answer
 from msrun.errors import UsageError
 
@@ -35,6 +35,8 @@ def plan(args: Sequence[str], system: System) -> int:
 
         plan_fleet(request, system)
         return 0
+    if given := request.settings.get(OUTPUT_DIR):
+        raise UsageError(f"{given.cite()} needs a backend that starts other nodes")
     is_mesh = not request.has_program and request.settings.get(PARALLEL)
     _plan_mesh(request, system) if is_mesh else _plan_job(request, system)
     return 0

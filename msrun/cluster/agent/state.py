@@ -52,7 +52,7 @@ from msrun.cluster.agent.events import (
     TreeReady,
     WorkerEnded,
 )
-from msrun.cluster.bounds import clip, few
+from msrun.cluster.bounds import RankSet, clip, few
 from msrun.cluster.liveness.lease import Lease
 from msrun.cluster.verdict import RankExit, Verdict
 from msrun.cluster.wire.messages import (
@@ -354,6 +354,15 @@ class AgentState:
         # A stopped process acts on a signal only once it is continued.
         return [ForwardSignal(ranks, signum), ForwardSignal(ranks, signal.SIGCONT)]
 
+    def _told_of_kill(self) -> list[Action]:
+        """Tell who asked for the end which workers are killed; the verdict names a signal alone."""
+        if not self._interrupts or self._is_cut or not self.grace:
+            return []
+        ranks = RankSet.of(self.live)
+        who = f"rank{'s' if len(ranks) > 1 else ''} {ranks}"
+        had = f"had not ended {self.grace:g}s after the signal (--grace)"
+        return [Tell(f"{who} {had}: killed", warn=True)]
+
     def _sweep(self, now: float) -> list[Action]:
         self.phase = AgentPhase.SWEEPING
         self._swept = None
@@ -459,7 +468,7 @@ class AgentState:
         self._due = None
         match self.phase:
             case AgentPhase.STOPPING:
-                return self._sweep(now)
+                return [*self._told_of_kill(), *self._sweep(now)]
             case AgentPhase.SWEEPING:
                 silent = "forkserver" if self._swept else "reaper"
                 self._swept = GenerationSwept(self.generation, (f"the {silent} does not answer",))

@@ -15,8 +15,8 @@ import msgspec
 from msrun.cluster.bounds import RankSet
 
 GROUPS_MAX = 64
-# Of which every rank is a member, as torch names it.
-_WORLD = "0"
+# Of which every rank is a member, as torch names it, and that with NCCL's own numbers.
+_WORLD = ("0", "0 (nccl)")
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -50,7 +50,7 @@ class MissedCollective(msgspec.Struct, frozen=True):
     def sentence(self) -> str:
         """Return who is missing where, and who is there."""
         latest = self.collective
-        where = "" if latest.group == _WORLD else f" of group {latest.group}"
+        where = "" if latest.group in _WORLD else f" of group {latest.group}"
         return (
             f"{_ranks(self.missing)} never entered {latest.name} #{latest.number}{where}, "
             f"which {_ranks(self.there)} did"
@@ -70,7 +70,7 @@ def missed(entered: Mapping[int, Sequence[Collective]]) -> list[MissedCollective
             groups.setdefault(collective.group, {})[rank] = collective
     found = []
     for name, latest in sorted(groups.items()):
-        members = entered.keys() if name == _WORLD else latest.keys()
+        members = entered.keys() if name in _WORLD else latest.keys()
         top = max(latest.values(), key=lambda collective: collective.number)
         there = {rank for rank, each in latest.items() if each.number == top.number}
         if missing := members - there:

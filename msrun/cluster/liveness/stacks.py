@@ -92,9 +92,9 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """Return the main thread of what faulthandler wrote about all threads, innermost first.
+    """Return the main thread of what faulthandler wrote, innermost first.
 
-    The interpreter lists its threads newest first, so the main thread is the last.
+    Of all threads, the interpreter lists the newest first, so the main thread is the last.
     """
     frames: list[Frame] = []
     for line in text.splitlines():

@@ -51,7 +51,7 @@ def _why_needed(state: SchedulerState, node_id: str) -> str:
         return f"job {state.job_id} is over"
     if node.leaves_with:
         return f"node {host} is leaving already"
-    if state.roster.can_do_without(node_id):
+    if state.roster.may_leave(node_id):
         return ""
     if node.registration.serves:
         return f"node {host} has the scheduler of the job, which cannot do without it"

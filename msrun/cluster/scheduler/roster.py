@@ -73,12 +73,14 @@ class Roster:
 
     Args:
         formation: How many nodes and workers the job takes, and of which versions.
+        replaces: As of `SchedulerState`.
         nodes: Node id -> node; changed by the methods only, as are the next two.
         excluded: Node id -> why it may run no more workers.
         stale: Nodes on which workers of an earlier generation may still live.
     """
 
     formation: Formation
+    replaces: bool = False
     nodes: dict[str, RegisteredNode] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
@@ -226,6 +228,12 @@ class Roster:
                 node_id not in members or members[node_id].incarnation != nodes[node_id].incarnation
             )
         }
+
+    def may_leave(self, node_id: str) -> bool:
+        """Whether a node may leave: the job goes on without it, or waits for another."""
+        if self.replaces and self.formation.nnodes_max > 1:
+            return not self.nodes[node_id].registration.serves
+        return self.can_do_without(node_id)
 
     def can_do_without(self, node_id: str) -> bool:
         """Whether the job could go on without a node."""

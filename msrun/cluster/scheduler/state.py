@@ -102,6 +102,7 @@ class SchedulerState:
         join_timeout: Seconds in which they must register, each time; inf waits.
         policy: Decides about restarts.
         last_call: Seconds for which more nodes than the fewest are waited for.
+        replaces: Whoever started the nodes starts another in the place of one that leaves.
         started_at: Time of the first event, on the caller's monotonic clock.
     """
 
@@ -110,6 +111,7 @@ class SchedulerState:
     join_timeout: float
     policy: RestartPolicy
     last_call: float = 0.0
+    replaces: bool = False
     started_at: float = 0.0
 
     phase: JobPhase = field(init=False, default=JobPhase.FORMING)
@@ -140,7 +142,7 @@ class SchedulerState:
 
     def __post_init__(self) -> None:
         """Count the time for the first forming from the start."""
-        self.roster = Roster(self.formation)
+        self.roster = Roster(self.formation, self.replaces)
         self._forming = Forming(
             join_timeout=self.join_timeout,
             last_call=self.last_call,
@@ -425,7 +427,7 @@ class SchedulerState:
     ) -> list[Action]:
         if signum == signal.SIGKILL:  # the user's second signal, which is not about a leaving node
             return self._kill_now() if self._obstacle else []
-        if signum != signal.SIGINT and self.roster.can_do_without(node_id):
+        if signum != signal.SIGINT and self.roster.may_leave(node_id):
             self.roster.let_go(node_id, signum)
             host = node.registration.host
             return self._leave(node_id, f"node {host} leaves on {signal_name(signum)}", now)

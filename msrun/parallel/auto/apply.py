@@ -21,12 +21,14 @@ from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.native import configuration, return_means
 from msrun.parallel.auto.offline_search import SIZES, resized
 from msrun.parallel.auto.pipeline_executor import PlannedModel, slices
+from msrun.parallel.auto.tracing.calls import by_position
 from msrun.parallel.auto.tracing.structure import leaf_tensors
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, Dim, ParallelConfig, PlanRule
 from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.layout import rules_of
-from msrun.parallel.losses.batch import Sample
+from msrun.parallel.losses.batch import Sample, read_batch
+from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.chunks import Chunks, check_microbatches, read_chunks
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -98,6 +100,7 @@ class Applied(NamedTuple):
         config: Configuration with the effect of the plan, to be applied to the unchanged model;
             None where an executor runs the plan already.
         finish: To be called after `config` was applied.
+        known: Of each tensor of the output of an executor, what would mix samples in a micro-batch.
     """
 
     model: nn.Module
@@ -107,6 +110,7 @@ class Applied(NamedTuple):
     is_pipeline: bool = False
     config: ParallelConfig | None = None
     finish: Callable[[], None] = lambda: None
+    known: Sequence[Known] = ()
 
 
 def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any]) -> Applied:
@@ -144,7 +148,9 @@ def apply(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence
     chunks = plan.chunks
     if chunks.count == 1:
         model.forward = run = make(model)
-        return Applied(model, context, (run.dropout_rng,), microbatches=answer.microbatches)
+        rngs = (run.dropout_rng,)
+        number = answer.microbatches
+        return Applied(model, context, rngs, microbatches=number, known=traced.known)
     parts = divide(traced.program, Uses(traced.program, setting, traced.rules), answer.starts)
     line = PipelineRanks(chunks=chunks, group=context.group(PIPELINE_AXIS), device=context.device)
     pieces = slices(model, traced, parts, chunks)
@@ -221,17 +227,12 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 
 
 def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
-    """Return `sample`, which `model` is to be traced with.
+    """Return `sample`, which `model` is to be traced with, by position.
 
     Raises:
-        ConfigError: There is none, it has names, or the model has no values.
+        ConfigError: There is none, it does not fit the forward, or the model has no values.
     """
     check_global_hooks("mode: auto")
-    if isinstance(sample, Mapping):
-        raise ConfigError(
-            f"{ROOT}.mode: auto takes the inputs of its sample by position",
-            hint="rt.shard(model, sample=(x,))",
-        )
     if sample is None:
         raise ConfigError(
             f"{ROOT}.mode: auto needs a batch to trace the model with",
@@ -239,7 +240,10 @@ def check_sample(model: nn.Module, sample: Sample) -> Sequence[Any]:
         )
     if any(param.is_meta for param in model.parameters()):
         raise ModelError(f"{ROOT}.mode: auto divides models with values, not those of init_on_meta")
-    return sample
+    if not isinstance(sample, Mapping):
+        return sample
+    batch = read_batch(model, [sample, None], has_loss=True)
+    return by_position(model, batch.named) if batch.named else batch.inputs
 
 
 def _run_natively(config: ParallelConfig, model: nn.Module, plan: _Plan) -> Applied:
@@ -324,11 +328,12 @@ def _choose_mesh(
     config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sequence[Any], batch: int
 ) -> PlanBroadcast:
     """Return the fastest mesh that the runtime can run, and its plan."""
-    small, large = (trace(model, resized(sample, number)).program for number in SIZES)
+    small, large = (trace(model, resized(sample, number)) for number in SIZES)
     with _told_memory():
         best = choose_mesh(
             MeshRequest(
-                programs=ProgramByBatch(small, large, SIZES),
+                programs=ProgramByBatch(small.program, large.program, SIZES),
+                is_whole=bool(small.of_whole_batch),
                 topology=_topology(config, rank),
                 world=rank.world_size,
                 batch=batch,
@@ -456,7 +461,7 @@ def _tried(decide: Callable[[], PlanBroadcast]) -> PlanBroadcast:
     try:
         return decide()
     except UsageError as error:
-        kind = type(error).__name__
+        kind = next((name for name, own in _ERRORS.items() if isinstance(error, own)), "")
         return PlanBroadcast(error=error.message, hint=error.hint or "", kind=kind)
 
 

@@ -6,7 +6,7 @@ over all samples.  The two differ where ranks have different numbers of targets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from msrun.parallel.auto.tracing.function_mode import FunctionMode
 from msrun.parallel.auto.tracing.trace import Traced
 from msrun.parallel.config import ParallelConfig
 from msrun.parallel.local import full_tensor
@@ -91,7 +91,7 @@ def _mean(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x + (total / group.size() - own)
 
 
-class _CountedLosses(TorchFunctionMode):
+class _CountedLosses(FunctionMode):
     """While it is active, mean losses by class are shares of the mean over all ranks' targets.
 
     Args:
@@ -102,19 +102,13 @@ class _CountedLosses(TorchFunctionMode):
         super().__init__()
         self._group = group
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run `func`; see the class."""
-        del types
-        kwargs = kwargs or {}
-        if func in _BY_CLASS and _is_mean(kwargs) and not args[1].is_floating_point():
-            return self._share(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        """Run `function`; see the class."""
+        if function in _BY_CLASS and _is_mean(kwargs) and not args[1].is_floating_point():
+            return self._share(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
     def _share(
         self, func: Callable[..., Tensor], logits: Tensor, target: Tensor, **options: Any

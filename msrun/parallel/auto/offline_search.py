@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
 from msrun.parallel.auto.tracing.trace import Traced, trace
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS
@@ -23,6 +23,7 @@ from msrun.parallel.search.cost.topology import Topology
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, ProgramByBatch
 from msrun.parallel.search.graph.repeat import Blocks, find_blocks, shortened
+from msrun.parallel.search.graph.unsupported_ops import check
 from msrun.parallel.search.mesh.job_layout import JobLayout, SearchedJob, layouts
 from msrun.parallel.search.mesh.layout_solver import Outcome
 from msrun.parallel.search.mesh.mesh_search import Progress, explore
@@ -82,12 +83,16 @@ class SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Traced(NamedTuple):
-    """The program of a model for any batch, its blocks, the names of their nodes, its modules."""
+    """The program of a model for any batch, its blocks, the names of their nodes, its modules.
+
+    Also what must not be cut, if there is something.
+    """
 
     programs: ProgramByBatch
     blocks: Blocks
     names: BlockNodes
     modules: Modules
+    of_whole: str
 
 
 def search_model(
@@ -111,6 +116,13 @@ def search_model(
         return _on_mesh(request, model, sample, batch)
     traced = [trace(model, resized(sample, number)) for number in SIZES]
     small, large = (one.program for one in traced)
+    _check_runs(traced[0])
+    if stages > 1 and traced[0].of_whole_batch:
+        raise UsageError(
+            f"--mesh {PIPELINE_AXIS}={stages}: the model has {traced[0].of_whole_batch}, of which "
+            "micro-batches and stages would make another one than a whole batch",
+            hint=f"leave {PIPELINE_AXIS} out of --mesh",
+        )
     blocks = find_blocks(small)
     if blocks is None:
         raise UsageError(
@@ -126,6 +138,7 @@ def search_model(
     short, two = shortened(small, blocks)
     programs = ProgramByBatch(short, shortened(large, blocks)[0], SIZES)
     job = _job(request, programs, two, blocks.count, batch)
+    job = msgspec.structs.replace(job, is_whole=bool(traced[0].of_whole_batch))
     progress = _within(explore(job), request.budget, clock, report)
     if progress.best is None:
         raise _too_little(job.limit, progress.least, request.world)
@@ -134,6 +147,7 @@ def search_model(
         blocks,
         BlockNodes(small, short, blocks),
         traced[0].modules,
+        traced[0].of_whole_batch,
     )
     return _saved(request, job, progress, whole)
 
@@ -226,6 +240,8 @@ def _saved(
         for one in progress.runners_up
         if one is not best
     ]
+    if traced.of_whole:
+        others.append(f"no stages and micro-batches, since the model has {traced.of_whole}")
     unseen = progress.total - progress.seen - progress.pruned - progress.too_large
     others.append(f"{progress.pruned} layouts cannot be faster")
     others.append(f"{progress.too_large} layouts do not fit into {job.limit / _GIB:.3g} GiB")
@@ -310,6 +326,20 @@ def _data_axes(axes: Iterable[str]) -> frozenset[int]:
     return frozenset(at for at, name in enumerate(axes) if name == DATA_AXIS)
 
 
+def _check_runs(traced: Traced) -> None:
+    """Refuse a model that no plan of mode auto would train.
+
+    Raises:
+        ModelError: There is something that only the model's own forward does.
+    """
+    if traced.refused:
+        raise ModelError(
+            f"search: mode auto cannot run a forward that {traced.refused}",
+            hint="choose a configuration without mode: auto",
+        )
+    check(traced.program)
+
+
 def _on_mesh(
     request: SearchRequest, model: nn.Module, sample: Sequence[Any], batch: int
 ) -> SavedPlan:
@@ -318,6 +348,7 @@ def _on_mesh(
     sizes = tuple(axes.values())
     traced = trace(model, resized(sample, batch))
     program = traced.program
+    _check_runs(traced)
     # As in training: ranks of the data axis are handed different samples.
     data = _data_axes(axes)
     setting = Setting(sizes=sizes, topology=request.topology, data_axes=data, batch=batch)

@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from msrun.parallel.auto.dropout_rng import DropoutRng
 from msrun.parallel.auto.execute import Executor
 from msrun.parallel.auto.tracing.trace import Traced
+from msrun.parallel.losses.batch import StepBatch
+from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import Chunks
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, split_batch
@@ -98,6 +100,7 @@ class PlannedModel(PipelineModel):
     ) -> None:
         check_names(PlannedModel, model)
         super().__init__(model, cut, microbatches, ranks)
+        self._traced = traced
         own = cut.chunks.of_stage(ranks.stage)
         self._runs = {chunk: make(self, part=cut.parts[chunk]) for chunk in own}
         self._any = self._runs[own[0]]
@@ -109,6 +112,16 @@ class PlannedModel(PipelineModel):
     def dropout_rngs(self) -> tuple[DropoutRng, ...]:
         """The dropout masks of each chunk."""
         return tuple(run.dropout_rng for run in self._runs.values())
+
+    def arguments(self, batch: StepBatch) -> Sequence[Any]:
+        """Return the inputs of a batch, as `train_step` takes them."""
+        if not batch.named:
+            return batch.inputs
+        return self._traced.positional(batch.inputs, batch.named)
+
+    def known_outputs(self) -> Sequence[Known]:
+        """Return what mixed samples in a micro-batch, of each tensor of the model's output."""
+        return self._traced.known
 
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run a chunk under the plan."""

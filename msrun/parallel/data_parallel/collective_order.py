@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from msrun.errors import RanksDisagreeError, UsageError
+from msrun.errors import ModelError, RanksDisagreeError, UsageError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import ROOT
 from msrun.parallel.exchange import messages
@@ -86,7 +86,12 @@ class CollectiveOrder:
         self._is_planned = False
         self.check: Callable[[], None] = lambda: None
         torch_compat.watch_units(
-            model, self._on_gather, self._on_reduce, _on_sparse, _on_second_gradient
+            model,
+            self._on_gather,
+            self._on_reduce,
+            _on_sparse,
+            _on_second_gradient,
+            changed=_on_changed_type,
         )
 
     @contextlib.contextmanager
@@ -168,6 +173,14 @@ class CollectiveOrder:
             f"in one order, and {problem}; no weight was changed",
             hint="choose zero 0, or have every rank call them all, times 0 where it has no use",
         )
+
+
+def _on_changed_type(name: str) -> None:
+    raise ModelError(
+        f"{ROOT}.optimizer.zero: the forward changes the type of {name} or of its gradient, which "
+        "ZeRO keeps",
+        hint="convert the model before rt.shard, and an input in the forward instead",
+    )
 
 
 def _on_sparse(name: str) -> None:

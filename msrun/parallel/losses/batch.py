@@ -115,6 +115,19 @@ def batch_size(batch: Any) -> int:
     raise ModelError("the batch holds no tensor with a first dim of samples")
 
 
+def sample_dim(batch: Any, samples: int) -> int:
+    """Return the dim of `batch` that has its samples: 1 with the sequence first, else 0.
+
+    Args:
+        batch: Of this rank.
+        samples: In it, as a loader says; 0 if none does.
+    """
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    if not samples or any(len(tensor) == samples for tensor in tensors):
+        return 0
+    return int(any(tensor.dim() > 1 and tensor.shape[1] == samples for tensor in tensors))
+
+
 def split_batch(batch: Any, parts: int) -> list[Any]:
     """Return `batch` in `parts` pieces along its first dim, whose sizes differ by at most one.
 

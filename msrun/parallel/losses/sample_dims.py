@@ -58,6 +58,18 @@ class Mixture(NamedTuple):
     name: str
 
 
+class Known(NamedTuple):
+    """What is known of an output of a model.
+
+    Args:
+        mark: Where it has samples.
+        mixture: What mixed them before, and reaches it.
+    """
+
+    mark: Mark | None = None
+    mixture: Mixture | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TorchCall:
     """A function of torch that was called.
@@ -69,6 +81,7 @@ class TorchCall:
         result: What it returned.
         marks: What is known of tensors, by their `id`.
         samples: Samples of the part of the batch.
+        place: Where it was called; None is what runs now.
     """
 
     name: str
@@ -77,6 +90,7 @@ class TorchCall:
     result: Tensor
     marks: Mapping[int, Mark]
     samples: int
+    place: str | None = None
 
     def mark(self, value: Any) -> Mark | None:
         """Return what is known of an argument."""
@@ -84,6 +98,8 @@ class TorchCall:
 
     def line(self) -> str:
         """Return where in the model it was called: its last line that is no library's."""
+        if self.place is not None:
+            return self.place
         for frame in reversed(traceback.extract_stack()):
             path = Path(frame.filename)
             if not any(library in path.parents for library in _LIBRARIES):

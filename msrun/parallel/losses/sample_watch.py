@@ -3,7 +3,8 @@
 A rank and a micro-batch have a part of the batch.  A batch norm by hand takes the statistics of
 that part, and no result of the parts makes that of the batch.  `SampleWatch` is active in the
 first forward pass and loss of a model, and follows the dim of samples by the rules of
-`sample_dims`.  Later steps do without it.
+`sample_dims`.  Later steps do without it.  A stage of a pipeline sees a part of the forward; there
+it is active while the whole one is recorded, and the last stage gets what is `known` of outputs.
 
 What it finds counts only if the loss depends on it, which the graph of autograd says; so metrics
 and buffers may mix samples.  Micro-batches cut dim 0 of the batch, so there a mixture is refused.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from msrun.parallel.config import ROOT
 from msrun.parallel.losses.batch import tensors_in
 from msrun.parallel.losses.sample_dims import (
     PROPERTIES,
+    Known,
     Mark,
     Mixture,
     Outcome,
@@ -53,19 +55,23 @@ class SampleWatch(TorchFunctionMode):
     Args:
         batch: Inputs and targets of this part of the batch.
         samples: Samples in it.
+        dim: That of samples.
+
+    Attributes:
+        samples: Samples in it.
     """
 
     is_watch = True
 
-    def __init__(self, batch: Any, samples: int) -> None:
+    def __init__(self, batch: Any, samples: int, dim: int = 0) -> None:
         super().__init__()
-        self._samples = samples
+        self.samples = samples
         self._number = next(_watches)
         # Mixtures and the nodes of autograd whose results have them.
         self._found: list[tuple[Mixture, Any]] = []
         for tensor in tensors_in(batch) if samples > 1 else ():
-            if tensor.dim() and len(tensor) == samples:
-                self._leave(tensor, Mark(0))
+            if tensor.dim() > dim and tensor.shape[dim] == samples:
+                self._leave(tensor, Mark(dim))
 
     def __torch_function__(
         self,
@@ -88,7 +94,7 @@ class SampleWatch(TorchFunctionMode):
         if results and args and results[0] is args[0] and id(args[0]) not in marks:
             return result  # a buffer that takes statistics
         for tensor in results:
-            call = TorchCall(_name(func), args, kwargs, tensor, marks, self._samples)
+            call = TorchCall(_name(func), args, kwargs, tensor, marks, self.samples)
             self._note(tensor, result_of(call), mixture)
         return result
 
@@ -124,6 +130,22 @@ class SampleWatch(TorchFunctionMode):
         number, mixture = getattr(tensor, _MIXTURE, (None, None))
         return mixture if number == self._number else None
 
+    def known(self, outputs: Sequence[Tensor]) -> tuple[Known, ...]:
+        """Return what is known of outputs of the model, for a watch of the loss alone."""
+        found = []
+        for tensor in outputs:
+            nodes = _graph(tensor) if self._found else set()
+            reached = next((mixture for mixture, node in self._found if node in nodes), None)
+            found.append(Known(self._mark(tensor), reached or self._mixture(tensor)))
+        return tuple(found)
+
+    def seed(self, outputs: Sequence[Tensor], known: Sequence[Known]) -> None:
+        """Note what is `known` of the outputs of a model that ran elsewhere."""
+        if len(outputs) != len(known):
+            return  # of another form than those that were looked at
+        for tensor, (mark, mixture) in zip(outputs, known, strict=True):
+            self._note(tensor, mark, mixture)
+
     def read(self, loss: Tensor, *, is_cut: bool) -> ModelError | None:
         """Return why `loss` has no counterpart in the whole batch; or warn that it may have none.
 
@@ -142,7 +164,7 @@ class SampleWatch(TorchFunctionMode):
         )
         if is_cut:
             return ModelError(text, hint=_HINT)
-        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=5)
+        warnings.warn(f"msrun: {text}: {_HINT}{_GATHER}", stacklevel=6)
         return None
 
 

@@ -49,6 +49,7 @@ class Term:
         is_scaled: Whether the sum was multiplied or divided by a number.
         is_by_hand: Whether that made it a mean, by its elements or samples.
         columns: What it is of each column of samples, where it is no number; see `mixing`.
+        has_pairs: Whether it has a value for each pair of samples.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Term:
     is_scaled: bool = False
     is_by_hand: bool = False
     columns: Columns = ""
+    has_pairs: bool = False
 
     @property
     def is_sum(self) -> bool:

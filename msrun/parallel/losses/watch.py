@@ -23,7 +23,7 @@ same; `tally` compares them to be sure.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,9 @@ from torch.overrides import TorchFunctionMode
 from msrun.errors import ModelError
 from msrun.parallel.local import full_tensor
 from msrun.parallel.losses.batch import tensors_in
+from msrun.parallel.losses.linearity import check_columns, of_part, slopes_by
 from msrun.parallel.losses.mixing import Columns, columns, has_pairs, moves_samples
+from msrun.parallel.losses.rows import RowsWatch
 from msrun.parallel.losses.terms import NO_LIMIT, Kind, Limit, PartLoss, Term, count_type
 from msrun.parallel.losses.torch_losses import (
     BY_CLASS,
@@ -44,7 +46,7 @@ from msrun.parallel.losses.torch_losses import (
     count_targets,
     reduction_of,
 )
-from msrun.parallel.torch_compat import write_count
+from msrun.parallel.torch_compat import viewed, write_count
 
 # Attributes of tensors, since a table of tensors would keep them all in memory: the term that a
 # tensor is the value of, what it was computed from, and whether it counts 0, 1, 2, ...  The first
@@ -70,12 +72,13 @@ _DIVIDING = frozenset(["div", "true_divide", "__truediv__"])
 _MULTIPLYING = frozenset(["mul", "multiply", "__mul__", "__rmul__"])
 _LIMITING = frozenset(["clamp", "clip", "clamp_min"])
 _ADDING = frozenset(["add", "__add__", "__radd__"])
+# How many elements their result has depends on values.
+_FINDING = frozenset(["nonzero", "argwhere"])
 # Their result has the values of their first argument.
 _KEEPING = frozenset(
     ["to", "float", "double", "half", "bfloat16", "int", "long", "type_as", "clone"]
 )
 _KEEPING |= {"contiguous", "squeeze", "view", "reshape"}
-_HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 
 
 class LossWatch(TorchFunctionMode):
@@ -94,7 +97,10 @@ class LossWatch(TorchFunctionMode):
         self._samples = samples
         self._number = next(_watches)
         self._terms: list[Term] = []
+        self._deciding: Term | None = None
         self._takes_all = data is None
+        has_rows = all(len(x) == samples for x in data or () if x.dim())
+        self._rows = RowsWatch(self._number, samples) if data and has_rows else None
         for tensor in data or ():
             self._link(tensor, _ONLY_BATCH)
 
@@ -108,6 +114,14 @@ class LossWatch(TorchFunctionMode):
         """Run `func`; see the class."""
         del types
         kwargs = kwargs or {}
+        result = self._run(func, args, kwargs)
+        if self._rows:
+            name = getattr(func, "__name__", "")
+            self._rows.follow(name, args, kwargs, tensors_in(result), self._is_of)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `func` returns, or an equal tensor of which more is known."""
         name = getattr(func, "__name__", "")
         sources = self._sources((*args, *kwargs.values())) if self._needs_sources() else _NOTHING
         if func in LOSSES:
@@ -142,8 +156,11 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         """Link `result`; where it mixes samples it leaves a term that the loss must fit."""
         tensors = [result] if isinstance(result, Tensor) else tensors_in(result)
-        for tensor in tensors:
+        written = _written(name, args, result)
+        for tensor in [*tensors, *written]:
             self._link(tensor, sources)
+        if name in _FINDING or (name == "where" and len(args) == 1):
+            self._found(sources)
         if not tensors or (isinstance(result, Tensor) and not result.dim()):
             return
 
@@ -162,8 +179,20 @@ class LossWatch(TorchFunctionMode):
         if has_pairs(name, args, shape, self._samples, is_sample, in_model=self._takes_all):
             kind, shown = "opaque", f"pairs of samples ({name})"
         for tensor in tensors if kind else ():
-            term = Term(name=shown, total=tensor, is_opaque=kind == "opaque", columns=kind)
+            term = Term(
+                name=shown,
+                total=tensor,
+                is_opaque=kind == "opaque",
+                columns=kind,
+                has_pairs=shown.startswith("pairs"),
+            )
             self._leave(tensor, term, sources)
+
+    def _found(self, sources: frozenset[int]) -> None:
+        """Note which terms decide how many elements there are, and by this what the loss is."""
+        for index in sources - _ONLY_BATCH:
+            if self._terms[index].has_pairs:
+                self._deciding = self._terms[index]
 
     def _compares(self, values: Tensor, target: Tensor) -> bool:
         """Return whether a loss of each element broadcasts samples over samples."""
@@ -181,6 +210,10 @@ class LossWatch(TorchFunctionMode):
         Raises:
             ModelError: It depends on a number of the part that the batch has another of.
         """
+        if self._rows and (problem := self._rows.problem(loss)):
+            raise of_part(problem)
+        if self._deciding:
+            raise of_part(self._deciding.name)
         value = full_tensor(loss)
         sources = self._sources((loss,)) - _ONLY_BATCH
         term = self._own_term(loss)
@@ -193,17 +226,13 @@ class LossWatch(TorchFunctionMode):
         terms = [self._terms[index] for index in sorted(sources)]
         for term in terms:
             if term.is_opaque or (value.requires_grad and not term.total.requires_grad):
-                raise ModelError(
-                    f"the loss depends on {term.name} of a part of the batch, which is another "
-                    "number for the whole batch",
-                    hint=_HINT,
-                )
+                raise of_part(term.name)
         self._check_sums(terms)
-        _check_columns(value, [term for term in terms if term.columns])
+        check_columns(value, [term for term in terms if term.columns])
         means = [term for term in terms if term.mean is not None and term.mean.requires_grad]
         if not means:
             return PartLoss(kind="plain", value=value)
-        return PartLoss(kind="linear", value=value, terms=means, slopes=_slopes(value, means))
+        return PartLoss(kind="linear", value=value, terms=means, slopes=slopes_by(value, means))
 
     def _check_sums(self, terms: Sequence[Term]) -> None:
         """Refuse a loss of which only a part is a sum over the batch, beside means and numbers."""
@@ -419,50 +448,12 @@ def whole(value: Tensor) -> Tensor:
     return value
 
 
-def _check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
-    """Refuse a loss that is no linear function of the means of columns, or uses their sums."""
-    means = [term for term in terms if term.columns == "mean"]
-    for term in terms:
-        if term not in means:
-            raise ModelError(
-                f"the loss depends on {term.name} of a part of the batch, which is another number "
-                "for the whole batch",
-                hint=_HINT,
-            )
-    if means and loss.requires_grad:
-        _check_linear(loss, [term.total for term in means], means)
-
-
-def _slopes(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
-    """Return the derivatives of `loss` by `means`; it must be linear in them.
-
-    The gradient stops at the means, so this does not go through the model.
-    """
-    if not loss.requires_grad:
-        return []
-    inputs = [term.mean for term in means if term.mean is not None]
-    slopes = _check_linear(loss, inputs, means)
-    return [torch.zeros_like(loss) if slope is None else slope.detach() for slope in slopes]
-
-
-def _check_linear(
-    loss: Tensor, inputs: Sequence[Tensor], terms: Sequence[Term]
-) -> Sequence[Tensor | None]:
-    """Return the derivatives of `loss` by `inputs`, the values of `terms`; they must not change."""
-    slopes = _gradients(loss, inputs)
-    for slope in slopes:
-        if slope is not None and slope.requires_grad:
-            again = _gradients(slope.sum(), inputs)
-            for term, curve in zip(terms, again, strict=True):
-                if curve is not None:
-                    raise ModelError(
-                        f"the loss is no linear function of {term.name} over the batch, so losses "
-                        "of parts of the batch do not make the loss of the batch",
-                        hint=_HINT,
-                    )
-    return slopes
-
-
-def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the derivatives of `value`, which are differentiable; None where it has none."""
-    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+def _written(name: str, args: Sequence[Any], result: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a function wrote: its first argument, and what that is a view of."""
+    if not args or not isinstance(args[0], Tensor):
+        return
+    if name == "__setitem__" or result is args[0]:
+        yield args[0]
+        base = viewed(args[0])
+        if base is not None:
+            yield base

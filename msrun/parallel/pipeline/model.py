@@ -19,6 +19,7 @@ from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.lists import refuse_norms
 from msrun.parallel.local import local_gradient
 from msrun.parallel.losses.batch import StepBatch
+from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.losses.tally import LossTally, TallyRanks
 from msrun.parallel.pipeline.border import Borders
 from msrun.parallel.pipeline.describe import describe
@@ -145,6 +146,10 @@ class PipelineModel(nn.Module):
         is_even = samples % self._microbatches == 0
         return "" if is_even or not needs else f"{self._microbatches} equal parts, as {needs} needs"
 
+    def known_outputs(self) -> Sequence[Known]:
+        """Return what mixed samples in a micro-batch, of each tensor of the model's output."""
+        return ()
+
     def can_wait(self, chunk: int) -> bool:  # noqa: ARG002 - of others
         """Return whether gradients of the weights of `chunk` can be computed after its inputs'."""
         return True
@@ -196,6 +201,8 @@ class PipelineModel(nn.Module):
         target: Any,
         loss_fn: LossFunction | None,
         ranks: TallyRanks,
+        *,
+        looks: bool = False,
     ) -> LossTally:
         """Run forward and backward of a batch; all ranks of the axis take part.
 
@@ -207,6 +214,7 @@ class PipelineModel(nn.Module):
             target: Last argument of `loss_fn`.
             loss_fn: Loss of a micro-batch; None if the model returns it.
             ranks: Data-parallel ranks of this stage.
+            looks: Whether to refuse a model or a loss that mixes the samples of a micro-batch.
 
         Returns:
             The losses of all micro-batches, the same on all ranks of the axis.
@@ -237,6 +245,7 @@ class PipelineModel(nn.Module):
             tally=tally,
             check=partial(check_loss, self) if self._cut.chunks.stages > 1 else lambda *_: None,
             buffers=self.written_buffers,
+            known=self.known_outputs() if looks and not tally.is_whole else None,
         )
         self._schedule(borders).run(work)
         self.written_buffers.is_checked = not tally.has_refused
@@ -334,6 +343,15 @@ class SplitModel(PipelineModel):
             self._recording.borders[chunk - 1] if chunk else (),
         )
 
+    @property
+    def whole(self) -> nn.Module:
+        """The whole model, without values."""
+        return self._recordings.whole
+
+    def known_outputs(self) -> Sequence[Known]:
+        """Return what mixed samples in a micro-batch, of each tensor of the model's output."""
+        return self._recording.known if self._recording else ()
+
     def _run_chunk(self, chunk: int, inputs: Sequence[Any]) -> Any:
         """Run the modules of a chunk."""
         own, received = inputs[: self._arity], inputs[self._arity :]
@@ -343,19 +361,19 @@ class SplitModel(PipelineModel):
         """Return the bytes that a copy without values saves."""
         split = split_batch(inputs, self._microbatches, may_differ=False)
         piece = split.padded(inputs, 0)
-        return self._recordings.saved_bytes(piece, self._record(piece))
+        return self._recordings.saved_bytes(piece, self._record(piece, split.width))
 
     def _prepare(
         self, inputs: Sequence[Any], *, may_differ: bool
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
-        return split, self._record(split.padded(inputs, 0)).borders
+        return split, self._record(split.padded(inputs, 0), split.width).borders
 
-    def _record(self, piece: Sequence[Any]) -> Recording:
+    def _record(self, piece: Sequence[Any], samples: int) -> Recording:
         """Return the forward of a micro-batch, whose programs chunks run from now on."""
         modes = {name: self.get_submodule(name).training for name in self._opened}
-        recording = self._recordings.find(piece, modes)
+        recording = self._recordings.find(piece, modes, samples)
         if not recording.compiled:
             vars(self).update(recording.constants)
             for chunk in self._own:

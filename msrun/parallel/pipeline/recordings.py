@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.losses.batch import map_leaves
+from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.border import Border, Borders
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.plan import SplitPlan
@@ -36,6 +37,7 @@ class Recording:
         borders: What each chunk but the last sends.
         constants: Tensors that are not the model's, by the name under which programs get them.
         arity: Inputs of the model.
+        known: What is known of each tensor of the output, of a forward in training.
         compiled: Programs of the chunks here as functions, once they are needed.
     """
 
@@ -43,6 +45,7 @@ class Recording:
     borders: Borders
     constants: dict[str, Tensor]
     arity: int
+    known: tuple[Known, ...] = ()
     compiled: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -59,12 +62,18 @@ class Recordings:
         self._skeleton = skeleton
         self._known: OrderedDict[Hashable, Recording] = OrderedDict()
 
-    def find(self, inputs: Sequence[Any], modes: Mapping[str, bool]) -> Recording:
+    @property
+    def whole(self) -> nn.Module:
+        """The copy of the model."""
+        return self._skeleton.whole
+
+    def find(self, inputs: Sequence[Any], modes: Mapping[str, bool], samples: int) -> Recording:
         """Return the forward of one micro-batch of `inputs`.
 
         Args:
             inputs: Of the model.
             modes: Whether it trains, and each opened module of it.
+            samples: In `inputs`.
 
         Raises:
             ModelError: It cannot be recorded, or cut where the model was.
@@ -72,7 +81,7 @@ class Recordings:
         if self._skeleton.watched.changed():
             self._known.clear()
         key = (tuple(modes.values()), Modes.current(self._skeleton.device), kinds(inputs))
-        recording = self._known.pop(key, None) or self._record(inputs, modes)
+        recording = self._known.pop(key, None) or self._record(inputs, modes, samples)
         self._known[key] = recording
         if len(self._known) > _RECORDINGS_MAX:
             self._known.popitem(last=False)
@@ -96,9 +105,9 @@ class Recordings:
             return None
         return saved
 
-    def _record(self, inputs: Sequence[Any], modes: Mapping[str, bool]) -> Recording:
+    def _record(self, inputs: Sequence[Any], modes: Mapping[str, bool], samples: int) -> Recording:
         self._skeleton.set_modes(modes)
-        traced = self._skeleton.record(inputs)
+        traced = self._skeleton.record(inputs, samples=samples if modes[""] else None)
         programs = self._plan.rule.programs(traced)
         self._check(programs, traced.constants)
         borders = tuple(
@@ -106,7 +115,11 @@ class Recordings:
             for program in programs[:-1]
         )
         return Recording(
-            programs=programs, borders=borders, constants=traced.constants, arity=len(inputs)
+            programs=programs,
+            borders=borders,
+            constants=traced.constants,
+            arity=len(inputs),
+            known=traced.known,
         )
 
     def _check(self, programs: Sequence[ChunkProgram], constants: Mapping[str, Tensor]) -> None:

@@ -30,6 +30,8 @@ from torch.nn import Parameter
 
 from msrun.errors import ModelError, UsageError
 from msrun.parallel.losses.batch import map_leaves, own_loss, tensors_in
+from msrun.parallel.losses.sample_dims import Known
+from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally
 from msrun.parallel.pipeline.border import (
     Border,
@@ -44,7 +46,7 @@ from msrun.parallel.pipeline.chunks import MICROBATCHES, STAGES
 from msrun.parallel.pipeline.microbatch import MicrobatchSplit, WrittenBuffers
 from msrun.parallel.pipeline.ranks import PipelineRanks
 from msrun.parallel.pipeline.timeline import Action, plain_order
-from msrun.parallel.torch_compat import write_count
+from msrun.parallel.torch_compat import eagerly, write_count
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI = {
@@ -73,6 +75,7 @@ class Work:
         tally: Adds losses up, on the last stage.
         check: Called with the ends of the graph of the model and the loss of `loss_fn`.
         buffers: Refuses buffers that several micro-batches write.
+        known: Of each output of the model, what mixed samples; None does not look at the loss.
     """
 
     split: MicrobatchSplit
@@ -82,6 +85,7 @@ class Work:
     tally: LossTally
     check: Callable[[Sequence[Any], Tensor], None]
     buffers: WrittenBuffers
+    known: Sequence[Known] | None = None
 
     def loss(self, run: Callable[[], Any], part: int, received: Sequence[Tensor]) -> Tensor:
         """Return what is differentiated for micro-batch `part`, whose output `run` returns.
@@ -95,10 +99,31 @@ class Work:
             return outputs[0]
 
         try:
-            return self._loss(output, part)
+            if self.known is None or part:
+                return self._loss(output, part)
+            return self._watched(output, self.known)
         except UsageError as error:
             self.tally.refuse(error)
             return nothing([*tensors_in(outputs), *received])
+
+    def _watched(self, run: Callable[[], Any], known: Sequence[Known]) -> Tensor:
+        """Return the loss of the first micro-batch.
+
+        Raises:
+            ModelError: It depends on something that mixes samples.
+        """
+        samples = self.split.count(0)
+        with eagerly(), SampleWatch(self.split.real(self.target, 0), samples) as watch:
+
+            def seeded() -> Any:
+                output = run()
+                watch.seed(tensors_in(output), known)
+                return output
+
+            loss = self._loss(seeded, 0)
+        if error := watch.read(loss, is_cut=self.split.parts > 1):
+            raise error
+        return loss
 
     def _loss(self, run: Callable[[], Any], part: int) -> Tensor:
         samples, loss_fn = self.split.count(part), self.loss_fn

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.func import functional_call
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
-from msrun.parallel.losses.batch import map_leaves
+from msrun.parallel.losses.batch import map_leaves, tensors_in
+from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.guard import CopyGuard, PythonRandom
 from msrun.parallel.pipeline.record.modes import closing
@@ -71,12 +73,20 @@ class Skeleton:
                 self._opened[name] = module
                 self.watched.watch_module(name, originals[name], module, memo)
 
-    def record(self, inputs: Sequence[Any], *, counts: bool = False) -> Trace:
+    @property
+    def whole(self) -> nn.Module:
+        """The copy."""
+        return self._copy
+
+    def record(
+        self, inputs: Sequence[Any], *, counts: bool = False, samples: int | None = None
+    ) -> Trace:
         """Return the steps of the forward for `inputs`, in the modes of now.
 
         Args:
             inputs: Their values do not matter, but those of numbers, strings and flags do.
             counts: Whether operations are counted.
+            samples: In `inputs`, to notice what mixes them; None does not look.
 
         Raises:
             ModelError: The forward cannot be recorded.
@@ -91,11 +101,13 @@ class Skeleton:
             args, named = bound(self._copy, values)
             self._recorder = recorder
             guard, states = CopyGuard(self._opened), PythonRandom()
+            watch = None if samples is None else SampleWatch(values, samples)
             try:
-                with self.watched.finding(recorder.note), recorder:
+                with watch or nullcontext(), self.watched.finding(recorder.note), recorder:
                     output = self._copy.forward(*args, **named)
                 self._check(guard.changed(), self.watched.changed(), states.changed())
                 recorder.finish(output)
+                known = watch.known(tensors_in(output)) if watch else ()
             except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
                 raise recorder.refusal or self._refusal(error) from None
             finally:
@@ -108,6 +120,7 @@ class Skeleton:
             recorder.flops,
             Memory(recorder.memory, recorder.writes),
             recorder.outside,
+            known,
         )
 
     def adopt(self, name: str, module: nn.Module, part: nn.Module) -> None:

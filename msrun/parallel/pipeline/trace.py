@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT
+from msrun.parallel.losses.sample_dims import Known
 from msrun.parallel.pipeline.chunks import STAGES
 from msrun.parallel.pipeline.record.modes import Modes
 from msrun.parallel.pipeline.record.structure import Held, Rebuild
@@ -67,6 +68,7 @@ class Trace:
         flops: Floating-point operations of recorded steps.
         memory: Of recorded steps.
         outside: Modes at the begin of a recording.
+        known: Of each tensor of the output, what mixed samples; empty where nobody looked.
     """
 
     graph: fx.Graph
@@ -76,6 +78,7 @@ class Trace:
     flops: dict[fx.Node, int] = field(default_factory=dict)
     memory: Memory = field(default_factory=Memory)
     outside: Modes | None = None
+    known: tuple[Known, ...] = ()
 
 
 def trace(model: nn.Module, is_leaf: Callable[[str], bool], inputs: Sequence[str]) -> Trace:

@@ -74,6 +74,7 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
         batch: Samples of a step.
         mode: As of `search`.
         limit: Bytes that a rank has; None is any.
+        is_whole: Whether nothing may cut the batch or the model.
     """
 
     programs: ProgramByBatch
@@ -82,6 +83,7 @@ class MeshRequest(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     mode: Mode = "exact"
     limit: float | None = None
+    is_whole: bool = False
 
 
 def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
@@ -95,7 +97,7 @@ def choose_mesh(request: MeshRequest, clock: Callable[[], float]) -> ChosenMesh:
         OutOfMemoryError: No plan fits; it says what the smallest takes.
     """
     results = [*_without_stages(request)]
-    if not request.programs.ends[0].is_of_whole_batch:
+    if not request.is_whole:
         results += _with_stages(request, clock)
     fitting = [one for one in results if isinstance(one, ChosenMesh)]
     if not fitting:
@@ -109,8 +111,7 @@ def _without_stages(request: MeshRequest) -> Iterator[ChosenMesh | float]:
     A sample never takes less time in a micro-batch than in the batch at once, so more micro-batches
     are tried only while fewer fit no mesh without recomputation.
     """
-    is_whole = request.programs.ends[0].is_of_whole_batch
-    for number in [1] if is_whole else divisors(request.batch):
+    for number in [1] if request.is_whole else divisors(request.batch):
         part = request.batch // number
         program = request.programs.at(part)
         again = (False, True) if find_blocks(program) else (False,)

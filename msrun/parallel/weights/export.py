@@ -11,7 +11,8 @@ A rank that cannot write goes on to gather, since the other ranks of its stage w
 all ranks raise at the end.
 
 What is written.  One name of a weight that the model's library ties by itself, else all names; no
-adapter of peft is merged.  With a model of peft, only its adapters are written, by peft itself.
+adapter of peft is merged.  With a model of peft, only its adapters are written, on rank 0 by peft
+itself; for stages it looks at the copy without values from which they were cut.
 """
 
 from __future__ import annotations
@@ -160,8 +161,13 @@ class Exporter:
         names = self._origin.first if found else {}
         return {name: found[first] for name, first in names.items() if first in found}
 
-    def _held(self, own: Mapping[str, Tensor]) -> list[_Held]:
-        """Return every tensor of the model with the first rank that has it, in order."""
+    def _held(self, own: Mapping[str, Tensor], *, is_part: bool = False) -> list[_Held]:
+        """Return the tensors of all ranks with the first rank that has each, in order.
+
+        Args:
+            own: Those of this rank.
+            is_part: Whether some of the model are left out.
+        """
         with self._peers.together():
             tensors = [slot(*item) for item in own.items()]
             offer = _Offer(stage=self._stage, tensors=tensors)
@@ -169,7 +175,8 @@ class Exporter:
         text = ""
         with self._peers.together():
             if self._peers.rank == 0:
-                text = msgspec.json.encode(_holders(self._origin, offers)).decode()
+                held = _holders(self._origin, offers, is_part=is_part)
+                text = msgspec.json.encode(held).decode()
         return msgspec.json.decode(self._peers.from_first(text), type=list[_Held])
 
     def _own(self) -> dict[str, Tensor]:
@@ -227,40 +234,43 @@ class Exporter:
 
     def _save_adapters(self, folder: Path) -> None:
         """Write the adapters of a model of peft, as peft does."""
-        model: Any = self._model
+        # Stages have parts of it; the copy without values from which they were cut is whole.
+        model: Any = getattr(self._model, "whole", self._model)
         with self._peers.together():
             if not hasattr(model, "create_or_update_model_card"):
                 raise ModelError(
-                    f"the adapters of {self._origin.kind} cannot be written: "
-                    "rt.save_pretrained needs a model of peft that is not divided into stages",
-                    hint="rt.save keeps them, and rt.state_dict returns them",
+                    f"the adapters of {self._origin.kind} cannot be written: rt.save_pretrained "
+                    "needs a model of peft that mode: auto does not divide into stages",
+                    hint="rt.save keeps them, and rt.state_dict returns them on rank 0: "
+                    "save_pretrained(folder, state_dict=...) of an equal model of peft writes them",
                 )
-            tensors = {
+            own = {
                 name: tensor
-                for name, tensor in TensorNames((), 0, model).tensors.items()
+                for name, tensor in self._own().items()
                 if is_adapters(self._origin.library, name)
                 or tensor.requires_grad
                 or ".modules_to_save." in name
             }
         found = {}
-        for name, tensor in tensors.items():
-            whole = self._whole(tensor)
+        for one in self._held(own, is_part=True):
+            tensor = self._to_first_rank(one, own)
             if self._peers.rank == 0:
-                found[name] = whole.cpu()
+                found[one.entry.name] = tensor
+            beat()
         with self._peers.together():
             if self._peers.rank == 0:
                 # Not the method of the instance, which refuses to write the parts of one rank.
                 type(model).save_pretrained(model, str(folder), state_dict=found)
 
 
-def _holders(origin: Origin, offers: Sequence[_Offer]) -> list[_Held]:
+def _holders(origin: Origin, offers: Sequence[_Offer], *, is_part: bool) -> list[_Held]:
     """Return each tensor with the first rank that has it, in the order of the model."""
     first: dict[str, _Held] = {}
     for rank, offer in enumerate(offers):
         for entry in offer.tensors:
             first.setdefault(entry.name, _Held(entry=entry, rank=rank, stage=offer.stage))
     lost = [name for name in origin.groups if name not in first]
-    if lost:
+    if lost and not is_part:
         warnings.warn(
             f"msrun: no stage uses {shown(lost)} of {origin.kind}, so no rank has values of it",
             stacklevel=2,

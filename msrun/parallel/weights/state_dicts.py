@@ -192,7 +192,15 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, is_pipeline: bool) ->
     if _PREPARED in vars(optimizer) or not (is_pipeline or any(map(is_sharded, params))):
         return
     setattr(optimizer, _PREPARED, True)
-    optimizer.register_load_state_dict_pre_hook(_divide_state)
+    try:
+        optimizer.register_load_state_dict_pre_hook(_divide_state)
+    except AttributeError:  # it never called the constructor of its base class
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{name} has none of the hooks of torch's optimizers, by which sharded parameters and "
+            "stages save its state",
+            hint=f"give rt.optimizer what {name} wraps, or train without zero, plan and pipeline",
+        ) from None
     optimizer.register_state_dict_post_hook(lambda of, state: PartsOfState(state, type(of)))
 
 

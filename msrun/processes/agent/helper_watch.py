@@ -1,4 +1,4 @@
-"""Watches the processes of ours below an agent, which nobody else notices when they are frozen.
+"""Watches the processes of ours around an agent, which nobody else notices when they are frozen.
 
 The end of each is noticed at once, by a channel or a pidfd.  One that somebody has stopped, or that
 does not answer for another reason, ends nothing by itself: workers would end unseen, failures
@@ -7,6 +7,7 @@ remain without an answer, and processes would be left at the end.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 from msrun.cluster.agent.events import Action, ForwardSignal, StartWorkers, SweepGeneration
@@ -14,19 +15,21 @@ from msrun.cluster.liveness import heartbeat
 from msrun.cluster.liveness.heartbeat import Finding, HelperLife, Wakefulness
 from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.console import Console
-from msrun.supervise import orders, process
+from msrun.supervise import orders, process, title
 from msrun.transport.loop import Loop
 
 REAPER = "reaper"
 FORKSERVER = "forkserver"
 SCHEDULER = "scheduler"
 STORE = "store"
+# Of a job of a Python program: it stops the job when the program has ended.
+KEEPER = "keeper"
 # What reaper and forkserver carry out.
 _ORDERS = (StartWorkers, ForwardSignal, SweepGeneration)
 
 
 class HelperWatch:
-    """The watch over reaper, forkserver, store and scheduler of one node.
+    """The watch over reaper, forkserver, store, scheduler and keeper of one node.
 
     Args:
         node: This node's resources.
@@ -96,7 +99,8 @@ class HelperWatch:
             return
         self._look_at = now + heartbeat.LOOK_SECONDS
         awake_since = self._awake.look(now=now)
-        living = [(n, p) for n in (REAPER, FORKSERVER, SCHEDULER, STORE) for p in self._pids(n)]
+        names = (REAPER, FORKSERVER, SCHEDULER, STORE, KEEPER)
+        living = [(name, pid) for name in names for pid in self._pids(name)]
         self._lives = {key: self._life(*key) for key in living}
         for (name, pid), life in self._lives.items():
             found = life.look(process.state(pid), now=now, awake_since=awake_since)
@@ -121,6 +125,9 @@ class HelperWatch:
             return [self._node.tree.pid]
         if name == SCHEDULER:
             return sorted(self._node.scheduler.pids) if self._node.scheduler else []
+        if name == KEEPER:
+            parent = os.getppid()
+            return [parent] if process.name(parent) == title.KEEPER else []
         if not self._forkserver:
             return []
         if name == FORKSERVER:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from msrun import environ
 from msrun.backend import WorkerPlan
+from msrun.bounded_file import open_to_read
 from msrun.job import JobSpec
 from msrun.supervise import logs
-from msrun.supervise.logs import STDERR, STDOUT, LogGap, open_to_read
+from msrun.supervise.logs import STDERR, STDOUT, LogGap
 from msrun.worker.stdio import LogFile
 
 _READ_BYTES = 1024 * 1024

@@ -23,8 +23,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from msrun.bounded_file import open_to_read
 from msrun.errors import UsageError
-from msrun.supervise.logs import LogGap, open_to_change, open_to_read, punch_hole
+from msrun.supervise.logs import LogGap, open_to_change, punch_hole
 from msrun.units import render_size
 
 _LOOK_SECONDS = 0.25

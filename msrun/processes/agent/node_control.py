@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from msrun.bounded_file import open_to_read
 from msrun.cluster.liveness import hang, stacks
 from msrun.cluster.liveness.collectives import Collective
 from msrun.cluster.liveness.hang import HangWatch, Sign, WorkDone
@@ -34,7 +35,7 @@ from msrun.processes.agent.node_resources import NodeResources
 from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.console import Console
 from msrun.supervise import logs, process
-from msrun.supervise.logs import LogGap, open_to_read, printable
+from msrun.supervise.logs import LogGap, printable
 from msrun.transport.loop import Loop
 from msrun.worker.beat import LAYOUT
 from msrun.worker.stacks import AGENT_SIGNAL

@@ -22,7 +22,7 @@ from msrun.processes.agent.worker_end import RunningWorker
 from msrun.processes.ending import VERDICT_FILE
 from msrun.processes.rendezvous import formation, job_secret, listen_or_refuse
 from msrun.processes.scheduler.supervisor import SchedulerSupervisor, scheduler_config
-from msrun.supervise import affinity, containment, node_plan, process
+from msrun.supervise import affinity, containment, node_plan, process, shared_memory
 from msrun.supervise.hccn import ask_hccn_tool, read_device_ips
 from msrun.supervise.logs import banner
 from msrun.supervise.node_plan import LOOPBACK, Placement
@@ -82,6 +82,7 @@ class NodeResources:
         if self.timer_file:
             self._base[environ.TIMER_FILE] = self.timer_file
         self._opened: set[str] = set()
+        self._workers: list[RunningWorker] = []
         self._context = new_context()
         job = plan.job
         self.formation = formation(job)
@@ -267,6 +268,7 @@ class NodeResources:
             until: After which none may start any more; None for ever.
             output: Opens their logs where it has to.
         """
+        self._remove_segments()
         placement = Placement(
             generation=generation,
             node_rank=start.node_rank,
@@ -288,10 +290,19 @@ class NodeResources:
             self.tree.forkserver.send(order)
         plans = node_plan.plan_workers(self._job, self._plan.machine, placement, self._base)
         try:
-            return [self._order_worker(generation, plan, until, output) for plan in plans]
+            self._workers = [self._order_worker(generation, plan, until, output) for plan in plans]
         except OSError as error:
             msg = f"generation {generation} cannot be started: {error.filename}: {error.strerror}"
             raise MsrunError(msg, hint="see `ulimit -n` and free space") from error
+        return self._workers
+
+    def _remove_segments(self) -> None:
+        """Remove the shared memory of the workers of the last generation, all of which has ended.
+
+        The reaper does so for what it has killed itself.
+        """
+        pids = {worker.pid or worker.last_pid for worker in self._workers} - {0}
+        shared_memory.remove({pid for pid in pids if not process.is_alive(pid)})
 
     def _make_generation_dir(self, generation: int) -> None:
         """Make the private directory of a generation, and that of the job if it was removed.
@@ -403,6 +414,7 @@ class NodeResources:
             self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
             stuck = self.tree.end(TREE_SECONDS, run_dir.cookie(self._dir), self._adopted)
+            self._remove_segments()
         if not stuck:  # else its cgroup is noted for the next launcher
             self._end_what_is_left()
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.

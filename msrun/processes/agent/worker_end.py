@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from msrun.backend import WorkerPlan
+from msrun.bounded_file import open_to_read
 from msrun.cluster.verdict import TAIL_LINES, RankExit
-from msrun.supervise.logs import last_lines, open_to_read, printable
+from msrun.supervise.logs import last_lines, printable
 from msrun.supervise.machine import read_oom_kills
 from msrun.supervise.orders import Exited
 
@@ -33,6 +34,7 @@ class RunningWorker:
         log_starts: Size of each of its logs when it was started.
         started_at: When, on the monotonic clock; None when it could not be.
         pid: Its pid as long as it lives, 0 when it has ended; None before.
+        last_pid: Its pid when it has ended; 0 before.
     """
 
     plan: WorkerPlan
@@ -44,6 +46,7 @@ class RunningWorker:
     log_starts: Mapping[str, int] = field(default_factory=dict)
     started_at: float | None = None
     pid: int | None = None
+    last_pid: int = 0
 
     def last_lines(self, count: int) -> list[str]:
         """Return the last lines that it wrote, of its stderr where that has a file of its own."""
@@ -74,6 +77,7 @@ class OomCounter:
 def describe(end: Exited, worker: RunningWorker, oom: OomCounter, *, now: float) -> RankExit:
     """Return everything that is known about the end of `worker`."""
     plan = worker.plan
+    worker.last_pid = end.pid
     code: int | None = None
     signum: int | None = None
     if os.WIFSIGNALED(end.status):

@@ -17,6 +17,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         formation: How many nodes it takes.
         join_timeout: Seconds in which they must register; None waits for ever.
         last_call: Seconds for which more nodes than the fewest are waited for.
+        replaces: As of `SchedulerState`.
         restarts: Restart budget and pace.
         secret: The job's secret; None without authentication.
         wal_file: Path of the write-ahead log.
@@ -44,6 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     started_before: int = 0
     term: int = 0
     alone: bool = False
+    replaces: bool = False
     listen_fd: int = -1
     began_fd: int = -1
     rank_table: str = ""

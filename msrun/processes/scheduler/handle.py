@@ -12,6 +12,7 @@ from typing import IO, cast
 
 import msgspec
 
+from msrun.bounded_file import open_to_read
 from msrun.cluster.scheduler import wal
 from msrun.cluster.verdict import Verdict
 from msrun.errors import signal_name
@@ -110,7 +111,7 @@ class SchedulerProcess:
     def verdict(self) -> Verdict | None:
         """Return the verdict in its log, None when there is none."""
         try:
-            with logs.open_to_read(self._wal_file) as file:
+            with open_to_read(self._wal_file) as file:
                 return wal.verdict(file.read())
         except OSError:
             return None

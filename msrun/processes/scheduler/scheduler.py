@@ -16,6 +16,7 @@ from typing import NoReturn, cast
 import msgspec
 
 from msrun import environ
+from msrun.bounded_file import open_to_read
 from msrun.cluster.liveness.freeze_detector import FreezeDetector
 from msrun.cluster.liveness.lease import lease
 from msrun.cluster.scheduler import report, wal
@@ -45,7 +46,7 @@ from msrun.processes.scheduler.contest import Contests
 from msrun.processes.scheduler.dropped_messages import Dropped
 from msrun.supervise import limits, process, title
 from msrun.supervise.channel import load
-from msrun.supervise.logs import LINE_CHARS_MAX, open_to_read, printable
+from msrun.supervise.logs import LINE_CHARS_MAX, printable
 from msrun.supervise.reaper import ignore_signals
 from msrun.transport.loop import Loop, new_context
 from msrun.transport.probe import Prober, describe
@@ -101,6 +102,7 @@ class Scheduler:
             formation=config.formation,
             join_timeout=float("inf") if config.join_timeout is None else config.join_timeout,
             last_call=config.last_call,
+            replaces=config.replaces,
             policy=RestartPolicy(config.job_id, config.restarts),
             started_at=self._loop.now(),
         )

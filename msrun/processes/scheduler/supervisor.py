@@ -34,6 +34,7 @@ def scheduler_config(
         formation=formation,
         join_timeout=job.join_timeout,
         last_call=job.last_call,
+        replaces=job.is_replaced,
         restarts=job.restarts,
         secret=secret,
         wal_file=str(directory / run_dir.WAL),

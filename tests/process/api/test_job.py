@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
+import psutil
 import pytest
 from support import until
 
@@ -184,3 +186,36 @@ def test_a_forked_process_leaves_the_job_alone(start, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     (tmp_path / "go").touch()
     assert job.wait() == []
+
+
+def keeper_of_mine():
+    """Return the process between this one and its job's launcher, stopped."""
+    below = psutil.Process().children()
+    (keeper,) = [process for process in below if process.name() == "msrun keeper"]
+    keeper.suspend()
+    until(lambda: keeper.status() == psutil.STATUS_STOPPED, "for it to be stopped")
+    return keeper
+
+
+def test_a_keeper_that_is_stopped_is_continued_while_the_job_runs(start, capfd):
+    job = start(WAIT, workers=1)
+    until(job.logs, "for its first line")
+    keeper = keeper_of_mine()
+
+    until(lambda: keeper.status() != psutil.STATUS_STOPPED, "for it to go on", seconds=30)
+    job.stop(now=True)
+    assert f"the keeper (pid {keeper.pid}) was stopped by a signal" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["stop", "launcher"])
+def test_a_keeper_that_is_stopped_keeps_nobody_from_the_end(start, by):
+    job = start(WAIT, workers=1)
+    until(job.logs, "for its first line")
+    (launcher,) = keeper_of_mine().children()
+    if by == "launcher":
+        launcher.send_signal(signal.SIGKILL)
+    else:
+        job.stop(now=True)
+
+    with pytest.raises(msrun.JobFailed):
+        job.wait(30)

@@ -149,6 +149,30 @@ def test_another_users_directory_in_tmp_keeps_nobody_from_starting(msrun, tmp_pa
     assert said in job.err
 
 
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && cd "$0" && exec "$@"'
+
+
+@needs_root
+def test_a_job_in_a_directory_that_cannot_be_written_has_its_logs_elsewhere(msrun, tmp_path):
+    """For root too, who may write everywhere else."""
+    here, temporary = tmp_path / "here", tmp_path / "tmp"
+    here.mkdir()
+    temporary.mkdir()
+    program = script(here, "print('hi')")
+    wrapper = ["unshare", "-m", "sh", "-c", READ_ONLY, str(here)]
+    if subprocess.run([*wrapper, "true"], timeout=20, check=False).returncode:
+        pytest.skip("mounts are not allowed here")
+    job = msrun(program, wrapper=wrapper, env={"TMPDIR": str(temporary)}, plain=True)
+    named = msrun("--log-dir", "logs", program, wrapper=wrapper, plain=True)
+
+    assert (job.wait(), named.wait()) == (0, 2)
+    (log,) = temporary.glob("msrun_logs-*/*/worker_0.log")
+    assert log.read_text() == "hi\n"
+    assert job.err.count("note: logs are in ") == 1
+    assert f"note: logs are in {log.parent}: msrun_logs/" in job.err
+    assert named.err.startswith(f"error: --log-dir logs: {here} may not be written")
+
+
 @needs_root
 def test_a_full_run_directory_is_told_as_such(msrun, tmp_path):
     outside = tmp_path / "outside"

@@ -187,6 +187,21 @@ def segments(members):
     return [name for name in names if int(name.split("_")[1]) in {m.pid for m in members}]
 
 
+@pytest.mark.parametrize("victim", ["sleep", "msrun forksrv", "msrun reaper"])
+def test_no_shared_memory_of_a_worker_is_left_whoever_was_killed(msrun, victim):
+    """Also where the reaper has not killed the worker itself, or is gone."""
+    job = msrun(*shell(": > /dev/shm/torch_$$_1_0; echo up; exec sleep 600"))
+    job.until_logged("up")
+    job.until_said("msrun: running")
+    sleepers = lambda: [member for member in job.members() if member.name() == "sleep"]  # noqa: E731
+    (worker,) = until(sleepers, "for the worker")
+    assert segments([worker])
+    kill(worker if victim == "sleep" else job.find(victim))
+
+    assert job.wait() in (120, 137)
+    assert segments([worker]) == []
+
+
 def is_reaper(member):
     try:
         return member.name() == "msrun reaper"

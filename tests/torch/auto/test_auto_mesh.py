@@ -8,9 +8,10 @@ import pytest
 import torch
 from auto_models import MODELS, Llama
 from ranks import run_warm
+from torch import nn
 
 import msrun
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 
 pytestmark = pytest.mark.torch
 
@@ -93,3 +94,31 @@ def test_what_cannot_be_found_is_one_sentence():
             "parallel.accumulate: 3 does not divide the 8 samples of a local batch, and mode auto "
             "needs equal micro-batches"
         )
+
+
+class Tangle(nn.Module):
+    """Adds the products of all pairs of its layers' outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(14))
+
+    def forward(self, x):
+        parts = [layer(x) for layer in self.layers]
+        return sum(a * b for index, a in enumerate(parts) for b in parts[:index])
+
+
+def tangled():
+    rt = msrun.init(AUTO)
+    with pytest.raises(ModelError) as caught:
+        rt.shard(Tangle(), sample=[torch.ones(8, 8)])
+    return caught.value.message.partition(" (")[0], caught.value.hint
+
+
+@pytest.mark.slow
+def test_a_model_too_wide_for_the_search_is_refused_on_all_ranks():
+    sentence = (
+        "parallel.mode: auto: so many tensors of the model meet in one step that the search would "
+        "need a table of 67108864 cells"
+    )
+    assert run_warm(tangled, 2) == [(sentence, "name mesh and plan without mode: auto")] * 2

@@ -151,3 +151,85 @@ def test_what_is_no_plan_is_refused(saved):
     sentence = "parallel.plan: plan.json is no plan of msrun search: Object missing required field"
     for said in run_ranks(refused, 4, config, gpt):
         assert said.startswith(sentence)
+
+
+NORMED = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+        self.norm = nn.BatchNorm1d(8) if kind == "norm" else nn.Identity()
+
+    def forward(self, x):
+        x = self.norm(self.linear(x))
+        if self.kind == "drawn":
+            return torch.relu(x + torch.randn_like(x))
+        return torch.relu(x - x.mean(0) if self.kind == "centred" else x)
+
+
+def made(kind):
+    return nn.Sequential(*[Block(kind) for _ in range(5)]), torch.randn(8, 8)
+
+
+def plain():
+    return made("plain")
+
+
+def norm():
+    return made("norm")
+
+
+def centred():
+    return made("centred")
+
+
+def drawn():
+    return made("drawn")
+"""
+
+
+@pytest.fixture
+def normed(tmp_path, monkeypatch):
+    """Return what `msrun search` says of a model of the file, and the plan it saved."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "normed.py").write_text(NORMED)
+
+    def searched(kind, *words):
+        fixed = ("--world", "4", "--topology", "cpu", "-o", "plan.json")
+        code = main(["search", f"normed.py:{kind}", *fixed, *words])
+        return code, json.loads((tmp_path / "plan.json").read_text()) if code == 0 else {}
+
+    return searched
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("norm", "batch norm 0.norm"), ("centred", "a mean over samples (in 0)")],
+)
+def test_a_batch_that_must_stay_whole_is_not_cut_by_a_search(normed, capsys, kind, what):
+    code, plan = normed(kind)
+    assert code == 0
+    assert (plan["stages"], plan["microbatches"]) == (1, 1)
+    assert f"no stages and micro-batches, since the model has {what}" in plan["rejected"]
+
+    code, _ = normed(kind, "--mesh", "pp=2,dp=2")
+    assert code != 0
+    assert f"--mesh pp=2: the model has {what}, of which" in capsys.readouterr().err
+
+
+def test_a_batch_that_may_be_cut_still_is(normed):
+    code, plan = normed("plain", "--mesh", "pp=2,dp=2")
+    assert code == 0
+    assert plan["stages"] == 2
+    assert plan["microbatches"] > 1
+    assert not any("since the model has" in line for line in plan["rejected"])
+
+
+def test_a_search_says_what_no_plan_could_run(normed, capsys):
+    code, _ = normed("drawn")
+    assert code != 0
+    assert "cannot run randn_like" in capsys.readouterr().err

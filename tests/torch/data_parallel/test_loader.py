@@ -179,6 +179,59 @@ def test_an_uneven_last_batch_counts_each_sample_once(config):
         assert_equal_curves(run_warm(learned, world_size, config), alone)
 
 
+def weights(inner):
+    """Return the weights that a loop reads, in whose batches another loop runs."""
+    rt = msrun.init({})
+    outer, other = rt.loader(numbers(6), 2), rt.loader(numbers(7), 2)
+    held = iter(other)
+    found, inside = [], []
+    for (batch,) in outer:
+        if inner == "evaluation":
+            inside = [rt.batch_weight for _ in other]
+        elif inner == "left early":
+            for _ in other:
+                break
+        elif inner == "held":
+            next(held, None)
+            rt.context.batch.choose([batch])
+        found.append(rt.batch_weight)
+        ended = rt.context.batch.end
+    return found, inside, ended.least, rt.batch_weight if inner != "held" else 1.0
+
+
+@pytest.mark.parametrize("inner", ["", "evaluation", "left early", "held"])
+def test_a_loop_inside_of_another_leaves_its_weights_alone(inner):
+    # The last 2 of 6 samples are 1 on each of 2 ranks; the last 3 of 7 are 2 and 1.
+    for rank, (found, inside, least, after) in enumerate(run_warm(weights, 2, inner)):
+        assert found == [1.0, 1.0]
+        assert (least, after) == (1, 1.0)
+        assert inside == ([1.0, [4 / 3, 2 / 3][rank]] if inner == "evaluation" else [])
+
+
+def learned_beside_evaluation(is_evaluated):
+    """Return the losses of steps over an uneven epoch, perhaps with an evaluation in each."""
+    rt = msrun.init({})
+    generator = torch.Generator().manual_seed(4)
+    data = TensorDataset(
+        torch.randn(22, 16, generator=generator), torch.randint(0, 10, (22,), generator=generator)
+    )
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9))
+    losses = []
+    for x, y in rt.loader(data, 8 // rt.layout.size("dp")):
+        if is_evaluated:
+            for a, b in rt.loader(data, 8 // rt.layout.size("dp")):
+                with torch.no_grad():
+                    rt.mean_over_data(functional.cross_entropy(network(a), b))
+        losses.append(rt.step(network, update, functional.cross_entropy, x, y).item())
+    return losses
+
+
+def test_an_evaluation_in_an_uneven_last_batch_changes_no_step():
+    alone = run_warm(learned_beside_evaluation, 1, "")[0]
+    assert_equal_curves(run_warm(learned_beside_evaluation, 4, "evaluated"), alone)
+
+
 def learned_by_hand(config, is_weighted, drop_last):
     """Train as `learned`, in a plain loop; return the refusal if there is one."""
     runtime = msrun.init(config)

@@ -1,5 +1,7 @@
 """Every optimizer of torch learns on parts what it learns in one process, or is refused by name."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from ranks import assert_equal_curves, batches, build, run_warm
@@ -121,3 +123,36 @@ def test_every_optimizer_of_torch_is_known():
     found = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
 
     assert found - {"Optimizer"} <= {*RIGHT, *REFUSED, "LBFGS"}
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another optimizer, and never was one of torch's: as Lookahead of timm."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def wrapped(config):
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    try:
+        runtime.optimizer(Wrapping(torch.optim.SGD(network.parameters(), lr=0.1)))
+    except UsageError as error:
+        return error.message, error.hint
+    return None
+
+
+@pytest.mark.parametrize("config", DIVIDED.values(), ids=DIVIDED)
+def test_an_optimizer_without_hooks_is_refused_for_sharded_parameters(config):
+    sentence = (
+        "Wrapping has none of the hooks of torch's optimizers, by which sharded parameters and "
+        "stages save its state"
+    )
+    hint = "give rt.optimizer what Wrapping wraps, or train without zero, plan and pipeline"
+    assert run_warm(wrapped, 2, config) == [(sentence, hint)] * 2

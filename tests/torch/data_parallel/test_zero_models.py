@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import msrun
-from msrun.errors import UsageError
+from msrun.errors import ModelError, UsageError
 from msrun.parallel.data_parallel.used_outside import units_used_outside
+from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
 
@@ -346,3 +347,35 @@ def compiled(config):
 def test_what_torch_compile_returned_is_refused(config, key):
     expected = f"parallel.{key}: rt.shard got what torch.compile returned, of which it can shard "
     assert run_warm(compiled, 2, config) == [expected + "nothing that is compiled"] * 2
+
+
+class Converting(nn.Module):
+    """Converts a layer in its forward, as the router of Switch Transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.head = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x):
+        chosen = self.router.to(torch.float64)(x.double()).softmax(-1)
+        return self.head(x * chosen.to(x.dtype))
+
+
+def converting(config):
+    runtime = msrun.init(config)
+    model = runtime.shard(Converting())
+    before = [full_tensor(param.detach()).clone() for param in model.parameters()]
+    update = runtime.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ModelError) as caught:
+        runtime.step(model, update, functional.cross_entropy, *batches("mlp")[0])
+    after = [full_tensor(param.detach()).float() for param in model.parameters()]
+    return caught.value.message, all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_a_forward_that_changes_the_type_of_a_parameter_is_refused(level):
+    sentence = (
+        "parallel.optimizer.zero: the forward changes the type of router.weight or of its "
+        "gradient, which ZeRO keeps"
+    )
+    assert run_warm(converting, 2, zero(level)) == [(sentence, True)] * 2

@@ -84,6 +84,19 @@ def test_a_script_that_sets_one_for_the_import_gets_interpreters_of_its_own(fini
     assert seen(job.log(1)) == ["seen: x"]
 
 
+def test_a_module_and_a_directory_are_read_as_a_script_is(finished, tmp_path):
+    (tmp_path / "pkg").mkdir()
+    text = "import os; os.environ['KMP_BLOCKTIME'] = '1'"
+    script(tmp_path / "pkg", text, "__init__.py")
+    script(tmp_path / "pkg", "import torch", "train.py")
+    script(tmp_path / "pkg", f"{text}\nimport torch", "__main__.py")
+
+    for words, name in ((("-m", "pkg.train"), "pkg.train"), (("pkg",), "pkg")):
+        job = finished(tmp_path, *words)
+
+        assert f"warning: {name} sets KMP_BLOCKTIME, which torch reads only" in job.err
+
+
 def test_one_that_comes_too_late_is_named_once(finished, tmp_path):
     script(tmp_path, "import os; os.environ['TORCH_SHOW_CPP_STACKTRACES'] = '1'", "settings.py")
     path = program(tmp_path, "import settings", "'x'")

@@ -1,12 +1,15 @@
 """Ranks that stay for the next test are what new ones would be, and none stays after a failure."""
 
+import itertools
+import multiprocessing
 import os
+import time
 import warnings
 from pathlib import Path
 
 import psutil
 import pytest
-from ranks import run_warm
+from ranks import WAITED_MAX, _collect, run_warm
 
 import msrun
 
@@ -54,3 +57,18 @@ def test_ranks_stay_and_are_stopped_meanwhile_until_one_fails():
     assert "AssertionError: of the last rank alone" in caught.value.msg
     assert not any(map(psutil.pid_exists, first))
     assert set(run_warm(pids, 2)).isdisjoint(first)
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.2])
+def test_the_wait_for_a_core_does_not_count_as_late(waited):
+    here, there = multiprocessing.Pipe()
+    seconds = itertools.chain([5.0], itertools.repeat(5.0 + waited))
+    begin = time.monotonic()
+    answers = _collect([here], 0.05, lambda: next(seconds))
+    took = time.monotonic() - begin
+    there.close()
+    here.close()
+
+    assert answers == [(False, "did not return in time")]
+    assert took >= 0.05 + waited
+    assert WAITED_MAX < 60

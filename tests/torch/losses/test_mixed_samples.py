@@ -5,6 +5,7 @@ import torch
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import msrun
 from msrun.errors import ModelError
@@ -90,7 +91,67 @@ def centred(output, target):
     return entropy(output - output.detach().mean(0), target)
 
 
+def of_the_first(output, target):
+    return entropy(output[:1], target[:1]) + 0 * entropy(output, target)
+
+
+def distances(output, target):
+    return entropy(output, target) + 0.1 * torch.cdist(output, output[:1]).mean()
+
+
+def of_halves(output, target):
+    del target
+    first, second = output.chunk(2)
+    return functional.mse_loss(first, second)
+
+
+def of_slices(output, target):
+    half = len(output) // 2
+    return entropy(output, target) + (output[:half] - output[half:]).square().mean()
+
+
+def labelled_and_not(output, target):
+    half = len(output) // 2
+    return entropy(output[:half], target[:half]) + output[half:].square().mean()
+
+
+def neighbours(output, target):
+    pairs = [output[i] * output[i - 1] for i in range(1, len(output))]
+    return entropy(output, target) + torch.stack(pairs).mean()
+
+
+def in_slots(output, target):
+    """Collect losses in a tensor, as losses of several names are."""
+    losses = output.new_zeros(2)
+    losses[0] = entropy(output, target)
+    losses[1] = torch.cdist(output, output).mean()
+    return losses.sum()
+
+
+def in_a_view(output, target):
+    losses = output.new_zeros(2)
+    losses[:1].add_(torch.cdist(output, output).mean())
+    return entropy(output, target) + losses.sum()
+
+
+def of_no_pair(output, target):
+    """Is 0, since this part has no pair that counts; the whole batch may have some."""
+    first, second = torch.where(target[:, None] == target[None] + 7)
+    return (output[first] - output[second]).square().sum() if len(first) else (output * 0).sum()
+
+
+def of_no_nonzero_pair(output, target):
+    pairs = (target[:, None] == target[None] + 7).nonzero()
+    return entropy(output, target) + (output[pairs[:, 0]].mean() if len(pairs) else 0.0)
+
+
 REFUSED = {
+    of_the_first: "samples by their position",
+    distances: "samples by their position",
+    of_halves: "samples by their position",
+    of_slices: "samples by their position",
+    labelled_and_not: "samples by their position",
+    neighbours: "samples by their position",
     differences: "pairs of samples (sub)",
     similarities: "pairs of samples",
     angles: "pairs of samples (cosine_similarity)",
@@ -107,6 +168,10 @@ REFUSED = {
     sums_of_columns: "a sum over samples",
     mean_of_sums: "a sum over samples",
     centred: "a mean over samples",
+    in_slots: "pairs of samples (cdist)",
+    in_a_view: "pairs of samples (cdist)",
+    of_no_pair: "pairs of samples (__eq__)",
+    of_no_nonzero_pair: "pairs of samples (__eq__)",
 }
 
 
@@ -130,7 +195,7 @@ def test_a_loss_that_mixes_samples_is_refused(loss_fn):
     assert "rt.gather" in caught.value.hint
 
 
-@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced])
+@pytest.mark.parametrize("loss_fn", [differences, similarities, angles, traced, of_no_pair])
 def test_pairs_of_one_sample_with_itself_are_refused(loss_fn):
     with pytest.raises(ModelError, match="pairs of samples"):
         read(loss_fn, samples=1)
@@ -196,6 +261,29 @@ def each_sample(output, target):
     return torch.stack([losses[index] for index in range(len(losses))]).mean()
 
 
+def in_chunks(output, target):
+    losses = [
+        functional.cross_entropy(output[i : i + 3], target[i : i + 3], reduction="none")
+        for i in range(0, len(output), 3)
+    ]
+    return torch.cat(losses).mean()
+
+
+def in_split_chunks(output, target):
+    pairs = zip(output.split(2), target.split(2), strict=True)
+    losses = [functional.cross_entropy(x, y, reduction="none") for x, y in pairs]
+    return torch.cat(losses).mean()
+
+
+def each_by_number(output, target):
+    return torch.stack([entropy(x, y) for x, y in zip(output, target, strict=True)]).mean()
+
+
+def with_a_shown_first(output, target):
+    float(output[0].detach().max())
+    return entropy(output, target)
+
+
 def with_unused_pairs(output, target):
     (output @ output.T).argmax(1)
     return entropy(output, target)
@@ -210,6 +298,10 @@ RIGHT = [
     sum_of_chunks,
     sum_of_maxima,
     each_sample,
+    in_chunks,
+    in_split_chunks,
+    each_by_number,
+    with_a_shown_first,
     with_unused_pairs,
 ]
 
@@ -266,3 +358,35 @@ def test_losses_of_columns_and_parts_are_those_of_one_process(config):
     found = run_warm(trained, 2, config, names)
 
     assert found == [dict.fromkeys(names, pytest.approx(0, abs=1e-12))] * 2
+
+
+def over_the_sequence(output, target):
+    losses = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    return losses.view_as(target).sum(0).mean()
+
+
+def sequence_first(samples):
+    """Return the losses of steps on batches that `rt.loader` makes with the sequence first."""
+    rt = msrun.init({})
+    torch.manual_seed(1)
+    data = TensorDataset(
+        torch.randn(samples, 7, 8), torch.arange(7 * samples).view(-1, 7) % CLASSES
+    )
+
+    def collate(items):
+        return [torch.stack(parts, 1) for parts in zip(*items, strict=True)]
+
+    torch.manual_seed(2)
+    model = rt.shard(nn.Linear(8, CLASSES))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    size = 8 // rt.layout.size("dp")
+    return [
+        rt.step(model, update, over_the_sequence, x, y).item()
+        for x, y in rt.loader(data, size, collate_fn=collate)
+    ]
+
+
+@pytest.mark.parametrize("samples", [16, 13])
+def test_a_sum_over_the_sequence_is_none_over_samples(samples):
+    [alone] = run_warm(sequence_first, 1, samples)
+    assert run_warm(sequence_first, 2, samples) == [pytest.approx(alone, rel=1e-6)] * 2

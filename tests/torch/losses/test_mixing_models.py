@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from mixing_functions import MIXING, RIGHT, WIDTH, normal
 from ranks import run_warm
 from torch import nn
 from torch.nn import functional
@@ -15,154 +16,7 @@ from msrun.parallel.losses.sample_watch import SampleWatch
 
 pytestmark = pytest.mark.torch
 
-SAMPLES, WIDTH = 4, 8
-
-
-def normal(x):
-    return (x - x.mean(0)) / (x.std(0) + 1e-5)
-
-
-def normal_in_place(x):
-    x = x.clone()
-    return x.sub_(x.mean(0, keepdim=True)).mul_(2)
-
-
-def variance(x):
-    return x / (x.square().mean(0) - x.mean(0).square() + 1).sqrt()
-
-
-def pair_of_statistics(x):
-    variance, mean = torch.var_mean(x, 0)
-    return (x - mean) / (variance + 1)
-
-
-def centred_by_constants(x):
-    return torch.relu(x - x.detach().mean(0))
-
-
-def by_one_number(x):
-    return x / x.std()
-
-
-def of_images(x):
-    image = x.view(len(x), 2, 2, 2)
-    mean = image.mean((0, 2, 3), keepdim=True)
-    return (image - mean).square().flatten(1)
-
-
-def of_tokens(x):
-    tokens = x.reshape(-1, 2)
-    return (tokens.softmax(-1).mean(0).square() + tokens).view_as(x)
-
-
-def covariance(x):
-    return x * (x.T @ x / len(x)).square().diagonal()
-
-
-def across(x):
-    return x.softmax(0)
-
-
-def shifted(x):
-    return x + x.roll(1, 0)
-
-
-def reversed_samples(x):
-    return x + torch.flip(x, [0])
-
-
-MIXING = {
-    normal: "a std over samples (test_mixing_models.py, line 22)",
-    normal_in_place: "a mean over samples",
-    variance: "a mean over samples",
-    pair_of_statistics: "a var_mean over samples",
-    centred_by_constants: "a mean over samples",
-    by_one_number: "a std over samples",
-    of_images: "a mean over samples",
-    of_tokens: "a mean over samples",
-    covariance: "a matmul over samples",
-    across: "a softmax over samples",
-    shifted: "a roll over samples",
-    reversed_samples: "a flip over samples",
-}
-
-
-def each(x):
-    return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
-
-
-def layer_norm(x):
-    return functional.layer_norm(x.view(len(x), 2, 4).transpose(0, 1), (4,)).transpose(0, 1)
-
-
-def sequence_first(x):
-    tokens = x.view(len(x), 4, 2).permute(1, 0, 2)
-    return (tokens - tokens.mean(0)).square().transpose(0, 1)
-
-
-def attention(x):
-    tokens = x.view(len(x), 4, 2)
-    return (tokens @ tokens.transpose(1, 2)).softmax(-1) @ tokens
-
-
-def instance_norm(x):
-    return functional.instance_norm(x.view(len(x), 2, 4))
-
-
-def batch_norm(x):
-    return functional.batch_norm(x, None, None, training=True)
-
-
-def rows(x):
-    return torch.stack([torch.relu(row) for row in x])
-
-
-def sorted_and_back(x):
-    order = x.detach().sum(1).argsort()
-    return torch.relu(x[order])[order.argsort()]
-
-
-def weights(x):
-    weight = torch.nn.Parameter(torch.eye(WIDTH))
-    return x @ (weight - weight.mean(0))
-
-
-def constants(x):
-    table = torch.ones(len(x), WIDTH)
-    return x + table.mean(0).square()
-
-
-def to_a_metric(x):
-    metric = x.var(0).mean()
-    return x if metric > -1 else -x
-
-
-def to_a_buffer(x):
-    buffer = torch.zeros(WIDTH)
-    with torch.no_grad():
-        buffer.mul_(0.9).add_(x.mean(0), alpha=0.1)
-    return x
-
-
-def by_a_buffer_of_all(x):
-    with torch.no_grad():
-        mean = x.mean(0)
-        mean.copy_(torch.zeros(WIDTH))  # as of a collective
-    return torch.relu(x - mean)
-
-
-def cropped(x):
-    longest = int((x > 0).long().sum(1).max())
-    return torch.relu(x[:, : max(longest, WIDTH)])
-
-
-def diagonal_of_pairs(x):
-    return torch.relu((x @ x.T).diagonal()[:, None] * x)
-
-
-RIGHT = [each, layer_norm, sequence_first, attention, instance_norm, batch_norm, rows]
-RIGHT += [sorted_and_back, weights, constants, to_a_metric, to_a_buffer, by_a_buffer_of_all]
-RIGHT += [cropped, diagonal_of_pairs]
+SAMPLES = 4
 
 
 class Network(nn.Module):
@@ -294,7 +148,7 @@ def test_all_ranks_refuse_before_weights_change(config, has_loss):
 
     for said, is_same in found:
         assert len(said) == 1
-        assert "a std over samples (test_mixing_models.py" in said[0]
+        assert "a std over samples (mixing_functions.py" in said[0]
         assert is_same
 
 

@@ -8,6 +8,7 @@ import torch
 from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
+from verified_models import TP, Noisy, not_verified, of_samples
 
 import msrun
 from msrun.errors import ConfigError, ModelError
@@ -16,14 +17,6 @@ from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
 
-TP = [
-    {"match": "layers.*.q", "style": "colwise"},
-    {"match": "layers.*.k", "style": "colwise"},
-    {"match": "layers.*.v", "style": "colwise"},
-    {"match": "layers.*.o", "style": "rowwise"},
-    {"match": "layers.*.up", "style": "colwise"},
-    {"match": "layers.*.down", "style": "rowwise"},
-]
 STAGES = {"embed": 0, "position": 0, "layers.0": 0, "layers.1": 1, "norm": 1, "head": 1}
 PIPELINE = {"stages": STAGES, "microbatches": 2}
 # name -> ranks, configuration, model.
@@ -72,7 +65,7 @@ def _train(config, name, *, loss_fn=None, dropout=0.0, is_on_meta=False, steps=3
             loss = runtime.step(model, update, loss_fn or MODELS[name][1], x, y)
             losses.append(loss.item())
     verifier = runtime.sharded(model).verifier
-    told = [str(w.message) for w in caught if "verif" in str(w.message)]
+    told = not_verified(caught)
     return losses, verifier.verified if verifier else 0, told
 
 
@@ -110,17 +103,6 @@ def test_dropout_is_verified_and_training_goes_on_as_without(ranks, config):
     assert [losses for losses, _, _ in found] == [losses for losses, _, _ in plain]
 
 
-class Centred(nn.Module):
-    """Takes the mean over the batch, of which a rank has a part."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-def of_samples():
-    return nn.Sequential(nn.Linear(16, 8), Centred(), nn.Linear(8, 10))
-
-
 class Recorded(nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,11 +113,6 @@ class Recorded(nn.Module):
         if self.training:
             self.seen.copy_(x.detach().mean(0))
         return self.layer(x)
-
-
-class Noisy(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + torch.randn(len(x), self.out_features)
 
 
 class Ranked(nn.Linear):
@@ -174,7 +151,7 @@ def _refused(config, make, loss_fn):
             message = error.message
             for param, weight in zip(model.parameters(), weights, strict=True):
                 assert torch.equal(full_tensor(param.detach()), weight)
-    return message, [str(w.message) for w in caught if "verif" in str(w.message)]
+    return message, not_verified(caught)
 
 
 @pytest.mark.parametrize("config", [{}, {"optimizer": {"zero": 3}}], ids=["dp", "zero 3"])
@@ -314,7 +291,7 @@ def _padded_apart():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runtime.step(model, update, functional.mse_loss, x, x.clone())
-    return [str(w.message) for w in caught if "verif" in str(w.message)]
+    return not_verified(caught)
 
 
 def test_batches_of_other_lengths_are_not_verified():
@@ -333,7 +310,7 @@ def _unknown_optimizer():
             functional.cross_entropy(model(x), y).backward()
             update.step()
         runtime.close()
-    return [str(w.message) for w in caught if "verif" in str(w.message)]
+    return not_verified(caught)
 
 
 def test_a_plain_loop_of_an_unknown_optimizer_says_that_nothing_was_verified():

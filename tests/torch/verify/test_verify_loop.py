@@ -10,6 +10,7 @@ from ranks import MODELS, OPTIMIZERS, batches, build, run_warm
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from verified_models import TP, Noisy, not_verified, of_samples
 
 import msrun
 from msrun.errors import ModelError
@@ -17,14 +18,6 @@ from msrun.parallel.local import full_tensor
 
 pytestmark = pytest.mark.torch
 
-TP = [
-    {"match": "layers.*.q", "style": "colwise"},
-    {"match": "layers.*.k", "style": "colwise"},
-    {"match": "layers.*.v", "style": "colwise"},
-    {"match": "layers.*.o", "style": "rowwise"},
-    {"match": "layers.*.up", "style": "colwise"},
-    {"match": "layers.*.down", "style": "rowwise"},
-]
 # name -> ranks, configuration, model, dropout.
 CONFIGS = {
     "one rank": (1, {}, "transformer", 0.3),
@@ -41,10 +34,6 @@ CONFIGS = {
     "tp": (2, {"mesh": {"tp": 2}, "plan": TP}, "transformer", 0.3),
     "dp x tp": (4, {"mesh": {"dp": 2, "tp": 2}, "plan": TP}, "transformer", 0.0),
 }
-
-
-def _told(caught):
-    return [str(w.message) for w in caught if "verif" in str(w.message)]
 
 
 def _train(config, name, dropout):
@@ -66,7 +55,7 @@ def _train(config, name, dropout):
             losses.append(loss.item())
     state = [full_tensor(value.detach()).tolist() for value in model.state_dict().values()]
     verifier = runtime.sharded(model).verifier
-    return (losses, state), verifier.verified if verifier else 0, _told(caught)
+    return (losses, state), verifier.verified if verifier else 0, not_verified(caught)
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -76,17 +65,6 @@ def test_a_right_loop_is_verified_and_trains_as_without(case):
     assert [(verified, told) for _, verified, told in found] == [(2, [])] * ranks
     plain = run_warm(_train, ranks, config, model, dropout)
     assert [state for state, _, _ in found] == [state for state, _, _ in plain]
-
-
-class Centred(nn.Module):
-    """Takes the mean over the batch, of which a rank has a part."""
-
-    def forward(self, x):
-        return x - x.mean(0)
-
-
-def of_samples():
-    return nn.Sequential(nn.Linear(16, 8), Centred(), nn.Linear(8, 10))
 
 
 class Counting(nn.Module):
@@ -131,11 +109,6 @@ class WithLoss(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class Noisy(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + torch.randn(len(x), self.out_features)
-
-
 class SequenceFirst(nn.Linear):
     def forward(self, x):
         return super().forward(x.unsqueeze(1)).transpose(0, 1)
@@ -159,7 +132,7 @@ def _step(config, make, form):
             message = f"{error.message} hint: {error.hint}"
             for param, weight in zip(model.parameters(), weights, strict=True):
                 assert torch.equal(full_tensor(param.detach()), weight)
-    return message, _told(caught), runtime.sharded(model).verifier.verified
+    return message, not_verified(caught), runtime.sharded(model).verifier.verified
 
 
 def plain(runtime, model, x, y):  # noqa: ARG001 - one form of several
@@ -350,7 +323,7 @@ def _uneven(form):
             (loss * runtime.batch_weight).backward()
             update.step()
             update.zero_grad()
-    return runtime.sharded(model).verifier.verified, _told(caught)
+    return runtime.sharded(model).verifier.verified, not_verified(caught)
 
 
 def test_an_uneven_last_batch_is_verified():

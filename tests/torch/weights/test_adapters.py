@@ -73,20 +73,53 @@ def test_adapters_are_loaded_and_saved_alone(layout, tmp_path):
     assert torch.equal(logits(again, NAME), expected)
 
 
-def _staged(folder):
-    rt = msrun.init(LAYOUTS["pp 2"][1])
+def _staged(folder, config):
+    rt = msrun.init(config)
     model = rt.shard(adapted(11), sample=inputs(NAME))
     rt.load_pretrained(model, folder / "base")
     rt.load_pretrained(model, folder / "adapter")
-    with pytest.raises(ModelError) as caught:
+    said = full_tensor(logits(model, NAME))
+    try:
         rt.save_pretrained(model, folder / "again")
-    return full_tensor(logits(model, NAME)), caught.value.message
+    except ModelError as error:
+        return said, error.message
+    return said, ""
 
 
-def test_stages_load_adapters_and_refuse_to_save_them_alone(tmp_path):
+STAGES = {
+    "pp 2": LAYOUTS["pp 2"],
+    "pp 2, zero 1": (
+        4,
+        LAYOUTS["pp 2"][1] | {"mesh": {"pp": 2, "dp": 2}, "optimizer": {"zero": 1}},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_stages_load_adapters_and_save_them_alone(layout, tmp_path):
     build(NAME).save_pretrained(tmp_path / "base")
     adapted(5).save_pretrained(tmp_path / "adapter")
     whole = peft.PeftModel.from_pretrained(build(NAME), tmp_path / "adapter")
-    for said, refusal in run_warm(_staged, 2, tmp_path):
-        torch.testing.assert_close(said, logits(whole, NAME), atol=1e-5, rtol=1e-5)
-        assert "not divided into stages" in refusal
+    expected = logits(whole, NAME)
+    size, config = STAGES[layout]
+    for said, refusal in run_warm(_staged, size, tmp_path, config):
+        assert not refusal
+        torch.testing.assert_close(said, expected, atol=1e-5, rtol=1e-5)
+    files = {file.name for file in (tmp_path / "again").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= files
+    assert not any(name.startswith("model") for name in files)
+    again = peft.PeftModel.from_pretrained(build(NAME), tmp_path / "again")
+    assert torch.equal(logits(again, NAME), expected)
+
+
+def _planned(folder):
+    rt = msrun.init({"mode": "auto", **LAYOUTS["pp 2"][1]})
+    model = rt.shard(adapted(11), sample=inputs(NAME))
+    with pytest.raises(ModelError) as caught:
+        rt.save_pretrained(model, folder / "again")
+    return caught.value.message
+
+
+def test_stages_of_mode_auto_refuse_to_save_adapters_alone(tmp_path):
+    for refusal in run_warm(_planned, 2, tmp_path):
+        assert "that mode: auto does not divide into stages" in refusal

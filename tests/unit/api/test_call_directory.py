@@ -64,6 +64,33 @@ def test_a_file_of_another_kind_is_not_read(tmp_path):
         files.read_call()
 
 
+def test_a_fifo_keeps_nobody_waiting(tmp_path):
+    files = CallFiles(tmp_path)
+    for name in ("value_0_0", "problem_0_0", "traceback_0_0", "call"):
+        os.mkfifo(tmp_path / name)
+
+    assert files.read_value(0, 0) is None
+    assert (files.read_problem(0, 0), files.read_traceback(0, 0)) == ("", "")
+    with pytest.raises(UsageError, match="is no file of this user's own"):
+        files.read_call()
+
+
+def test_a_text_is_read_that_is_no_text_and_none_that_is_too_long(tmp_path):
+    files = CallFiles(tmp_path)
+    (tmp_path / "problem_0_0").write_bytes(b"\xff\xfe")
+    (tmp_path / "problem_0_1").write_bytes(b"x" * (1 << 20))
+
+    assert files.read_problem(0, 0) == "\ufffd\ufffd"
+    assert files.read_problem(0, 1) == ""
+
+
+def test_a_draft_that_a_killed_rank_has_left_is_no_value(tmp_path):
+    for name in ("value_0_1.new", "value_0_x", "value_0_", "problem_0_2"):
+        (tmp_path / name).touch()
+
+    assert CallFiles(tmp_path).ranks(0) == [2]
+
+
 def test_a_long_text_keeps_its_end(tmp_path):
     files = CallFiles(tmp_path)
     files.write_traceback(0, 0, "ü" * 100_000 + "the end")

@@ -73,6 +73,7 @@ def test_the_words_are_what_the_command_line_reads():
     ("given", "message"),
     [
         ({"max_restart": 3}, "there is no option max_restart; did you mean max_restarts?"),
+        ({"num_processes": 2}, "there is no option num_processes"),
         ({"max_restarts": -1}, "max_restarts='-1' is out of range (choose a whole number from 0)"),
         ({"max_restarts": True}, "max_restarts='true' is not a whole number (choose"),
         ({"max_restarts": [1]}, "max_restarts: '[\"1\"]' is not text or a number"),

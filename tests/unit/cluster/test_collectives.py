@@ -52,6 +52,13 @@ def test_who_is_behind_because_it_waits_elsewhere_is_no_cause():
     assert causes(found) == {2}
 
 
+def test_the_world_of_nccl_counts_by_itself():
+    nccl = [Collective("0 (nccl)", number, "all_reduce") for number in (41, 40)]
+    [found] = missed({0: [world(2), nccl[0]], 1: [world(2), nccl[1]], 2: [world(2)]})
+
+    assert found.sentence() == "ranks 1-2 never entered all_reduce #41, which rank 0 did"
+
+
 def rank(number, frame, *entered, idle=60.0):
     return RankStack(rank=number, frames=(frame,), idle=idle, entered=entered)
 

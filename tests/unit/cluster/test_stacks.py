@@ -64,13 +64,14 @@ def test_any_text_may_be_read(text):
     parse(text)
 
 
-def test_what_this_interpreter_writes_is_read():
+@pytest.mark.parametrize("all_threads", [True, False])
+def test_what_this_interpreter_writes_is_read(all_threads):
     started, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (started.set(), done.wait()))
     thread.start()
     started.wait()
     with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+        faulthandler.dump_traceback(file, all_threads=all_threads)
         file.seek(0)
         found = parse(file.read())
     done.set()

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from msrun.errors import ModelError
+from msrun.errors import ConfigError, ModelError
 from msrun.parallel.auto.tracing.structure import leaves_of
 
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 # In place of each tensor of the sample.
 _TENSOR = object()
 
@@ -38,15 +39,7 @@ class CallForm:
         Raises:
             ModelError: They are not as many, or a plain value differs.
         """
-        given = self._arguments(args, kwargs)
-        for name, item in given.items():
-            if name not in self._names and not self._is_default(name, item):
-                raise ModelError(
-                    f"the model got {name}, which the sample of rt.shard had not",
-                    hint="mode auto runs what it traced: give rt.shard a sample with every "
-                    "argument, in the order of forward",
-                )
-        leaves = self._leaves_of({name: given.get(name) for name in self._names})
+        leaves = self._leaves_of(self._like_sample(args, kwargs))
         if len(leaves) != len(self._leaves):
             raise ModelError(
                 f"the model got {len(leaves)} inputs, and the sample of rt.shard had "
@@ -61,6 +54,26 @@ class CallForm:
                     hint="call rt.shard with the value that training uses, or pass a tensor",
                 )
         return [leaf for _, leaf in leaves]
+
+    def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of a call by position, as the sample has them.
+
+        Raises:
+            ModelError: There are others than the sample has.
+        """
+        return list(self._like_sample(args, kwargs).values())
+
+    def _like_sample(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the sample has, those left out by their defaults."""
+        given = self._arguments(args, kwargs)
+        for name, item in given.items():
+            if name not in self._names and not self._is_default(name, item):
+                raise ModelError(
+                    f"the model got {name}, which the sample of rt.shard had not",
+                    hint="mode auto runs what it traced: give rt.shard a sample with every "
+                    "argument, in the order of forward",
+                )
+        return {name: given.get(name, self._default(name)) for name in self._names}
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name; further positional ones by number."""
@@ -83,9 +96,36 @@ class CallForm:
         known = self._signature.parameters.get(name)
         return item is None or (known is not None and item is known.default)
 
+    def _default(self, name: str) -> Any:
+        known = self._signature.parameters.get(name)
+        return None if known is None or known.default is known.empty else known.default
+
     @staticmethod
     def _leaves_of(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(name, leaf) for name, item in arguments.items() for leaf in leaves_of(item)]
+
+
+def by_position(model: nn.Module, sample: Mapping[str, Any]) -> list[Any]:
+    """Return a sample that has the inputs of `model` by name in the order of its forward.
+
+    Raises:
+        ConfigError: The forward does not take them so.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(**sample)
+    except TypeError as error:
+        raise ConfigError(f"the sample of rt.shard does not fit the forward: {error}") from None
+    parameters = signature.parameters
+    placed = [name for name, one in parameters.items() if one.kind in _PLACED]
+    if unplaced := [name for name in sample if name not in placed]:
+        raise ConfigError(
+            f"parallel.mode: auto traces a model with positional arguments, and {unplaced[0]} has "
+            "no place in its forward",
+            hint=f"let forward take {unplaced[0]} as an argument of its own, before any *",
+        )
+    count = max((placed.index(name) + 1 for name in sample), default=0)
+    return [sample.get(name, parameters[name].default) for name in placed[:count]]
 
 
 def _shown(leaf: Any) -> str:

@@ -17,14 +17,14 @@ written with an unknown one, everything is forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from msrun.parallel.auto.tracing.function_mode import FunctionMode
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped
 from msrun.parallel.search.graph.unsupported_ops import REFUSED
 from msrun.parallel.torch_compat import outside_of_tracing, write_count
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
     result: Any
 
 
-class KnownValues(TorchFunctionMode):
+class KnownValues(FunctionMode):
     """While it is active, a forward can read values that follow from shapes and plain numbers."""
 
     def __init__(self) -> None:
@@ -67,25 +67,19 @@ class KnownValues(TorchFunctionMode):
         # Kept, so that no other tensor gets the identity of one of them.
         self._known: dict[int, Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run `func`; see the class."""
-        del types
-        kwargs = kwargs or {}
+        """Run `function`; see the class."""
         given = leaf_tensors([args, kwargs])
         known = [tensor for tensor in given if id(tensor) in self._known]
-        name = getattr(func, "__name__", "")
+        name = getattr(function, "__name__", "")
         if given and len(known) == len(given) and name in _READS:
-            return self._read(func, args, kwargs)
+            return self._read(function, args, kwargs)
         writes = [write_count(tensor) for tensor in known]
-        result = func(*args, **kwargs)
+        result = function(*args, **kwargs)
         if len(known) == len(given) and name.removesuffix("_") not in _DRAWS:
-            self._tape.append(_Call(func, args, kwargs, result))
+            self._tape.append(_Call(function, args, kwargs, result))
             self._known |= {id(made): made for made in leaf_tensors(result)}
         elif known and (name == _ASSIGNS or writes != [write_count(one) for one in known]):
             self._tape.clear()

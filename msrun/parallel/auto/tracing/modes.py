@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.fx import traceback
 from torch.fx.node import map_arg
-from torch.overrides import TorchFunctionMode
 
 from msrun.errors import ModelError
+from msrun.parallel.auto.tracing.function_mode import FunctionMode
 from msrun.parallel.torch_compat import is_higher_order
 
 _KEY = "msrun_mode"
@@ -63,22 +63,17 @@ def recorded_modes() -> Iterator[None]:
         yield
 
 
-class _GradModeNotes(TorchFunctionMode):
+class _GradModeNotes(FunctionMode):
     """Notes on the nodes of functions that are called without gradients that they are."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run `func`; see the class."""
-        del types
+        """Run `function`; see the class."""
         if torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         with traceback.annotate({_IS_GRAD_ENABLED: False}):
-            return func(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
 
 
 def enters_autocast(module: fx.GraphModule) -> bool:

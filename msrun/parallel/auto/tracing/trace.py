@@ -17,6 +17,7 @@ from msrun.parallel.auto.tracing.data_dependence import grouped_experts, reads_v
 from msrun.parallel.auto.tracing.export import Exported, export
 from msrun.parallel.auto.tracing.modes import StepMode, mode_of
 from msrun.parallel.auto.tracing.plain_values import Change, PlainValues, without_draws
+from msrun.parallel.auto.tracing.sample_marks import known_values
 from msrun.parallel.auto.tracing.structure import leaf_tensors, mapped, with_tensors
 from msrun.parallel.search.graph.operators import rules_of_steps
 from msrun.parallel.search.graph.program import Program, Step, Value
@@ -54,6 +55,7 @@ class Traced:
         refused: What the forward does that no executor can; empty if there is nothing.
         dtypes: Value -> its type.
         modules: What `lowering` must know of the model.
+        known: Of each tensor of the output, what would mix samples in a micro-batch.
     """
 
     def __init__(self, exported: Exported, model: nn.Module, sample: Sequence[Any]) -> None:
@@ -97,6 +99,8 @@ class Traced:
             kept=tuple(self.written.values()),
         )
         self.rules = rules_of_steps(self.program)
+        samples = next((len(x) for x in leaf_tensors(list(sample)) if x.dim()), 0)
+        self.known = known_values(self.graph, self._inputs, self._returned, samples)
 
     # For the executor.
 
@@ -109,6 +113,25 @@ class Traced:
         leaves = self._call.leaves(args, kwargs)
         pairs = zip(self._inputs, leaves, strict=True)
         return {name: leaf for name, leaf in pairs if isinstance(leaf, Tensor)}
+
+    def positional(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the arguments of one call by position.
+
+        Raises:
+            ModelError: There are others than the sample has.
+        """
+        return self._call.positional(args, kwargs)
+
+    @property
+    def of_whole_batch(self) -> str:
+        """What one process would do otherwise in micro-batches or stages; empty without it."""
+        trained, found = self.program.trained(), ""
+        for (mark, mixture), name in zip(self.known, self.program.outputs, strict=True):
+            if name in trained and mixture:
+                found = found or mixture.name
+            elif name in trained and mark and self._values[name].shape:
+                found = found or mark.statistic
+        return self.program.of_whole_batch or found
 
     def buffer(self, model: nn.Module, name: str) -> Tensor:
         """Return a buffer of `model`, or a constant of its forward."""

@@ -126,12 +126,13 @@ class WatchedValues:
             if code.co_freevars:
                 nested.add(code)
 
-        sys.setprofile(profile)
-        try:
-            yield
-        finally:
-            restore_profile(before)
-            self._watch_closures(nested)
+        with _no_collection():
+            sys.setprofile(profile)
+            try:
+                yield
+            finally:
+                restore_profile(before)
+        self._watch_closures(nested)
 
     def _watch_object(self, name: str, value: Any, copies: Mapping[int, Any], depth: int) -> None:
         fields = getattr(value, "__dict__", None)
@@ -202,6 +203,18 @@ _UNREPEATABLE: dict[CodeType, tuple[str, str]] = {
     for code in (function.__code__, inspect.unwrap(function).__code__)
     if Path(code.co_filename) != Path(contextlib.__file__)
 }
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let no garbage collection call functions, of `gc.callbacks` or finalizers, in our midst."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def restore_profile(before: Any) -> None:

@@ -89,14 +89,15 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
 
     @property
-    def is_of_whole_batch(self) -> bool:
-        """Whether one process would do something else in micro-batches or stages.
+    def of_whole_batch(self) -> str:
+        """What one process would do otherwise in micro-batches or stages; empty without it.
 
         Batch norms take the statistics of a batch, and writes to buffers would be several.
         """
-        return bool(self.kept) or any(
-            step.packet == "batch_norm" and step.attrs.get("training") for step in self.steps
-        )
+        for step in self.steps:
+            if step.packet == "batch_norm" and step.attrs.get("training"):
+                return f"batch norm {step.module}".strip()
+        return "a forward that writes to a buffer" if self.kept else ""
 
     def constants(self) -> set[str]:
         """Return the values that depend on no parameter."""

@@ -36,6 +36,7 @@ class SearchedJob(msgspec.Struct, frozen=True, kw_only=True):
             first axis get different samples.
         named: Stages and mesh of a stage, where they are given.
         data_axes: Axes of these whose ranks get different samples.
+        is_whole: Whether nothing may cut the batch or the model: see `Program.of_whole_batch`.
     """
 
     programs: ProgramByBatch
@@ -49,6 +50,7 @@ class SearchedJob(msgspec.Struct, frozen=True, kw_only=True):
     is_training: bool = False
     named: tuple[int, tuple[int, ...]] | None = None
     data_axes: frozenset[int] = frozenset()
+    is_whole: bool = False
 
     def data(self) -> frozenset[int]:
         """Return the axes whose ranks get different samples."""
@@ -110,7 +112,7 @@ def groups(job: SearchedJob) -> list[tuple[int, tuple[int, ...]]]:
     return [
         (stages, sizes)
         for stages in divisors(math.gcd(job.count, job.world))[job.is_training :]
-        if stages <= job.batch
+        if stages <= job.batch and (stages == 1 or not job.is_whole)
         for sizes in (shapes, data_shapes)[job.is_training](job.world // stages)
     ]
 
@@ -118,6 +120,8 @@ def groups(job: SearchedJob) -> list[tuple[int, tuple[int, ...]]]:
 def layouts(job: SearchedJob, stages: int, sizes: tuple[int, ...]) -> list[JobLayout]:
     """Return the layouts of one group, the largest micro-batches first."""
     most = job.batch if stages > 1 else min(job.batch, _ACCUMULATE_MAX)
+    if job.is_whole:
+        most = 1
     ranks = math.prod(sizes[axis] for axis in job.data())
     return [
         JobLayout(stages=stages, sizes=sizes, microbatches=number, recompute=recompute)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from msrun.errors import ModelError
 from msrun.parallel.search.graph.axis_placement import FloatArray, IntArray
 from msrun.parallel.search.solve.problem import Problem
 
@@ -37,15 +38,20 @@ CELLS_MAX = 60_000_000
 _BLOCK = 1 << 16
 
 
-class TooWideError(Exception):
+class TooWideError(ModelError):
     """The graph is too wide for an exact plan with so many strategies.
 
     Args:
         cells: Of the table that would be needed.
+        cells_max: Cells that it may have.
     """
 
-    def __init__(self, cells: int) -> None:
-        super().__init__(f"an elimination needs a table of {cells} cells")
+    def __init__(self, cells: int, cells_max: int) -> None:
+        super().__init__(
+            f"parallel.mode: auto: so many tensors of the model meet in one step that the search "
+            f"would need a table of {cells} cells (at most {cells_max})",
+            hint="name mesh and plan without mode: auto",
+        )
         self.cells = cells
 
 
@@ -164,7 +170,7 @@ class _Eliminator:
                 continue
             self._cells = max(self._cells, now[1])
             if now[1] > self._cells_max:
-                raise TooWideError(now[1])
+                raise TooWideError(now[1], self._cells_max)
             scope = tuple(sorted(self._near[node]))
             eliminated.append((node, scope, self._remove(node, scope)))
             left.discard(node)

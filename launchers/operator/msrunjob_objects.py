@@ -1,0 +1,189 @@
+"""The objects of an MsrunJob: a Secret, a headless Service and an Indexed Job, one pod a node."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+from launchers.operator.decision import Object, owner_reference
+from msrun.errors import ExitCode, signal_exit_code
+
+CONTAINER = "msrun"
+PORT = 29500
+JOB = "msrun.io/job"
+NEEDS_KEY = "msrun.io/needs-key"
+_KEY_FOLDER = "/run/msrun-key"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+# Seconds that an agent takes after the grace of its workers to tell the others and write its logs.
+_SWEEP_SECONDS = 20
+# Ends of an agent that are no verdict of the job: it lost the others, or was killed.
+RETRIED = (int(ExitCode.NODE_LOST), signal_exit_code(9), signal_exit_code(15))
+# Fields of the spec that a pod has under the same name.
+_POD_FIELDS = (
+    "imagePullSecrets",
+    "nodeSelector",
+    "priorityClassName",
+    "schedulerName",
+    "serviceAccountName",
+    "tolerations",
+    "topologySpreadConstraints",
+)
+
+
+def labels(job: Object) -> dict[str, str]:
+    """Return the labels of everything of a job."""
+    name = {"app.kubernetes.io/name": "msrun", "app.kubernetes.io/managed-by": "msrun-operator"}
+    return {**name, JOB: job["metadata"]["name"]}
+
+
+def objects(job: Object) -> list[Object]:
+    """Return what an MsrunJob is made of, in the order in which to create it."""
+    made = [_job(job)]
+    if int(job["spec"]["nodes"]) > 1:
+        made = [_secret(job), _service(job), *made]
+    return made
+
+
+def _metadata(job: Object, name: str) -> Object:
+    return {
+        "name": name,
+        "namespace": job["metadata"]["namespace"],
+        "labels": labels(job),
+        "ownerReferences": [owner_reference(job)],
+    }
+
+
+def _secret(job: Object) -> Object:
+    metadata = _metadata(job, f"{job['metadata']['name']}-key")
+    metadata["annotations"] = {NEEDS_KEY: "key"}
+    kind = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+    return {**kind, "type": "Opaque", "immutable": True}
+
+
+def _service(job: Object) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, job["metadata"]["name"]),
+        "spec": {
+            "clusterIP": "None",
+            "selector": {JOB: job["metadata"]["name"]},
+            # Pods need each other's names before any of them can be ready.
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": "scheduler", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def _job(job: Object) -> Object:
+    spec = job["spec"]
+    nodes = int(spec["nodes"])
+    fewest = int(spec.get("minNodes", nodes))
+    metadata = _metadata(job, job["metadata"]["name"])
+    if spec.get("queue"):
+        metadata["labels"][_QUEUE_LABEL] = spec["queue"]
+    made: Object = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # Kueue starts a queued job when its quota has room.
+        "suspend": bool(spec.get("suspend") or spec.get("queue")),
+        "backoffLimitPerIndex": int(spec["nodeRestarts"]),
+        "maxFailedIndexes": nodes - fewest,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": CONTAINER,
+                        "operator": "NotIn",
+                        "values": sorted(RETRIED),
+                    },
+                },
+            ]
+        },
+        "template": {"metadata": {"labels": labels(job)}, "spec": _pod(job)},
+    }
+    if fewest < nodes:
+        # Nodes that never came are not waited for; the others all end with the same code.
+        made["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
+    if "activeDeadlineSeconds" in spec:
+        made["activeDeadlineSeconds"] = int(spec["activeDeadlineSeconds"])
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": made}
+
+
+def _pod(job: Object) -> Object:
+    spec = job["spec"]
+    several = int(spec["nodes"]) > 1
+    volumes = copy.deepcopy(spec.get("volumes") or [])
+    mounts = copy.deepcopy(spec.get("volumeMounts") or [])
+    if several:
+        secret = {"secretName": f"{job['metadata']['name']}-key", "defaultMode": 0o400}
+        volumes.append({"name": "msrun-key", "secret": secret})
+        mounts.append({"name": "msrun-key", "mountPath": _KEY_FOLDER, "readOnly": True})
+    if "sharedMemory" in spec:
+        memory = {"medium": "Memory", "sizeLimit": spec["sharedMemory"]}
+        volumes.append({"name": "msrun-shm", "emptyDir": memory})
+        mounts.append({"name": "msrun-shm", "mountPath": "/dev/shm"})  # noqa: S108 - of the pod
+    container: Object = {
+        "name": CONTAINER,
+        "image": spec["image"],
+        "command": [str(spec["python"]), "-P", "-m", "msrun"],
+        "args": [_literal(word) if word != _RANK else word for word in words(job)],
+        "env": [*_env(job), *(spec.get("env") or [])],
+        "volumeMounts": mounts,
+        # The last words of a pod that failed become the cause in the job's status.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    for name in ("resources", "envFrom", "imagePullPolicy", "workingDir"):
+        if spec.get(name):
+            container[name] = copy.deepcopy(spec[name])
+    pod: Object = {name: copy.deepcopy(spec[name]) for name in _POD_FIELDS if spec.get(name)}
+    if "serviceAccountName" not in pod:
+        pod["automountServiceAccountToken"] = False  # nothing in the pods talks to Kubernetes
+    return {
+        **pod,
+        "restartPolicy": "Never",
+        "subdomain": job["metadata"]["name"],
+        "terminationGracePeriodSeconds": math.ceil(spec["gracePeriodSeconds"]) + _SWEEP_SECONDS,
+        "enableServiceLinks": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+_RANK = "--node-rank=$(JOB_COMPLETION_INDEX)"
+
+
+def words(job: Object) -> list[str]:
+    """Return what the agent of each pod is told: options, then the program and its arguments."""
+    spec, name = job["spec"], job["metadata"]["name"]
+    nodes, fewest = int(spec["nodes"]), int(spec.get("minNodes", spec["nodes"]))
+    told = ["run", f"--job-id={name}", f"--grace={spec['gracePeriodSeconds']}s"]
+    told.append(f"--max-restarts={spec['maxRestarts']}")
+    if nodes > 1:
+        told.append(f"--nnodes={nodes if fewest == nodes else f'{fewest}:{nodes}'}")
+        told += [_RANK, f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
+    if "workersPerNode" in spec:
+        told.append(f"--workers-per-node={spec['workersPerNode']}")
+    for option, value in sorted((spec.get("options") or {}).items()):
+        told.append(f"--{option}={value}")
+    if spec.get("module"):
+        told.append("-m")
+    return [*told, *map(str, spec["program"])]
+
+
+def _literal(word: str) -> str:
+    """Return a word that Kubernetes passes on as `word`: it would expand `$(NAME)`."""
+    return word.replace("$", "$$")
+
+
+def _env(job: Object) -> list[Object]:
+    if int(job["spec"]["nodes"]) == 1:
+        return []
+    return [{"name": "MSRUN_SECRET_FILE", "value": f"{_KEY_FOLDER}/key"}]

@@ -1,0 +1,157 @@
+"""Which server owns which slice of which parameter, in one epoch.
+
+A parameter is cut into *slices* of rows: row `r` of a table of `n` slices is in slice `r % n`.
+Frequent ids have small numbers in most vocabularies, so neighbouring rows go to different slices.
+Every optimizer that servers offer treats elements alone, so a slice is stepped as the whole is.
+A slice moves as one, with its optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)]
+# A move must lessen the difference between two servers by this share of the mean, or it is
+# not worth its bytes.
+_WORTH = 0.02
+
+
+class Slice(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A part of a table: every `slices`-th row, from row `index` on."""
+
+    table: str
+    index: Count
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter that servers own.
+
+    Args:
+        name: Its name in the model.
+        rows: Its first dimension; 1 for a scalar.
+        row_bytes: Bytes of a row with its optimizer state.
+        slices: Into how many parts it is cut, at most one a row.
+    """
+
+    name: str
+    rows: Annotated[int, msgspec.Meta(ge=1, le=(1 << 53) - 1)]
+    row_bytes: Count
+    slices: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+
+    def bytes_of(self, index: int) -> int:
+        """Return the bytes of one slice; the first ones have a row more where it does not fit."""
+        return (self.rows - index + self.slices - 1) // self.slices * self.row_bytes
+
+
+class Ownership(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who owns what from one step boundary to another.
+
+    Args:
+        epoch: Counts the ownerships of a job; 1 first.
+        version: The version of all rows at its beginning.
+        clocks: Worker -> how many of its pushes those rows hold, or it was given for free.
+        done: Worker -> the clock at which it left.
+        owners: Table -> the server of each of its slices.
+        branch: The first epoch with these workers: what was computed with others is another curve.
+    """
+
+    epoch: Count
+    version: Count
+    clocks: dict[int, Count]
+    done: dict[int, Count] = {}
+    owners: dict[str, list[Count]]
+    branch: Count = 1
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers, in the order in which their gradients are added."""
+        return tuple(sorted(self.clocks))
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The servers that own something."""
+        return tuple(sorted({server for owners in self.owners.values() for server in owners}))
+
+    def slices_of(self, server: int) -> list[Slice]:
+        """Return what `server` owns, in a fixed order."""
+        return [
+            Slice(table, index)
+            for table, owners in sorted(self.owners.items())
+            for index, owner in enumerate(owners)
+            if owner == server
+        ]
+
+    def owner_of(self, piece: Slice) -> int:
+        """Return the server of a slice."""
+        return self.owners[piece.table][piece.index]
+
+
+def balance(
+    tables: Iterable[Table],
+    servers: Iterable[int],
+    *,
+    before: Mapping[str, list[int]] | None = None,
+    traffic: Mapping[Slice, float] | None = None,
+) -> dict[str, list[int]]:
+    """Return an owner for every slice, with equal loads and few moves.
+
+    The load of a slice is its share of all bytes, plus its share of `traffic`, the bytes of its
+    rows that were pulled and pushed, where that was measured.  Slices that have an owner in
+    `before` keep it until a move from the fullest server to the emptiest brings both nearer.
+    """
+    tables = list(tables)
+    load = _loads(tables, traffic or {})
+    loads = dict.fromkeys(servers, 0.0)
+    owner: dict[Slice, int] = {}
+    for piece in load:
+        kept = (before or {}).get(piece.table, [])
+        if piece.index < len(kept) and kept[piece.index] in loads:
+            owner[piece] = kept[piece.index]
+            loads[owner[piece]] += load[piece]
+    homeless = [piece for piece in load if piece not in owner]
+    for piece in sorted(homeless, key=lambda piece: (-load[piece], piece)):
+        owner[piece] = min(loads, key=lambda server: (loads[server], server))
+        loads[owner[piece]] += load[piece]
+    _level(owner, load, loads)
+    return {
+        table.name: [owner[Slice(table.name, index)] for index in range(table.slices)]
+        for table in tables
+    }
+
+
+def _loads(tables: list[Table], traffic: Mapping[Slice, float]) -> dict[Slice, float]:
+    nbytes = {
+        Slice(table.name, index): table.bytes_of(index)
+        for table in tables
+        for index in range(table.slices)
+    }
+    all_bytes = sum(nbytes.values()) or 1
+    all_traffic = sum(traffic.values()) or 1.0
+    return {
+        piece: size / all_bytes + traffic.get(piece, 0.0) / all_traffic
+        for piece, size in nbytes.items()
+    }
+
+
+def _level(owner: dict[Slice, int], load: dict[Slice, float], loads: dict[int, float]) -> None:
+    """Move slices from the fullest server to the emptiest, while that is worth it."""
+    mean = sum(loads.values()) / len(loads)
+    while True:
+        fullest = max(loads, key=lambda server: (loads[server], -server))
+        emptiest = min(loads, key=lambda server: (loads[server], server))
+        gap = loads[fullest] - loads[emptiest]
+        # Moving a slice of load l changes the gap by 2 l, so the best one is half the gap.
+        fits = [
+            piece
+            for piece, server in owner.items()
+            if server == fullest and 0 < load[piece] < gap and load[piece] * 2 >= _WORTH * mean
+        ]
+        best = min(fits, key=lambda piece: (abs(load[piece] - gap / 2), piece), default=None)
+        if best is None or gap - abs(gap - 2 * load[best]) < _WORTH * mean:
+            return
+        owner[best] = emptiest
+        loads[fullest] -= load[best]
+        loads[emptiest] += load[best]

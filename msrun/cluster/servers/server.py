@@ -1,0 +1,509 @@
+"""The state machine of a parameter server.  It does no IO and knows no row.
+
+Phases: WAITING -> ADOPTING -> READY -> SERVING <-> FROZEN -> ADOPTING (the next epoch) ...
+
+What makes the sums exact, and lets any process die:
+
+- *A push counts once.*  `clocks` holds how many pushes of each worker are here without a gap.  A
+  push with another clock than the next one changes nothing; its answer says which one is next.
+- *Gradients are added in the order of the workers*, not of arrival, so a step that is done again
+  gives the same bits.
+- *A step is done when every server can do it* (`settled`).  A worker settles a step when all
+  servers have acknowledged its push.  Only then does any server apply it.  If a worker dies between
+  two pushes of one step, no server has gone past that step, and its next life repeats it.
+- *An acknowledged push is in memory only.*  Every answer says which pushes are on disk
+  (`durable`), and workers keep all others.  A server that was killed goes on from a snapshot.
+- *Nothing from another ownership is accepted.*  Every message names its epoch.
+- *Snapshots are at the same versions on all servers*, and none is dropped before all servers have
+  it or a later one (`safe`).  So there always is a version to which all can go back.
+
+With staleness above 0 every push is a step of its own, applied when it comes; a pull waits until
+the slowest worker is at most that many steps behind.
+"""
+
+# tidy: long file, one machine is read in one place: every transition of a server stands here.
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from msrun.cluster.servers.events import (
+    NEVER,
+    ApplyStep,
+    Arrived,
+    AssembleSlices,
+    DropSnapshots,
+    KeepSlices,
+    LoadSnapshot,
+    Payload,
+    Rules,
+    Saved,
+    SaveSnapshot,
+    SendMessage,
+    SendRows,
+    SendSlices,
+    ServerAction,
+    ServerEvent,
+    ToHead,
+    ToPeer,
+    ToRank,
+)
+from msrun.cluster.servers.messages import (
+    Ack,
+    Adopt,
+    Adopted,
+    CoordinatorOrder,
+    FetchSlices,
+    Freeze,
+    FromPeer,
+    FromServer,
+    Frozen,
+    Leave,
+    Message,
+    Moved,
+    Open,
+    Opened,
+    Pull,
+    Push,
+    Rows,
+    ServerHello,
+    SliceContents,
+    Snapshot,
+    SnapshotMissing,
+    Welcome,
+    WorkerHello,
+    WorkerStep,
+)
+from msrun.cluster.servers.ownership import Ownership, Slice
+
+_Answer = TypeVar("_Answer", bound=FromServer)
+
+# Retries without a word of the coordinator after which a server reports again.
+_PATIENCE = 3
+
+
+class ServerPhase(enum.Enum):
+    """The state of a server."""
+
+    WAITING = "waiting"
+    ADOPTING = "adopting"
+    READY = "ready"
+    SERVING = "serving"
+    FROZEN = "frozen"
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerState:
+    """One life of one server.
+
+    Args:
+        server: Its number.
+        life: How many times it was started before.
+        rules: What the user asked for.
+        disk: The snapshots on its disk.
+        version: Optimizer steps that its rows have had.
+        clocks: Worker -> how many of its pushes are here.
+    """
+
+    server: int
+    life: int
+    rules: Rules
+    disk: list[Snapshot] = field(default_factory=list)
+    phase: ServerPhase = ServerPhase.WAITING
+    ownership: Ownership | None = None
+    version: int = 0
+    clocks: dict[int, int] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    _before: Ownership | None = None
+    _durable: Snapshot | None = None
+    _lives: dict[int, int] = field(default_factory=dict)
+    _settled: dict[int, int] = field(default_factory=dict)
+    _safe: int = 0
+    _held: dict[tuple[int, int], Payload] = field(default_factory=dict)
+    _waiting: dict[int, tuple[Pull, Payload]] = field(default_factory=dict)
+    _missing: dict[int, list[Slice]] = field(default_factory=dict)
+    _saving: dict[tuple[int, int], Snapshot] = field(default_factory=dict)
+    _goal: int = -1
+    _order: tuple[int, int] = (-1, -1)
+    _due: float = -math.inf
+    _actions: list[ServerAction] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        """The ownership that it knows; 0 before the first."""
+        return self.ownership.epoch if self.ownership else 0
+
+    def deadline(self) -> float | None:
+        """Return when `Tick` is due; None where nothing is."""
+        return None if self._due == NEVER else self._due
+
+    def handle(self, event: ServerEvent, *, now: float) -> list[ServerAction]:
+        """Return what follows from `event`, in order."""
+        self._actions = []
+        match event:
+            case Arrived(message=message, payload=payload):
+                self._receive(message, payload, now)
+            case Saved(epoch=epoch, version=version):
+                self._saved(epoch, version)
+        if now >= self._due:
+            self._remind(now)
+        return self._actions
+
+    def _receive(self, message: Message, payload: Payload, now: float) -> None:
+        if isinstance(message, CoordinatorOrder):
+            order = (message.term, message.count)
+            if order <= self._order:
+                return
+            self._order = order
+            self._obey(message)
+            self._wait(now)
+        elif isinstance(message, FromPeer):
+            self._hear(message, payload)
+        elif isinstance(message, FetchSlices):
+            self._lend(message)
+        elif isinstance(message, SliceContents):
+            self._take(message, payload)
+
+    def _wait(self, now: float) -> None:
+        """Set the time at which something must have been heard."""
+        retries = 1 if self.phase is ServerPhase.WAITING or self._missing else _PATIENCE
+        is_idle = self.phase is ServerPhase.SERVING
+        self._due = NEVER if is_idle else now + retries * self.rules.retry
+
+    def _remind(self, now: float) -> None:
+        if self._missing:
+            self._fetch()
+        elif self.phase is not ServerPhase.SERVING:
+            self._tell_head(ServerHello(server=self.server, life=self.life))
+        self._wait(now)
+
+    # Workers.
+
+    def _hear(self, message: FromPeer, payload: Payload) -> None:
+        if self.phase not in {ServerPhase.SERVING, ServerPhase.FROZEN} or self.ownership is None:
+            return
+        worker = message.worker
+        if message.epoch < self.epoch:
+            self._tell_worker(worker, Moved(ownership=self.ownership))
+        if message.epoch != self.epoch or worker not in self.clocks:
+            return
+        if message.life < self._lives.get(worker, 0):
+            return
+        if message.life > self._lives.get(worker, 0):
+            self._waiting.pop(worker, None)
+        self._lives[worker] = message.life
+        if isinstance(message, WorkerHello):
+            self._answer(worker, Welcome)
+        elif isinstance(message, WorkerStep) and not self._is_closed:
+            self._step(message, payload)
+
+    def _step(self, message: WorkerStep, payload: Payload) -> None:
+        worker = message.worker
+        self._settled[worker] = max(self._settled[worker], message.settled)
+        self._safe = max(self._safe, message.safe)
+        if not self.rules.is_sync:  # what a life cannot send any more is not waited for
+            skipped = max(0, message.floor - self.clocks[worker])
+            self.clocks[worker] += skipped
+            self.version += skipped
+        match message:
+            case Push(clock=clock):
+                if self._is_next(worker, clock):
+                    self.clocks[worker] = clock + 1
+                    self._accept(worker, clock, payload)
+                self._answer(worker, Ack)
+            case Pull(clock=clock):
+                self._waiting[worker] = (message, payload)
+                if self.clocks[worker] < clock or (self.rules.is_sync and self.version > clock):
+                    self._answer(worker, Ack)
+            case Leave(clock=clock):
+                if self.clocks[worker] == clock:
+                    self.done[worker] = clock
+                    self._save_if_due(has_left=True)
+                self._answer(worker, Ack)
+        self._advance()
+        self._serve()
+        self._drop()
+
+    def _is_next(self, worker: int, clock: int) -> bool:
+        """Whether this push was not here yet, and all before it were."""
+        return clock == self.clocks[worker]
+
+    def _accept(self, worker: int, clock: int, payload: Payload) -> None:
+        if self.rules.is_sync:
+            self._held[worker, clock] = payload
+        else:
+            self._apply(((worker, payload),))
+
+    def _apply(self, pushes: tuple[tuple[int, Payload], ...]) -> None:
+        self._do(ApplyStep(self.version, pushes))
+        self.version += 1
+        self._save_if_due()
+
+    def _advance(self) -> None:
+        """Do all steps for which every worker's gradients are here, and on every server."""
+        while self.rules.is_sync and not self._is_closed:
+            version = self.version
+            needed = [worker for worker in sorted(self.clocks) if self._takes_part(worker, version)]
+            if not needed or not all(self.clocks[worker] > version for worker in needed):
+                return
+            if version >= self._goal and not self._is_settled(needed, version):
+                return
+            self._apply(tuple((worker, self._held.pop((worker, version))) for worker in needed))
+
+    def _takes_part(self, worker: int, version: int) -> bool:
+        return self.done.get(worker, math.inf) > version
+
+    def _is_settled(self, workers: list[int], version: int) -> bool:
+        return all(self._settled[worker] > version for worker in workers)
+
+    def _oldest(self) -> int:
+        """Return below which clock all pushes are here, of workers that have not left."""
+        clocks = [clock for worker, clock in self.clocks.items() if worker not in self.done]
+        return min(clocks, default=max(self.clocks.values(), default=0))
+
+    def _may_serve(self, pull: Pull) -> bool:
+        if self.rules.is_sync:
+            return self.version == pull.clock
+        if self.clocks[pull.worker] < pull.clock:
+            return False
+        return pull.clock - self._oldest() <= self.rules.staleness
+
+    def _serve(self) -> None:
+        """Answer the pulls that can be answered."""
+        if self.phase is not ServerPhase.SERVING:
+            return
+        for worker, (pull, ask) in sorted(self._waiting.items()):
+            if self._may_serve(pull):
+                del self._waiting[worker]
+                answer = self._header(worker, Rows, asked=pull.clock, oldest=self._oldest())
+                self._do(SendRows(answer, ask))
+
+    def _header(self, worker: int, kind: type[_Answer], **more: int) -> _Answer:
+        durable = self._durable.clocks.get(worker, 0) if self._durable else 0
+        return kind(
+            server=self.server,
+            server_life=self.life,
+            worker=worker,
+            life=self._lives[worker],
+            epoch=self.epoch,
+            clock=self.clocks[worker],
+            version=self.version,
+            durable=durable,
+            is_done=worker in self.done,
+            has_left=self._durable is not None and worker in self._durable.done,
+            **more,
+        )
+
+    def _answer(self, worker: int, kind: type[Welcome | Ack]) -> None:
+        self._tell_worker(worker, self._header(worker, kind))
+
+    # Snapshots.
+
+    def _save_if_due(self, *, has_left: bool = False) -> None:
+        """Take a snapshot at a version at which all servers take one."""
+        is_end = self.version in self.done.values() if self.rules.is_sync else has_left
+        if is_end or (self.version % self.rules.every == 0 and not has_left):
+            self._save()
+
+    def _save(self) -> None:
+        snapshot = self._snapshot()
+        which = _name(snapshot)
+        if which not in self._saving and snapshot not in self.disk:
+            self._saving[which] = snapshot
+            self._do(SaveSnapshot(snapshot))
+
+    def _snapshot(self) -> Snapshot:
+        clocks = self.clocks
+        if self.rules.is_sync:  # pushes that are held are not in it
+            clocks = {
+                worker: min(self.version, self.done.get(worker, self.version)) for worker in clocks
+            }
+        done = {worker: clock for worker, clock in self.done.items() if clock <= clocks[worker]}
+        return Snapshot(epoch=self.epoch, version=self.version, clocks=dict(clocks), done=done)
+
+    def _saved(self, epoch: int, version: int) -> None:
+        snapshot = self._saving.pop((epoch, version), None)
+        if snapshot is None:
+            return
+        self.disk = [kept for kept in self.disk if _name(kept) != (epoch, version)] + [snapshot]
+        if epoch != self.epoch:
+            return
+        if self._durable is None or version >= self._durable.version:
+            self._durable = snapshot
+        if self.phase is ServerPhase.ADOPTING:
+            self._adopted()
+        elif self.phase is ServerPhase.FROZEN:
+            self._report()
+        if version == self.version and snapshot.done != self._snapshot().done:
+            self._save()  # a worker left while it was written
+        for worker in sorted(self.done.keys() & self._lives.keys()):
+            self._answer(worker, Ack)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop snapshots that nobody goes back to."""
+        if self.phase is not ServerPhase.SERVING or self._durable is None:
+            return
+        versions = [kept.version for kept in self.disk if kept.epoch == self.epoch]
+        safe = self._safe if self.rules.is_sync else self._durable.version
+        oldest = max((version for version in versions if version <= safe), default=0)
+        self._drop_all(
+            [kept for kept in self.disk if kept.epoch < self.epoch or kept.version < oldest]
+        )
+
+    def _drop_all(self, snapshots: list[Snapshot]) -> None:
+        if snapshots:
+            self.disk = [kept for kept in self.disk if kept not in snapshots]
+            self._do(DropSnapshots(tuple(map(_name, snapshots))))
+
+    # The coordinator.
+
+    def _obey(self, order: CoordinatorOrder) -> None:
+        match order:
+            case Adopt(ownership=ownership, before=before):
+                newest = max((kept.epoch for kept in self.disk), default=0)
+                if ownership.epoch > self.epoch and ownership.epoch >= newest:
+                    self._adopt(ownership, before)
+                elif ownership.epoch == self.epoch and self.phase is not ServerPhase.ADOPTING:
+                    self._answer_head(Adopted)
+            case Open(epoch=self.epoch) if self.phase is not ServerPhase.ADOPTING:
+                self.phase = ServerPhase.SERVING
+                self._goal = -1
+                self._answer_head(Opened)
+                self._drop()
+                if not self._owned():
+                    self._drop_all(self.disk)
+                self._serve()
+            case Freeze(epoch=self.epoch, goal=goal) if self.phase in {
+                ServerPhase.SERVING,
+                ServerPhase.FROZEN,
+            }:
+                self.phase = ServerPhase.FROZEN
+                self._goal = goal
+                self._advance()
+                if self._is_closed:
+                    self._save()
+                self._report()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether it takes nothing any more, because this is where the epoch ends."""
+        return self.phase is ServerPhase.FROZEN and self.version == self._goal
+
+    def _owned(self) -> list[Slice]:
+        return self.ownership.slices_of(self.server) if self.ownership else []
+
+    def _adopt(self, ownership: Ownership, before: Ownership | None) -> None:
+        self.phase = ServerPhase.ADOPTING
+        self.ownership, self._before = ownership, before
+        self._goal = -1
+        self._durable = None
+        self._safe = 0
+        self._held.clear()
+        self._waiting.clear()
+        self._missing.clear()
+        self._saving.clear()
+        here = [kept for kept in self.disk if kept.epoch == ownership.epoch]
+        latest = max(here, key=lambda kept: kept.version, default=None)
+        base = ownership if latest is None else latest
+        self.version = base.version
+        self.clocks, self.done = dict(base.clocks), dict(base.done)
+        self._settled = dict(self.clocks)
+        if latest:
+            self._durable = latest
+            self._do(LoadSnapshot(latest.epoch, latest.version))
+            self._adopted()
+        elif not self._owned():
+            self._adopted()
+        else:
+            self._gather(before)
+
+    def _gather(self, before: Ownership | None) -> None:
+        """Ask the earlier owners for what comes from elsewhere."""
+        for piece in self._owned() if before else []:
+            owner = before.owner_of(piece) if before else self.server
+            if owner != self.server:
+                self._missing.setdefault(owner, []).append(piece)
+        if self._missing:
+            self._fetch()
+        else:
+            self._assemble()
+
+    def _fetch(self) -> None:
+        if self.ownership is None or self._before is None:
+            return
+        for owner, pieces in sorted(self._missing.items()):
+            fetch = FetchSlices(
+                server=self.server,
+                epoch=self.epoch,
+                base=self._before.epoch,
+                version=self.ownership.version,
+                slices=pieces,
+            )
+            self._do(SendMessage(ToPeer(owner), fetch))
+
+    def _lend(self, asked: FetchSlices) -> None:
+        if (asked.base, asked.version) in map(_name, self.disk):
+            contents = SliceContents(server=self.server, epoch=asked.epoch, slices=asked.slices)
+            self._do(SendSlices(asked, contents))
+
+    def _take(self, message: SliceContents, payload: Payload) -> None:
+        if message.epoch != self.epoch or self._missing.get(message.server) != message.slices:
+            return
+        del self._missing[message.server]
+        self._do(KeepSlices(tuple(message.slices), payload))
+        if not self._missing:
+            self._assemble()
+
+    def _assemble(self) -> None:
+        ownership, before = self.ownership, self._before
+        if ownership is None:
+            return
+        own = [piece for piece in self._owned() if before and before.owner_of(piece) == self.server]
+        here = [_name(kept) for kept in self.disk]
+        is_lost = before and own and (before.epoch, ownership.version) not in here
+        if is_lost or (before is None and ownership.epoch > 1):
+            self._answer_head(SnapshotMissing)
+            return
+        self._do(AssembleSlices(ownership, before.epoch if before else None, tuple(own)))
+        self._save()
+
+    def _adopted(self) -> None:
+        self.phase = ServerPhase.READY
+        self._answer_head(Adopted)
+
+    def _report(self) -> None:
+        self._tell_head(
+            Frozen(
+                server=self.server,
+                life=self.life,
+                epoch=self.epoch,
+                term=self._order[0],
+                count=self._order[1],
+                version=self.version,
+                clocks=dict(self.clocks),
+                done=dict(self.done),
+                saved=sorted(kept.version for kept in self.disk if kept.epoch == self.epoch),
+            )
+        )
+
+    def _answer_head(self, kind: type[Adopted | Opened | SnapshotMissing]) -> None:
+        self._tell_head(kind(server=self.server, life=self.life, epoch=self.epoch))
+
+    # Where actions go.
+
+    def _do(self, action: ServerAction) -> None:
+        self._actions.append(action)
+
+    def _tell_worker(self, worker: int, message: Message) -> None:
+        self._do(SendMessage(ToRank(worker), message))
+
+    def _tell_head(self, message: Message) -> None:
+        self._do(SendMessage(ToHead(), message))
+
+
+def _name(snapshot: Snapshot) -> tuple[int, int]:
+    return snapshot.epoch, snapshot.version

@@ -1,0 +1,351 @@
+"""The state machine of a worker's side of the parameter servers.  It does no IO and knows no row.
+
+Phases: JOINING -> GREETING -> IDLE -> PULLING -> COMPUTING -> PUSHING -> IDLE ... -> LEAVING ->
+LEFT; LOST where a server has lost what this worker cannot send again.
+
+The machine looks at what each server lacks (`_wanted`) and sends that, again and again until it is
+there.  So a lost answer, a server that was killed and a new ownership all need no case of their
+own: each only changes what is lacking.
+
+- Gradients are kept until all servers have them on disk.
+- A server that was killed says which push it expects; the kept pushes from there on go to it.
+- A worker that was killed asks all servers for the next push they expect, and begins with the
+  smallest.  It cannot send earlier ones.  If a server needs one, or is already past that step,
+  the worker asks for a rollback.
+- After a change of ownership the kept pushes go to whoever owns the slices now.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from msrun.cluster.servers.events import (
+    NEVER,
+    Arrived,
+    BeginAt,
+    DeliverRows,
+    Finished,
+    Payload,
+    Rules,
+    SendMessage,
+    StepBegins,
+    StepDone,
+    StepEnds,
+    ToHead,
+    ToPeer,
+    WorkerAction,
+    WorkerEvent,
+    WorkerLeft,
+)
+from msrun.cluster.servers.messages import (
+    AskOwnership,
+    FromServer,
+    Leave,
+    Message,
+    Moved,
+    NeedRollback,
+    Pull,
+    Push,
+    Rows,
+    Welcome,
+    WorkerHello,
+    WorkerStep,
+)
+from msrun.cluster.servers.ownership import Ownership
+
+_InStep = TypeVar("_InStep", bound=WorkerStep)
+
+
+class WorkerPhase(enum.Enum):
+    """The state of a worker."""
+
+    JOINING = "joining"
+    GREETING = "greeting"
+    IDLE = "idle"
+    PULLING = "pulling"
+    COMPUTING = "computing"
+    PUSHING = "pushing"
+    LEAVING = "leaving"
+    LEFT = "left"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class ServerView:
+    """What a worker knows of one server in one epoch.
+
+    Args:
+        clock: How many pushes of this worker it has.
+        durable: How many of them are on its disk.
+        has_left: Its disk knows that this worker has left.
+        life: Which life of it said so.
+        sent: What it was sent last, without an answer that settles it.
+        sent_at: When.
+    """
+
+    clock: int
+    durable: int = 0
+    has_left: bool = False
+    life: int = -1
+    sent: Message | None = None
+    sent_at: float = -math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerState:
+    """One life of one worker.
+
+    Args:
+        worker: Its rank.
+        life: How many times it was started before.
+        rules: What the user asked for.
+        clock: The next step, or the current one.
+    """
+
+    worker: int
+    life: int
+    rules: Rules
+    phase: WorkerPhase = WorkerPhase.JOINING
+    ownership: Ownership | None = None
+    clock: int = 0
+    _floor: int = 0
+    _settled: int = 0
+    _views: dict[int, ServerView] = field(default_factory=dict)
+    _welcomes: dict[int, Welcome] = field(default_factory=dict)
+    _kept: dict[int, Payload] = field(default_factory=dict)
+    _ask: Payload = None
+    _rows: dict[int, Payload] = field(default_factory=dict)
+    _head_due: float = -math.inf
+    _actions: list[WorkerAction] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int:
+        """The ownership that it knows; 0 before the first."""
+        return self.ownership.epoch if self.ownership else 0
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The clocks of the pushes that it can send again."""
+        return tuple(sorted(self._kept))
+
+    def deadline(self) -> float | None:
+        """Return when `Tick` is due; None where nothing is."""
+        retry = self.rules.retry
+        dues = [view.sent_at + retry for view in self._views.values() if view.sent is not None]
+        if self._needs_head:
+            dues.append(self._head_due)
+        due = min(dues, default=NEVER)
+        return None if due == NEVER else due
+
+    def handle(self, event: WorkerEvent, *, now: float) -> list[WorkerAction]:
+        """Return what follows from `event`, in order.
+
+        `StepBegins` and `Finished` are for an idle worker, `StepEnds` for one that computes.
+        """
+        self._actions = []
+        match event:
+            case Arrived(message=Moved(ownership=ownership)):
+                if ownership.epoch > self.epoch and self.phase is not WorkerPhase.LEFT:
+                    self._move(ownership)
+                    self._head_due = now + self.rules.retry
+            case Arrived(message=FromServer() as message, payload=payload):
+                self._hear(message, payload)
+            case StepBegins(ask=ask) if self.phase is WorkerPhase.IDLE:
+                self._ask, self._rows = ask, {}
+                self.phase = WorkerPhase.PULLING
+            case StepEnds(gradients=gradients) if self.phase is WorkerPhase.COMPUTING:
+                self._kept[self.clock] = gradients
+                self.phase = WorkerPhase.PUSHING
+            case Finished() if self.phase is WorkerPhase.IDLE:
+                self.phase = WorkerPhase.LEAVING
+        self._progress()
+        self._send(now)
+        return self._actions
+
+    # What servers say.
+
+    def _hear(self, message: FromServer, payload: Payload) -> None:
+        if (message.life, message.epoch) != (self.life, self.epoch):
+            return
+        view = self._views.get(message.server)
+        if view is None or message.server_life < view.life:
+            return
+        is_new = message.server_life > view.life
+        view.clock = message.clock if is_new else max(view.clock, message.clock)
+        view.durable = max(view.durable, message.durable)
+        view.has_left = view.has_left or message.has_left
+        view.life = message.server_life
+        if self.phase is WorkerPhase.GREETING and isinstance(message, Welcome):
+            self._welcomes[message.server] = message
+        elif isinstance(message, Rows) and self._is_awaited(message):
+            self._rows[message.server] = payload
+        if self._is_lost(message, view):
+            self.phase = WorkerPhase.LOST
+
+    def _is_awaited(self, rows: Rows) -> bool:
+        return self.phase is WorkerPhase.PULLING and rows.asked == self.clock
+
+    def _is_lost(self, message: FromServer, view: ServerView) -> bool:
+        """Whether a server needs a push that this life cannot send, or has passed its step."""
+        if not self.rules.is_sync or self.phase in {
+            WorkerPhase.GREETING,
+            WorkerPhase.LEFT,
+        }:
+            return False
+        steps = self.clock + (self.phase is WorkerPhase.PUSHING)
+        has_passed = message.version > steps and self.phase is not WorkerPhase.LEAVING
+        return (has_passed and not _is_done_at(message, self.clock)) or view.clock < self._floor
+
+    # Transitions.
+
+    def _progress(self) -> None:
+        """Go on where nothing is lacking any more."""
+        if self.ownership is None:
+            return
+        self._forget()
+        views = self._views.values()
+        match self.phase:
+            case WorkerPhase.GREETING if len(self._welcomes) == len(self._views):
+                self._begin()
+            case WorkerPhase.PULLING if len(self._rows) == len(self._views):
+                self.phase = WorkerPhase.COMPUTING
+                self._actions.append(DeliverRows(self.clock, dict(sorted(self._rows.items()))))
+            case WorkerPhase.PUSHING if all(view.clock > self.clock for view in views):
+                self.phase = WorkerPhase.IDLE
+                self._actions.append(StepDone(self.clock))
+                self.clock += 1
+            case WorkerPhase.LEAVING if all(view.has_left for view in views):
+                self.phase = WorkerPhase.LEFT
+                self._actions.append(WorkerLeft())
+        if self.phase is not WorkerPhase.GREETING:
+            reached = min((view.clock for view in views), default=self.clock)
+            self._settled = max(self._settled, reached)
+
+    def _begin(self) -> None:
+        """Choose the first step of this life from what the servers expect."""
+        clocks = [welcome.clock for welcome in self._welcomes.values()]
+        first = min(clocks) if self.rules.is_sync else max(clocks)
+        self.phase = WorkerPhase.IDLE
+        self._start_at(first)
+        if self.rules.is_sync and any(
+            welcome.version > first and not _is_done_at(welcome, first)
+            for welcome in self._welcomes.values()
+        ):
+            self.phase = WorkerPhase.LOST
+            self._actions.pop()
+
+    def _start_at(self, clock: int) -> None:
+        self.clock = self._floor = self._settled = clock
+        self._kept.clear()
+        self._actions.append(BeginAt(clock))
+
+    def _forget(self) -> None:
+        """Drop the gradients that all servers have on disk."""
+        safe = self._safe
+        for clock in [clock for clock in self._kept if clock < safe]:
+            del self._kept[clock]
+        self._floor = max(self._floor, min(safe, self.clock))
+
+    @property
+    def _safe(self) -> int:
+        return min((view.durable for view in self._views.values()), default=0)
+
+    def _move(self, ownership: Ownership) -> None:
+        """Go over to another ownership."""
+        is_new = self.ownership is None
+        branch = self.ownership.branch if self.ownership else 0
+        self.ownership = ownership
+        self._welcomes.clear()
+        self._rows.clear()
+        if self.worker not in ownership.clocks:
+            self.phase = WorkerPhase.LEFT
+            self._views.clear()
+            self._actions.append(WorkerLeft())
+            return
+        base = ownership.clocks[self.worker]
+        has_left = self.worker in ownership.done
+        self._views = {server: ServerView(base, base, has_left) for server in ownership.servers}
+        if is_new or self.phase in {WorkerPhase.GREETING, WorkerPhase.LOST}:
+            self.phase = WorkerPhase.GREETING
+        elif base < self._floor or (branch != ownership.branch and self._is_ahead(base)):
+            self.phase = WorkerPhase.IDLE
+            self._start_at(base)
+        else:
+            self._settled = base
+
+    def _is_ahead(self, version: int) -> bool:
+        """Whether this worker has seen rows of a later version, in sync training."""
+        has_pulled = self.phase in {WorkerPhase.COMPUTING, WorkerPhase.PUSHING}
+        return self.rules.is_sync and self.clock + has_pulled > version + 1
+
+    # What servers lack.
+
+    def _wanted(self, server: int, view: ServerView, now: float) -> Message | None:
+        """Return what to send to a server now."""
+        hello = WorkerHello(worker=self.worker, life=self.life, epoch=self.epoch)
+        if self.phase is WorkerPhase.GREETING:
+            return None if server in self._welcomes else hello
+        if self.phase in {WorkerPhase.LOST, WorkerPhase.LEFT}:
+            return None
+        push = max(view.clock, self._floor)
+        if push in self._kept:
+            return self._step(Push, push)
+        if self.phase is WorkerPhase.PULLING and server not in self._rows:
+            return self._step(Pull, self.clock)
+        if self.phase is WorkerPhase.LEAVING and not view.has_left:
+            return self._step(Leave, self.clock)
+        # One that has answered may have been killed since, and the others wait for it.
+        is_waiting = self.phase in {WorkerPhase.PULLING, WorkerPhase.PUSHING}
+        return hello if is_waiting and now >= view.sent_at + self.rules.retry else None
+
+    def _step(self, kind: type[_InStep], clock: int) -> _InStep:
+        return kind(
+            worker=self.worker,
+            life=self.life,
+            epoch=self.epoch,
+            clock=clock,
+            floor=self._floor,
+            settled=self._settled,
+            safe=self._safe,
+        )
+
+    def _send(self, now: float) -> None:
+        """Send what is lacking, and again what was not answered for a while."""
+        is_late = False
+        for server, view in sorted(self._views.items()):
+            wanted = self._wanted(server, view, now)
+            if wanted is None:
+                view.sent = None
+                continue
+            is_again = _is_same(wanted, view.sent)
+            if is_again and now < view.sent_at + self.rules.retry:
+                continue
+            is_late = is_late or is_again
+            payload = self._kept[wanted.clock] if isinstance(wanted, Push) else None
+            payload = self._ask if isinstance(wanted, Pull) else payload
+            self._actions.append(SendMessage(ToPeer(server), wanted, payload))
+            view.sent, view.sent_at = wanted, now
+        if (is_late or self._needs_head) and now >= self._head_due:
+            kind = NeedRollback if self.phase is WorkerPhase.LOST else AskOwnership
+            ask = kind(worker=self.worker, life=self.life, epoch=self.epoch)
+            self._actions.append(SendMessage(ToHead(), ask))
+            self._head_due = now + self.rules.retry
+
+    @property
+    def _needs_head(self) -> bool:
+        return self.phase in {WorkerPhase.JOINING, WorkerPhase.LOST}
+
+
+def _is_done_at(message: FromServer, clock: int) -> bool:
+    """Whether the worker has left with that clock, so that the version says nothing."""
+    return message.is_done and message.clock == clock
+
+
+def _is_same(wanted: Message, sent: Message | None) -> bool:
+    """Whether two messages ask for the same, in whatever state of the worker."""
+    if type(wanted) is not type(sent):
+        return False
+    return getattr(wanted, "clock", None) == getattr(sent, "clock", None)

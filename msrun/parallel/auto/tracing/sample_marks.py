@@ -1,0 +1,126 @@
+"""What mixes samples in a traced forward: the rules of `losses.sample_dims` on its steps.
+
+A plan has the samples of all ranks, so a mean over them is that of one process.  A micro-batch has
+a part of them.  The graph has operators of torch and no values, and what they got is known, so that
+nothing has to run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from msrun.parallel.losses.sample_dims import Known, Mark, Mixture, Outcome, TorchCall, result_of
+
+# Operators that have another name than the function of torch.
+_NAMES = {
+    "cross_entropy_loss": "cross_entropy",
+    "linalg_vector_norm": "vector_norm",
+    "_to_copy": "to",
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+}
+# A step, and which of its results.
+_Key = tuple[str, int]
+
+
+def known_values(
+    graph: fx.Graph, batch: Collection[str], names: Sequence[str], samples: int
+) -> tuple[Known, ...]:
+    """Return what is known of the values `names` of a graph.
+
+    Args:
+        graph: The forward.
+        batch: The inputs of the model.
+        names: Nodes.
+        samples: In a batch.
+    """
+    found: dict[_Key, Known] = {}
+    for node in graph.nodes if samples > 1 else ():
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in batch and _is_batch(value, samples):
+            found[node.name, 0] = Known(Mark(0))
+        elif node.op == "call_function" and node.target is operator.getitem:
+            source, index = node.args
+            if (known := found.get((source.name, index))) is not None:
+                found[node.name, 0] = known
+        elif node.op == "call_function":
+            _follow(node, found, samples)
+    return tuple(found.get((name, 0), Known()) for name in names)
+
+
+def _is_batch(value: Any, samples: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == samples
+
+
+def _follow(node: fx.Node, found: dict[_Key, Known], samples: int) -> None:
+    """Add what is known of the results of a step."""
+    sources = [(one, found[one.name, 0]) for one in node.all_input_nodes if (one.name, 0) in found]
+    if not sources:
+        return
+    marks = {id(one.meta["val"]): known.mark for one, known in sources if known.mark}
+    mixture = next((known.mixture for _, known in sources if known.mixture), None)
+    value = node.meta.get("val")
+    args = fx.map_arg(node.args, lambda one: one.meta["val"])
+    kwargs = fx.map_arg(node.kwargs, lambda one: one.meta["val"])
+    for index, result in enumerate(value if isinstance(value, tuple | list) else [value]):
+        if not isinstance(result, Tensor):
+            continue
+        call = TorchCall(_name(node), args, kwargs, result, marks, samples, place=_place(node))
+        outcome = _result(call) if marks else None
+        own = outcome if isinstance(outcome, Mixture) else None
+        reached = (mixture or own) if result.is_floating_point() else None
+        known = Known(outcome if isinstance(outcome, Mark) else None, reached)
+        if known != Known():
+            found[node.name, index] = known
+
+
+def _result(call: TorchCall) -> Outcome:
+    rule = _RULES.get(call.name)
+    return rule(call) if rule else result_of(call)
+
+
+def _name(node: fx.Node) -> str:
+    target = str(node.target)
+    packet = target.split(".")[1] if "." in target else target
+    return _NAMES.get(packet, packet if packet.endswith("__") else packet.removesuffix("_"))
+
+
+def _place(node: fx.Node) -> str:
+    """Return the module of a step; its line is not noted, as that would take long."""
+    stack = node.meta.get("nn_module_stack") or {}
+    modules = [name for name, _ in stack.values() if name]
+    return f" (in {modules[-1]})" if modules else ""
+
+
+def _embedding(call: TorchCall) -> Outcome:
+    """`embedding(weight, indices)`: the function of torch has them the other way round."""
+    return call.mark(call.value(1, "indices"))
+
+
+def _sliced(call: TorchCall) -> Outcome:
+    """`slice(x, dim, start, end, step)`."""
+    mark = call.mark(call.x)
+    if mark is None or mark.dim is None or mark.dim != call.value(1, "dim", 0) % call.x.dim():
+        return mark
+    return mark if call.result.shape == call.x.shape else None
+
+
+def _selected(call: TorchCall) -> Outcome:
+    """`select(x, dim, index)`."""
+    mark, at = call.mark(call.x), call.value(1, "dim", 0) % call.x.dim()
+    if mark is None or mark.dim is None:
+        return mark
+    return None if mark.dim == at else Mark(mark.dim - (at < mark.dim), mark.statistic)
+
+
+_RULES: Mapping[str, Callable[[TorchCall], Outcome]] = {
+    "embedding": _embedding,
+    "slice": _sliced,
+    "select": _selected,
+    "alias": lambda call: call.mark(call.x),
+    "lift_fresh_copy": lambda call: call.mark(call.x),
+}

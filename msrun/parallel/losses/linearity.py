@@ -1,0 +1,67 @@
+"""Whether a loss is a linear function of its means, so that parts of the batch make the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from msrun.errors import ModelError
+from msrun.parallel.losses.terms import Term
+
+_HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
+
+
+def of_part(what: str) -> ModelError:
+    """Return the refusal of a loss that depends on a number of a part of the batch."""
+    return ModelError(
+        f"the loss depends on {what} of a part of the batch, which is another number for the "
+        "whole batch",
+        hint=_HINT,
+    )
+
+
+def check_columns(loss: Tensor, terms: Sequence[Term]) -> None:
+    """Refuse a loss that is no linear function of the means of columns, or uses their sums."""
+    means = [term for term in terms if term.columns == "mean"]
+    for term in terms:
+        if term not in means:
+            raise of_part(term.name)
+    if means and loss.requires_grad:
+        _check_linear(loss, [term.total for term in means], means)
+
+
+def slopes_by(loss: Tensor, means: Sequence[Term]) -> list[Tensor]:
+    """Return the derivatives of `loss` by `means`; it must be linear in them.
+
+    The gradient stops at the means, so this does not go through the model.
+    """
+    if not loss.requires_grad:
+        return []
+    inputs = [term.mean for term in means if term.mean is not None]
+    slopes = _check_linear(loss, inputs, means)
+    return [torch.zeros_like(loss) if slope is None else slope.detach() for slope in slopes]
+
+
+def _check_linear(
+    loss: Tensor, inputs: Sequence[Tensor], terms: Sequence[Term]
+) -> Sequence[Tensor | None]:
+    """Return the derivatives of `loss` by `inputs`, the values of `terms`; they must not change."""
+    slopes = _gradients(loss, inputs)
+    for slope in slopes:
+        if slope is not None and slope.requires_grad:
+            again = _gradients(slope.sum(), inputs)
+            for term, curve in zip(terms, again, strict=True):
+                if curve is not None:
+                    raise ModelError(
+                        f"the loss is no linear function of {term.name} over the batch, so losses "
+                        "of parts of the batch do not make the loss of the batch",
+                        hint=_HINT,
+                    )
+    return slopes
+
+
+def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the derivatives of `value`, which are differentiable; None where it has none."""
+    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)

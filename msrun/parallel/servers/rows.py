@@ -1,0 +1,187 @@
+"""The rows of one server and their optimizer state: what the actions of its machine act upon.
+
+Each slice is a parameter of its own with an optimizer of its own, torch's.  Gradients of workers
+are added in the order in which they are given, so that a step that is done again gives the same
+bits.  A slice of which no row was used gets a gradient without rows: in one process, too, the
+optimizer would see the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from msrun.cluster.servers.ownership import Slice
+from msrun.parallel.servers.recipe import Recipe, Value, build_optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGradients:
+    """The gradients of some rows of one table, on one worker.
+
+    Args:
+        ids: Rows, each at most once, as numbers of the whole table.
+        values: Their gradients, one row each.
+        is_sparse: The optimizer is to see these rows only, as for `sparse=True`; else it sees
+            zeros for all others.
+    """
+
+    ids: Tensor
+    values: Tensor
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPush:
+    """What a worker sends to one server for one step.
+
+    Args:
+        gradients: Table -> the gradients of rows of this server; a table that the worker did not
+            use has no entry.
+        options: Table -> the options of its group, which a scheduler may change each step.
+    """
+
+    gradients: Mapping[str, RowGradients]
+    options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceState:
+    """A slice at rest: its rows, and the optimizer's state of them."""
+
+    rows: Tensor
+    state: dict[str, object]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A slice that is trained."""
+
+    parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer
+
+    def at_rest(self) -> SliceState:
+        state = self.optimizer.state.get(self.parameter, {})
+        return SliceState(self.parameter.detach().clone(), _copied(state))
+
+
+def _copied(state: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+    }
+
+
+class ServerRows:
+    """All slices of one server.
+
+    Args:
+        slices: Table -> into how many slices it is cut.
+        recipe: The optimizer.
+    """
+
+    def __init__(self, slices: Mapping[str, int], recipe: Recipe) -> None:
+        """Own nothing yet."""
+        self._counts = dict(slices)
+        self._recipe = recipe
+        self._live: dict[Slice, _Live] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and optimizer state."""
+        kept = [
+            value
+            for live in self._live.values()
+            for value in (live.parameter, *live.optimizer.state[live.parameter].values())
+        ]
+        return sum(value.nbytes for value in kept if isinstance(value, Tensor))
+
+    def replace(self, contents: Mapping[Slice, SliceState]) -> None:
+        """Own these slices, and no other."""
+        self._live = {piece: self._revive(piece, state) for piece, state in contents.items()}
+
+    def _revive(self, piece: Slice, at_rest: SliceState) -> _Live:
+        parameter = nn.Parameter(at_rest.rows.clone())
+        options = self._recipe.options[piece.table]
+        optimizer = build_optimizer(self._recipe.kind, parameter, options)
+        if at_rest.state:
+            optimizer.state[parameter] = _copied(at_rest.state)
+        return _Live(parameter, optimizer)
+
+    def contents(self) -> dict[Slice, SliceState]:
+        """Return copies of all slices."""
+        return {piece: live.at_rest() for piece, live in self._live.items()}
+
+    def read(self, table: str, ids: Tensor) -> Tensor:
+        """Return rows of a table by their numbers in it, all of which are here."""
+        count = self._counts[table]
+        pieces = self._pieces(table)
+        first = next(iter(pieces.values())).parameter
+        found = first.new_empty((len(ids), *first.shape[1:]), requires_grad=False)
+        for piece, live in pieces.items():
+            places = (ids % count == piece.index).nonzero().flatten()
+            found[places] = live.parameter.detach()[ids[places] // count]
+        return found
+
+    def _pieces(self, table: str) -> dict[Slice, _Live]:
+        return {piece: live for piece, live in self._live.items() if piece.table == table}
+
+    def apply(self, pushes: Sequence[WorkerPush]) -> None:
+        """Add the gradients in this order, and do one step."""
+        for table in sorted({piece.table for piece in self._live}):
+            parts = [push.gradients[table] for push in pushes if table in push.gradients]
+            if not parts:  # in one process its gradient would be None
+                continue
+            options = next((push.options[table] for push in pushes if table in push.options), {})
+            for piece, live in self._pieces(table).items():
+                mine = [self._part(piece, part) for part in parts]
+                is_sparse = all(part.is_sparse for part in parts)
+                live.parameter.grad = _added(live.parameter, mine, is_sparse=is_sparse)
+                live.optimizer.param_groups[0].update(options)
+                live.optimizer.step()
+                live.parameter.grad = None
+
+    def _part(self, piece: Slice, part: RowGradients) -> tuple[Tensor, Tensor]:
+        """Return the places in a slice of the rows that are in it, and their gradients."""
+        count = self._counts[piece.table]
+        is_here = part.ids % count == piece.index
+        return part.ids[is_here] // count, part.values[is_here]
+
+
+def _added(
+    parameter: nn.Parameter, parts: Iterable[tuple[Tensor, Tensor]], *, is_sparse: bool
+) -> Tensor:
+    parts = list(parts)
+    if not is_sparse:
+        dense = torch.zeros_like(parameter)
+        for places, values in parts:
+            dense.index_add_(0, places, values.to(dense.dtype))
+        return dense
+    used, where = torch.cat([places for places, _ in parts]).unique(return_inverse=True)
+    total = parameter.new_zeros((len(used), *parameter.shape[1:]), requires_grad=False)
+    begin = 0
+    for places, values in parts:
+        total.index_add_(0, where[begin : begin + len(places)], values.to(total.dtype))
+        begin += len(places)
+    return torch.sparse_coo_tensor(
+        used[None], total, parameter.shape, is_coalesced=True, check_invariants=True
+    )
+
+
+def cut(weight: Tensor, table: str, count: int) -> dict[Slice, SliceState]:
+    """Return the slices of a weight that no optimizer has stepped yet."""
+    rows = weight.detach().reshape(1) if weight.dim() == 0 else weight.detach()
+    return {
+        Slice(table, index): SliceState(rows[index::count].clone(), {}) for index in range(count)
+    }
+
+
+def join(slices: Mapping[Slice, SliceState], table: str, count: int) -> Tensor:
+    """Return the weight that `cut` has cut."""
+    parts = [slices[Slice(table, index)].rows for index in range(count)]
+    whole = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+    for index, part in enumerate(parts):
+        whole[index::count] = part
+    return whole

@@ -1,0 +1,61 @@
+"""The same servers, workers and coordinators under faults, each time; and others each time."""
+
+import secrets
+
+import pytest
+import server_faults
+
+pytestmark = pytest.mark.sim
+
+CHUNK = 30
+CHUNKS = [
+    pytest.param(start, marks=[pytest.mark.thorough] if start else [])
+    for start in range(0, 990, CHUNK)
+]
+
+
+def hold(seeds):
+    for seed in seeds:
+        promise = server_faults.broken(seed)
+        assert promise is None, f"seed {seed}: {promise}"
+
+
+@pytest.mark.parametrize("start", CHUNKS)
+def test_promises_hold_under_faults(start):
+    hold(range(start, start + CHUNK))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk", range(5))
+def test_promises_hold_under_faults_that_no_run_before_has_seen(chunk):
+    base = secrets.randbelow(2**48)
+    print(f"chunk {chunk}: seeds {base} to {base + CHUNK - 1}")
+
+    hold(range(base, base + CHUNK))
+
+
+@pytest.mark.parametrize("seed", [4, 17])
+def test_a_seed_tells_the_whole_story(seed):
+    stories = []
+    for _ in range(2):
+        chaos = server_faults.ServerChaos(seed)
+        chaos.run()
+        stories.append((chaos.inputs, chaos.world.outputs))
+
+    assert stories[0] == stories[1]
+
+
+def test_faults_of_every_kind_happen():
+    """A simulation in which nothing goes wrong shows nothing."""
+    node = {"kills": 0.3, "victims": "node", "scales": 0.0, "pace": 1.0}
+    head = {"kills": 0.3, "victims": "head", "scales": 0.1}
+    worlds = []
+    for seed, odds in [*((seed, node) for seed in (3, 10, 21, 22)), (1, head), (2, head)]:
+        chaos = server_faults.ServerChaos(seed, **odds)
+        chaos.run()
+        worlds.append(chaos.world)
+
+    for kind in ("server", "worker", "head"):
+        assert sum(world.kills[kind] for world in worlds) > 20
+    assert sum(world.rollbacks for world in worlds) > 3
+    assert sum(world.decision.ownership.epoch > 2 for world in worlds) > 2

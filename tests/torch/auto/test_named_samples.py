@@ -1,0 +1,102 @@
+"""A sample by name, and batches by name, in mode auto."""
+
+import pytest
+import torch
+from ranks import run_warm
+from torch import nn
+from torch.nn import functional
+
+import msrun
+from msrun.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+MESHES = {
+    "dp": {"mode": "auto", "mesh": {"dp": 2}},
+    "pp": {
+        "mode": "auto",
+        "mesh": {"pp": 2},
+        "pipeline": {"stages": "auto", "microbatches": 2},
+    },
+}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x, scale=1.0, labels=None, *, mask=None):
+        output = self.layers(x) * scale
+        if mask is not None:
+            output = output * mask
+        return output if labels is None else functional.cross_entropy(output, labels)
+
+
+def batches():
+    torch.manual_seed(1)
+    return [{"labels": torch.arange(8) % 5, "x": torch.randn(8, 8)} for _ in range(2)]
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def alone():
+    found, network = [], model()
+    update = torch.optim.SGD(network.parameters(), lr=0.1)
+    for batch in batches():
+        update.zero_grad()
+        loss = network(**batch)
+        loss.backward()
+        update.step()
+        found.append(loss.item())
+    return found
+
+
+def trained(config, has_loss):
+    rt = msrun.init(config)
+    count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    parts = [{k: v.chunk(count)[share] for k, v in batch.items()} for batch in batches()]
+    sample = parts[0] if has_loss else {"x": parts[0]["x"]}
+    network = rt.shard(model(), sample=sample)
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    found = []
+    for part in parts:
+        if has_loss:
+            found.append(rt.step(network, update, part).item())
+        else:
+            inputs, target = {"x": part["x"]}, part["labels"]
+            loss = rt.step(network, update, functional.cross_entropy, inputs, target)
+            found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("has_loss", [True, False], ids=["own loss", "loss function"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_sample_by_name_trains_as_one_process(mesh, has_loss):
+    expected = alone()
+    for found in run_warm(trained, 2, MESHES[mesh], has_loss):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def refusals():
+    rt = msrun.init(MESHES["dp"])
+    found = []
+    for other in ("y", "mask"):
+        sample = {"x": torch.ones(4, 8), other: torch.ones(4, 8)}
+        try:
+            rt.shard(model(), sample=sample)
+        except ConfigError as error:
+            found.append(error.message)
+    return found
+
+
+def test_a_sample_that_does_not_fit_is_refused():
+    for first, second in run_warm(refusals, 2):
+        assert first.startswith("the sample of rt.shard does not fit the forward: ")
+        assert second == (
+            "parallel.mode: auto traces a model with positional arguments, and mask has no place "
+            "in its forward"
+        )
