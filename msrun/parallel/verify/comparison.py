@@ -66,8 +66,8 @@ class Gap:
 
 def measure(name: str, found: Tensor, expected: Tensor) -> Gap:
     """Return the gap between two tensors, which may hold no numbers in the same places."""
-    one = found.detach().to(expected.device, torch.float64)
-    other = expected.detach().to(torch.float64)
+    one, other = (t.to_dense() if t.is_sparse else t for t in (found.detach(), expected.detach()))
+    one, other = one.to(other.device, torch.float64), other.to(torch.float64)
     if one.shape != other.shape:
         return Gap(name=name, gap=math.inf, norm=float(other.norm()), count=1, factor=math.nan)
     is_same = (one == other) | (one.isnan() & other.isnan())

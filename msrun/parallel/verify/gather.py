@@ -73,6 +73,8 @@ def first_rank(context: RankContext, stage: int) -> int:
 def whole(context: RankContext, tensor: Tensor) -> Tensor:
     """Return all of `tensor`, on the device; ranks that have parts of it call it together."""
     tensor = tensor.detach()
+    if tensor.is_sparse:  # the gradient of a table of which few rows were read
+        tensor = tensor.to_dense()
     if is_sharded(tensor):  # shards that ZeRO keeps on the host travel by the device
         tensor = tensor.to(context.device)
     return full_tensor(tensor)

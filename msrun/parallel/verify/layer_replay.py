@@ -187,22 +187,28 @@ def _named(
 ) -> dict[str, Tensor]:
     if reading is None:
         return {f"{key} on rank {rank}": each for rank, each in enumerate(gradients)}
-    if _is_cut(tensors, calls, reading):
-        return {key: torch.cat(list(gradients), reading)}
+    if (dim := _cut_dim(tensors, calls, reading)) is not None:
+        return {key: torch.cat(list(gradients), dim)}
     return {key: torch.stack(list(gradients)).sum(0)}
 
 
-def _is_cut(tensors: Sequence[Tensor], calls: Sequence[RankCall], dim: int) -> bool:
-    """Return whether ranks have parts of a tensor, by the sizes of the first input."""
-    counts = []
-    for call, tensor in zip(calls, tensors, strict=True):
-        first = next((each for each in call.inputs if each.dim() > dim), None)
-        if first is None or tensor.dim() <= dim or not first.size(dim):
-            return False
-        counts.append(tensor.size(dim) / first.size(dim))
-    rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
-    is_multiple = counts[0] >= 1 and counts[0] == int(counts[0])
-    return len(set(counts)) == len(rest) == 1 and is_multiple
+def _cut_dim(tensors: Sequence[Tensor], calls: Sequence[RankCall], reading: int) -> int | None:
+    """Return the dim of which ranks have parts, by the sizes of the first input; None if none.
+
+    A tensor may have its samples in the other dim, as the last states of a recurrent layer have.
+    """
+    firsts = [next((each for each in call.inputs if each.dim() > reading), None) for call in calls]
+    sizes = [0 if first is None else first.size(reading) for first in firsts]
+    for dim in (reading, 1 - reading):
+        if not all(sizes) or any(tensor.dim() <= dim for tensor in tensors):
+            continue
+        counts = {t.size(dim) / size for t, size in zip(tensors, sizes, strict=True)}
+        rest = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
+        most = max(counts)
+        fits = most == 1 if dim != reading else most >= 1 and most == int(most)
+        if len(counts) == len(rest) == 1 and fits:
+            return dim
+    return None
 
 
 def _joined(calls: Sequence[RankCall], name: str, reading: int | None) -> list[Tensor]:
@@ -216,8 +222,8 @@ def _joined(calls: Sequence[RankCall], name: str, reading: int | None) -> list[T
         tensors = [getattr(call, name)[index] for call in calls]
         if len(tensors) == 1 or reading is None:
             result.append(tensors[0])
-        elif _is_cut(tensors, calls, reading):
-            result.append(torch.cat(tensors, reading))
+        elif (dim := _cut_dim(tensors, calls, reading)) is not None:
+            result.append(torch.cat(tensors, dim))
         elif len({tensor.shape for tensor in tensors}) > 1:
             raise CannotRunError("the tensors of ranks do not join")
         elif name == "outputs":
@@ -338,8 +344,8 @@ def _backward(outputs: Sequence[Tensor], part: Sequence[RankCall], reading: int 
         tensors = [call.outputs[index] for call in part]
         if len(part) == 1 or reading is None:
             gradient = gradients[0]
-        elif _is_cut(tensors, part, reading):
-            gradient = torch.cat(gradients, reading)
+        elif (dim := _cut_dim(tensors, part, reading)) is not None:
+            gradient = torch.cat(gradients, dim)
         else:
             gradient = torch.stack(gradients).sum(0)
         if gradient.shape != value.shape:

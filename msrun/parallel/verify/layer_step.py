@@ -151,7 +151,12 @@ class LayerVerifier:
 
     def _compute(self, step: VerifiedStep) -> tuple[Tensor, list[LayerResult]]:
         model = step.sharded.model()
-        own = dict(model.named_modules())
+        # Of a pipeline, modules that no stage calls as a whole take no hook.
+        own = {
+            name: module
+            for name, module in model.named_modules()
+            if "register_forward_hook" not in vars(module)
+        }
         layers = [layer for layer in self._sample.layers if layer.name in own]
         # Rank 0 of the layer gets what all data-parallel ranks recorded.
         limit = self._sample.limit // self._context.layout.size(DATA_AXIS)
