@@ -395,9 +395,10 @@ _NOTES = """
 - Optimizers are AdamW, and SGD where gradients are sparse. Losses are computed from the logits, and
   targets hold padding of -100. Decoders have `use_cache=False`; the rows with `labels` have their
   default cache, padding and a mask, and return the loss that transformers computes.
-- The cells are of the evening of 22 November 2026, from several states of that evening. The row of
-  GPT-2, and that of Llama up to `auto`, were run anew on 23 November 2026 and came to the
-  same. `tests/torch/models/test_other_families.py` has families that are not in the table.
+- The cells are of the evening of 22 November 2026, from several states of that evening. The rows
+  from GPT-2 to Mistral, and that of Mixtral up to `accumulate`, were run anew on 23 November 2026,
+  in one state, and came to the same. `tests/torch/models/test_other_families.py` has families that
+  are not in the table.
 """
 
 

@@ -74,6 +74,13 @@ _READS = {
     "tolist",
 }
 
+# Methods that call themselves otherwise, such as `__pow__`: a graph finds no function of that name.
+_RENAMED: dict[Any, str] = {
+    method: name
+    for name, method in vars(Tensor).items()
+    if isinstance(method, FunctionType) and method.__name__ != name
+}
+
 
 class ForwardRecorder(TorchFunctionMode):
     """Records what runs inside as the steps of a graph.
@@ -256,10 +263,10 @@ class ForwardRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         before = self._versions((args, kwargs))
-        is_method = getattr(Tensor, name, None) is func
+        method = name if getattr(Tensor, name, None) is func else _RENAMED.get(func)
         node = self._node(
-            "call_method" if is_method else "call_function",
-            name if is_method else func,
+            "call_method" if method else "call_function",
+            method or func,
             args,
             kwargs,
             name,
