@@ -362,9 +362,11 @@ def _find_hooks(
         references = (reference() for reference in originals.references())
         replaced = {id(param) for param in references if param is not None and param not in params}
         parameter_hooks.check_references(model, replaced)
-    if context.layout.size(DATA_AXIS) > 1:
+    is_divided = context.layout.size(DATA_AXIS) > 1
+    if is_divided:
         params = params - zero.replicated if zero else set()
-    return ParameterHooks(model, is_after_reduction=params)
+    is_once = is_divided and zero is not None
+    return ParameterHooks(model, is_after_reduction=params, is_once=is_once)
 
 
 def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:

@@ -326,6 +326,8 @@ class ShardedModel:
             by_script: Whether the script splits its batch by itself.  One process would then run
                 each part by itself, too.
         """
+        if by_script:
+            self.hooks.check_parts()
         paused = [reduction.paused for reduction in self._reductions]
         if self._micro_batches and not by_script:
             paused.append(partial(self._micro_batches.before_last, self.model()))

@@ -52,6 +52,7 @@ class ParameterHooks:
         model: The model.
         is_after_reduction: Parameters whose hooks after accumulation torch runs when they are due.
         can_run: Whether the model can run hooks at all.
+        is_once: Whether torch runs hooks once where parts of a batch accumulate.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class ParameterHooks:
         is_after_reduction: Collection[Parameter] = (),
         *,
         can_run: bool = True,
+        is_once: bool = False,
     ) -> None:
         self._named = list(model.named_parameters())
         self._is_after_reduction = is_after_reduction
         self._can_run = can_run
+        self._is_once = is_once
         self._due: list[tuple[str, Parameter]] = []
 
     def check(self) -> None:
@@ -79,6 +82,20 @@ class ParameterHooks:
                     f"{name} has a gradient hook, which a plain loop runs before the gradient is "
                     "reduced",
                     hint="train with rt.step, which runs hooks on reduced gradients",
+                )
+
+    def check_parts(self) -> None:
+        """Refuse hooks after accumulation that one process runs after each part of a batch.
+
+        Raises:
+            ModelError: A parameter has one that runs once here.
+        """
+        for name, param in self._named if self._is_once else ():
+            if param in self._is_after_reduction and of_script(param)[1]:
+                raise ModelError(
+                    f"{name} has a hook after accumulation, which ZeRO runs once for all parts of "
+                    "a batch, and one process after each part",
+                    hint="train with rt.step, or without rt.no_sync",
                 )
 
     @contextlib.contextmanager

@@ -365,3 +365,38 @@ def test_the_executor_of_mode_auto_refuses_hooks():
     assert run_warm(searched, 2, config, "never") == [2, 2]
     assert run_warm(searched, 2, config, "before") == [refused, refused]
     assert run_warm(searched, 2, config, "after") == [refused, refused]
+
+
+def in_parts(config, kind):
+    """Train by a plain loop that splits each batch in two; return the losses, or why not."""
+    runtime = msrun.init(config)
+    network = runtime.shard(build("mlp"))
+    register(network, kind)
+    update = runtime.optimizer(OPTIMIZERS["sgd"](network.parameters()))
+    share, count = runtime.coordinate.get("dp", 0), runtime.layout.size("dp")
+    losses = []
+    try:
+        for x, y in batches("mlp"):
+            update.zero_grad()
+            halves = [half.chunk(count)[share] for half in (*x.chunk(2), *y.chunk(2))]
+            with runtime.no_sync(network):
+                first = functional.cross_entropy(network(halves[0]), halves[2]) / 2
+                first.backward()
+            second = functional.cross_entropy(network(halves[1]), halves[3]) / 2
+            second.backward()
+            update.step()
+            losses.append(runtime.mean_over_data(first + second).item())
+    except UsageError as error:
+        return error.message
+    return losses
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_hook_after_each_part_of_a_plain_loop(zero):
+    """In one process it runs after each part, under ZeRO 2 and 3 once for both."""
+    config = {"mesh": {"dp": -1}, "optimizer": {"zero": zero}}
+    found = run_warm(in_parts, 2, config, "norm after")
+
+    expected = "fc1.weight has a hook after accumulation, which ZeRO runs once for all parts"
+    assert found[0].startswith(expected)
+    assert found[1] == found[0]
