@@ -45,6 +45,7 @@ class MSJobSpec:
         ttl: Seconds that the ended job is kept; None is for ever.
         deadline: Seconds that it may take; None is without limit.
         back_off_limit: How often it may start again; None is without limit.
+        is_gang: Whether its pods should be placed all at once.
     """
 
     roles: dict[str, Role]
@@ -54,6 +55,7 @@ class MSJobSpec:
     ttl: float | None = None
     deadline: float | None = None
     back_off_limit: int | None = None
+    is_gang: bool = False
 
     def count(self, role: str) -> int:
         """Return how many pods a role has."""
@@ -102,6 +104,7 @@ def read_spec(job: Object) -> MSJobSpec:
         ttl=policy.get("ttlSecondsAfterFinished"),
         deadline=policy.get("activeDeadlineSeconds"),
         back_off_limit=policy.get("backoffLimit"),
+        is_gang=bool(policy.get("schedulingPolicy")),
     )
 
 
@@ -139,6 +142,12 @@ class _Look:
         return str(self.job["metadata"]["name"])
 
 
+_NO_GANG = (
+    "spec.runPolicy.schedulingPolicy has no effect: pods are placed one by one; an MsrunJob may "
+    "name a queue of Kueue or a schedulerName"
+)
+
+
 def decide(job: Object, pods: Sequence[Object], now: float) -> Decision:
     """Return what to do about an MSJob.
 
@@ -162,6 +171,8 @@ def decide(job: Object, pods: Sequence[Object], now: float) -> Decision:
         status = decision.with_condition(status, decision.CREATED, "MSJobCreated", text, now)
         status |= {"startTime": decision.timestamp(now), "generation": 0}
         actions.append(RecordEvent(is_warning=False, reason="MSJobCreated", message=text))
+        if spec.is_gang:
+            actions.append(RecordEvent(is_warning=True, reason="NoGang", message=_NO_GANG))
     look = _Look(job=job, spec=spec, pods=pods, now=now)
     if not _is_over(status):
         return decision.merged(actions, _advance(look, status))

@@ -46,6 +46,11 @@ def test_the_scheduler_comes_first_and_all_have_names_env_and_labels(new_job):
     assert job.conditions() == ["Created", "Running"]
 
 
+def test_a_policy_for_gangs_is_told_to_have_no_effect(new_job):
+    job = new_job(run_policy={"schedulingPolicy": {"minAvailable": 3}}).start()
+    assert job.events == ["MSJobCreated", "NoGang", "MSJobRunning"]
+
+
 def test_worker_10_is_rank_10(new_job):
     job = new_job(workers=11).start()
     assert [job.environ(f"worker-{i}")["MS_NODE_ID"] for i in (2, 10)] == ["2", "10"]
