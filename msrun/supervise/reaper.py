@@ -147,6 +147,9 @@ class Reaper:
                 return
             if pid == 0:
                 return
+            if os.WIFSIGNALED(status):
+                # Such as a worker that the kernel killed with the forkserver before we saw it.
+                self._killed.add(pid)
             if pid == self.forkserver:
                 self.forkserver = None  # its pid may soon be another process's
                 self.channel.send(ForkserverExited(status=status))
@@ -210,15 +213,20 @@ class Reaper:
             alive = self._kill_once(spare, cgroups, spare_trackers=waited < TRACKER_GRACE)
             self._stuck.intersection_update(alive)  # the kernel may reuse the pids of the others
             if not alive and (spare is not None or self._no_child_left):
-                shared_memory.remove(self._killed)
-                self._killed.clear()
+                self._remove_shared_memory()
                 return []
             if waited > SWEEP_TIMEOUT or (alive and self._stuck.issuperset(alive)):
                 self._stuck.update(alive)
-                shared_memory.remove(self._killed.difference(alive))
+                self._remove_shared_memory()
                 return [process.describe(pid) for pid in alive]
             self._wait(pause)
             pause = min(pause * 2, _PAUSE_MAX)
+
+    def _remove_shared_memory(self) -> None:
+        """Remove what the dead have left; their pids may be other processes' by now."""
+        dead = {pid for pid in self._killed if not process.is_alive(pid)}
+        shared_memory.remove(dead)
+        self._killed -= dead
 
     def _wait(self, seconds: float) -> None:
         """Reap what ends within `seconds`, or until no child is left.
