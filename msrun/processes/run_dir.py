@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msrun import environ
 from msrun.errors import UsageError
-from msrun.supervise import containment
+from msrun.supervise import containment, process, shared_memory
 from msrun.supervise.tree import end_strays
 
 _LOCK = "lock"
@@ -252,5 +252,7 @@ def _end_strays(directory: Path) -> None:
     except OSError:
         cgroup = ""
     end_strays(cookie(directory), cgroup or None)
+    workers = shared_memory.noted(str(directory))
+    shared_memory.remove({pid for pid in workers if not process.is_alive(pid)})
     if cgroup and Path(cgroup).exists():
         containment.note_remains(cgroup, str(directory))

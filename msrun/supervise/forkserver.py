@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from msrun import environ
-from msrun.supervise import process, title
+from msrun.supervise import process, shared_memory, title
 from msrun.supervise.channel import Channel, ChannelClosed
 from msrun.supervise.orders import (
     Configure,
@@ -253,6 +253,7 @@ class Forkserver:
             self._report_exit(0, child, _CANNOT_START, problem)
             return 0
         self._children[pid] = child
+        shared_memory.note(self.context.configure.run_dir, pid)
         return pid
 
     def _signal(self, order: SignalWorkers) -> None:

@@ -224,7 +224,8 @@ class Reaper:
 
     def _remove_shared_memory(self) -> None:
         """Remove what the dead have left; their pids may be other processes' by now."""
-        dead = {pid for pid in self._killed if not process.is_alive(pid)}
+        known = self._killed | shared_memory.noted(self.configure.run_dir)
+        dead = {pid for pid in known if not process.is_alive(pid)}
         shared_memory.remove(dead)
         self._killed -= dead
 

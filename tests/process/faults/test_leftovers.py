@@ -101,6 +101,19 @@ def test_ls_clean_removes_what_killed_launchers_have_left(msrun, runtime):
     assert "removed" not in ls_clean(runtime).stderr
 
 
+def test_ls_clean_removes_shared_memory_of_workers(msrun, runtime):
+    job = msrun(*shell(": > /dev/shm/torch_$$_1_0; echo torch_$$_1_0; exec sleep 600"))
+    job.until_logged("torch_")
+    segment = Path("/dev/shm", job.log().strip())
+    job.until_said("msrun: running")
+    kill_all(job)
+    assert segment.exists()
+
+    ls_clean(runtime)
+
+    assert not segment.exists()
+
+
 def test_ls_clean_leaves_jobs_that_run(msrun, runtime):
     job = msrun(*SLEEP)
     job.until_logged("up")

@@ -145,6 +145,7 @@ class ServerWorld:
         self.decision = None
         self.terms = 0
         self.kills = {"server": 0, "worker": 0, "head": 0}
+        self.has_other_workers = False
         self.rollbacks = 0
         self.given = {}  # clocks that workers were given for pushes that they never made
         self.left = set()
@@ -213,6 +214,7 @@ class ServerWorld:
 
     def scale(self, servers, workers):
         """Ask for other servers and workers."""
+        self.has_other_workers |= set(workers) != set(self.workers)
         self.servers, self.workers = tuple(servers), tuple(workers)
         self._tell(HEAD, events.Scale(self.servers, self.workers))
 
@@ -381,7 +383,10 @@ class ServerWorld:
     def _BeginAt(self, actor, action):  # noqa: N802
         me = self.alive[actor]
         is_first = me.began < 0
-        self.require(is_first or self.kills["worker"], "S8 steps are undone for nothing", actor)
+        # Gradients of other workers are not replayed: what a killed server lost is done again.
+        is_replayed = not (self.kills["server"] and self.has_other_workers)
+        is_needed = is_first or self.kills["worker"] or not is_replayed
+        self.require(is_needed, "S8 steps are undone for nothing", actor)
         me.began, me.computing = action.clock, me.computing + 1
         self.driver.going_on(actor[1], self.lives[actor])
 

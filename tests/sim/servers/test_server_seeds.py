@@ -34,6 +34,10 @@ def test_promises_hold_under_faults_that_no_run_before_has_seen(chunk):
     hold(range(base, base + CHUNK))
 
 
+def test_a_seed_that_once_broke_a_promise_holds_it():
+    hold([156008628839552])
+
+
 @pytest.mark.parametrize("seed", [4, 17])
 def test_a_seed_tells_the_whole_story(seed):
     stories = []
