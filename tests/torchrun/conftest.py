@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from ports import free_port
 from sides import side_by_side
 
 # Both start at once on a busy machine, and torchrun alone takes seconds.
@@ -29,10 +30,16 @@ def launch(tmp_path):
 
 @pytest.fixture
 def both(launch):
-    """Run the same words under both commands, at once; return ours and theirs, ended."""
+    """Run the same words under both commands, at once; return ours and theirs, ended.
+
+    Both listen there, so PORT becomes another port for each.
+    """
 
     def run(words, *, env=None):
-        sides = [launch(command, words, env=env) for command in (OURS, THEIRS)]
+        sides = []
+        for command in (OURS, THEIRS):
+            port = str(free_port())
+            sides.append(launch(command, [str(w).replace("PORT", port) for w in words], env=env))
         for side in sides:
             side.wait()
         return sides

@@ -111,13 +111,12 @@ def test_one_that_is_stopped_when_the_launcher_is_killed(family, name):
 
 @pytest.mark.parametrize("name", HELPERS)
 def test_one_that_is_stopped_does_not_prevent_a_restart(msrun, name):
-    program = 'echo up $MSRUN_GENERATION; [ "$MSRUN_GENERATION" = 1 ] && exit 0; sleep 600 & wait'
+    program = '[ "$MSRUN_GENERATION" = 1 ] || sleep 600 & echo up $MSRUN_GENERATION $$; wait'
     job = msrun("--max-restarts", 1, *shell(program))
     job.until_logged("up 0")
     job.until_said("msrun: running 1/1")
     stop(job.find(name))
-    (worker,) = (p for p in job.members() if p.name() == "sh")
-    kill(worker)
+    kill(psutil.Process(int(job.log().split()[-1])))
 
     assert job.wait(SECONDS) == 0
     assert "up 1" in job.log()
