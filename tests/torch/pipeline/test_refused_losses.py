@@ -84,6 +84,10 @@ def of_all(output, target):
     return functional.mse_loss(msrun.init().gather(output), msrun.init().gather(target))
 
 
+def of_nothing(output, target):
+    return functional.mse_loss(output.detach(), target)
+
+
 def root_of_one(output, target):
     is_refused = msrun.init().coordinate["dp"] == 1
     return root(output, target) if is_refused else functional.mse_loss(output, target)
@@ -126,6 +130,7 @@ def test_a_refused_loss_is_refused_by_all_stages(schedule):
         (OwnLoss, None, "aux_loss"),
         (CountsFirst, root, "layers.0.calls"),
         (Layers, of_all, "gather"),
+        (Layers, of_nothing, "the loss of no rank depends on a parameter that is trained"),
     ],
 )
 def test_what_any_stage_refuses_all_refuse(kind, loss_fn, word):

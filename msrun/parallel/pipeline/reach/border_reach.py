@@ -71,11 +71,13 @@ class BorderReach:
         self._joins = joins
         self._own = own
         self._is_kept = len(self._sent) > 1 or shares
+        self._ends_here = 0
         self._parts = [_Part() for _ in range(parts)]
 
     def begin(self) -> None:
         """Forget the last step."""
         self._parts = [_Part() for _ in self._parts]
+        self._ends_here = 0
         self._joins.begin()
 
     def watch(self, part: int, received: Sequence[Tensor]) -> list[Tensor]:
@@ -91,17 +93,16 @@ class BorderReach:
 
         Else every gradient of the chunk comes from the one value that it sends.
         """
-        if not (self._is_kept or self._joins.is_needed):
-            return
         graded = [at for at, tensor in enumerate(sent) if tensor.requires_grad]
-        if graded:
+        self._ends_here += bool(self._sent) and not graded
+        if graded and (self._is_kept or self._joins.is_needed):
             joined: Any = sent[graded[0]].grad_fn
             steps = zip(graded, joined.next_functions, strict=False)
             self._parts[part].starts = dict(steps)
 
     def missing(self) -> int:
-        """Return how many received values got no gradient, over all micro-batches."""
-        return sum(len(self._received - part.reached) for part in self._parts)
+        """Return how many received values got no gradient, and losses have none to give."""
+        return self._ends_here + sum(len(self._received - part.reached) for part in self._parts)
 
     def report(self) -> list[PartReach]:
         """Return what each micro-batch reached."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
+from msrun.errors import ModelError
 from msrun.parallel.exchange import messages
 from msrun.parallel.local import local_gradient
 from msrun.parallel.pipeline.ranks import PipelineRanks
@@ -62,6 +63,9 @@ class StageReach:
 
         Args:
             group: The data-parallel ranks; None for one.
+
+        Raises:
+            ModelError: No parameter has a gradient left.
         """
         from_zeros = self._from_zeros(self._exchanged())
         params = dict(self._model.named_parameters())
@@ -76,6 +80,9 @@ class StageReach:
         dropped = {params[name] for name in gone}
         for param in dropped - self._tied.needed_elsewhere(dropped):
             param.grad = None
+        trains = any(param.grad is not None for param in params.values())
+        if not any(messages.gather_all(trains, bool, self._ranks.group, self._ranks.device)):
+            raise ModelError("the loss of no rank depends on a parameter that is trained")
 
     def _exchanged(self) -> dict[int, list[PartReach]]:
         """Return what all chunks reached."""
