@@ -173,6 +173,7 @@ class _Training:
         random.seed(11)
         for step, batch in enumerate(_batches(self.case)):
             x, y = (value.chunk(self.count)[self.share] for value in batch)
+            unwritten = x.clone()  # a pipeline leaves the batch as it was
             _between_steps(self.case, self.model, step)
             self.loop.before(self.optimizer, step)
             is_step = self.rt is not None and not self.loop.is_plain
@@ -185,7 +186,7 @@ class _Training:
             if self.loop.restores and step == 0 and self.rt is not None:
                 self._restore()
             if self.loop.evaluates:
-                self._evaluate(x, y)
+                self._evaluate(unwritten, y)
         return self.learned
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:

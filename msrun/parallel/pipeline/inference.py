@@ -40,7 +40,8 @@ def infer(
             values = passed_on.pop((chunk, part), None)
             if values is None:
                 values = _receive(ranks, chunk, borders[chunk - 1] if chunk else ())
-            pieces = split.padded(inputs, part)
+            # Copies: what one stage writes to its inputs, the others would not have.
+            pieces = map_leaves(Tensor.clone, split.padded(inputs, part))
             output = model(*pieces, *values, pipeline_chunk=chunk)
             if chunk == ranks.chunks.count - 1:
                 outputs.append(split.trim(map_leaves(full_tensor, output), part))
