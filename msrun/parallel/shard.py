@@ -454,6 +454,7 @@ def _shard_parameters(context: RankContext, model: nn.Module, resolved: _Resolve
     order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
     if config.pipeline:
         model.reduces_once = level == 1  # type: ignore[assignment]
+        torch_compat.watch_joined_inputs(module, model.joined_inputs.watch)  # type: ignore[union-attr,arg-type]
     return _Zero(module, replicated, order)
 
 

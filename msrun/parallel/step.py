@@ -138,6 +138,8 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    if sharded.is_pipeline:
+        sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
