@@ -11,9 +11,12 @@ from typing import Literal
 
 import msgspec
 
-from msrun.errors import UsageError
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
-from msrun.units import parse_size
+from msrun.parallel.settings.section import ConfigSection
+from msrun.parallel.settings.section import at_least as _at_least
+from msrun.parallel.settings.section import given as _given
+from msrun.parallel.settings.section import size as _size
+from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
 REST = -1
@@ -44,34 +47,6 @@ Search = Literal[
 ]
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class ConfigSection(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """One mapping of the configuration file; an unknown key is an error."""
-
-
-def _size(section: ConfigSection, name: str) -> int:
-    value = getattr(section, name)
-    if isinstance(value, int):
-        _at_least(section, name, 0)
-        return value
-    try:
-        return parse_size(value)
-    except UsageError as error:
-        raise ValueError(f"{name}: {error.message}") from None
-
-
-def _given(section: ConfigSection) -> list[str]:
-    """Return the keys of `section` whose values differ from the defaults, in order."""
-    return list(msgspec.to_builtins(section))
-
-
-def _at_least(section: ConfigSection, name: str, least: int) -> None:
-    value = getattr(section, name)
-    if value < least:
-        raise ValueError(f"{name}: {value} must be at least {least}")
 
 
 class LayoutRule(ConfigSection, frozen=True, kw_only=True):
@@ -263,52 +238,6 @@ class Recompute(ConfigSection, frozen=True, kw_only=True):
 
     modules: list[str]
     save: list[Literal["comm", "matmul"]] = []
-
-
-class Checkpoint(ConfigSection, frozen=True, kw_only=True):
-    """Checkpoints of `rt.save` and `rt.resume`.
-
-    Args:
-        dir: Directory that holds all checkpoints of the job, on a file system that all nodes share.
-        every: Steps between two automatic checkpoints; 0 writes none automatically.
-        keep: Number of newest checkpoints to keep, at least 0; 0 keeps all.
-        is_async: Key `async`: whether files are written in the background while training
-            continues.
-        strategy: File to which the first save writes the layout of every parameter; None writes
-            none.
-    """
-
-    dir: str
-    every: int = 0
-    keep: int = 5
-    is_async: bool = msgspec.field(default=False, name="async")
-    strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, "every", 0)
-        _at_least(self, "keep", 0)
-
-
-class Verify(ConfigSection, frozen=True, kw_only=True):
-    """What of the first steps is compared with one process.
-
-    Args:
-        steps: Number of first steps, at least 1; `first_step` is 1.
-        memory: Bytes that a comparison may take, as a number or text such as `20GiB`; None allows
-            half of what is free on rank 0 before `rt.shard`.  A larger model is compared by layers.
-        modules: Patterns of the layers; empty takes first and last of each kind, of larger models.
-    """
-
-    steps: int | Literal["first_step"] = 1
-    memory: int | str | None = None
-    modules: list[str] = []
-
-    def __post_init__(self) -> None:
-        if self.steps == "first_step":
-            msgspec.structs.force_setattr(self, "steps", 1)
-        _at_least(self, "steps", 1)
-        if self.memory is not None:
-            msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
 
 class ParallelConfig(ConfigSection, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ from msrun.parallel.config import (
     PlanRule,
 )
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
-from msrun.parallel.notation.rules import check_notation
+from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
@@ -157,6 +157,13 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
 def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     """Return the axes that the operator plan may name, in mesh order."""
     return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
+
+
+def rule_axes(layout: MeshLayout) -> RuleAxes:
+    """Return the axes that a rule in MindSpore's notation may mean."""
+    plan = {name: layout.axes[name] for name in plan_axes(layout)}
+    batch = {name: n for name, n in layout.axes.items() if name != PIPELINE_AXIS}
+    return RuleAxes(plan, batch)
 
 
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
@@ -306,7 +313,7 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
 
 def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     allowed = plan_axes(layout)
-    check_notation(rule, where, {name: layout.axes[name] for name in allowed})
+    check_notation(rule, where, rule_axes(layout))
     for key, axes in _named(rule, layout):
         seen: set[str] = set()
         for axis in axes:
@@ -314,7 +321,8 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
                 raise ConfigError(
                     f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
                 )
-            if axis not in allowed:
+            is_batch = axis == DATA_AXIS and key in ("in", "out")
+            if axis not in allowed and not is_batch:
                 raise ConfigError(
                     f"{where}.{key}: {axis} divides the batch or the layers, not an operator"
                     f" (choose {', '.join(allowed) or 'another axis in the mesh'})"
@@ -322,6 +330,9 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
             if axis in seen:
                 raise ConfigError(f"{where}.{key}: axis {axis!r} stands there twice")
             seen.add(axis)
+    for key, dims in (("in", rule.inputs), ("out", rule.out)):
+        if dims is not None:
+            batch_free(dims, f"{where}.{key}")
 
 
 def style_axis(rule: PlanRule, layout: MeshLayout) -> str:

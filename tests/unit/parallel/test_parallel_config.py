@@ -376,15 +376,18 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.plan[0].params.w: axis 'tp' stands there twice",
         ),
         (
-            {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "in": ["dp"]}]},
-            8,
-            "parallel.plan[0].in: dp divides the batch or the layers, not an operator (choose tp)",
-        ),
-        (
-            {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[2, 4])]},
+            {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "params": {"w": ["dp"]}}]},
             8,
             (
-                "parallel.plan[1].layout.device_matrix (2, 4) has 8 devices, and mesh (x 4) has 4 "
+                "parallel.plan[0].params.w: dp divides the batch or the layers, not an operator "
+                "(choose tp)"
+            ),
+        ),
+        (
+            {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[4, 4])]},
+            8,
+            (
+                "parallel.plan[1].layout.device_matrix (4, 4) has 16 devices, and mesh (x 4) has 4 "
                 "ranks"
             ),
         ),
@@ -413,8 +416,8 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             {"mesh": {"x": 2, "y": 2}, "plan": [devices(rank_list=[1, 0, 2, 3])]},
             4,
             (
-                "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: ranks of a mesh are in ascending "
-                "order"
+                "parallel.plan[0].layout.rank_list [1, 0, 2, 3]: no order of the axes in mesh "
+                "(x 2, y 2) gives these ranks"
             ),
         ),
         (
