@@ -13,9 +13,11 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
-from msrun.parallel.layout import MeshLayout, plan_axes, style_axis
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, plan_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.rules import notation_dims
+
+_EXPERT_DIMS = 3
 
 
 class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
         packed: Parameter -> number of equal tensors that follow each other in its sharded dim.
         out_parts: The same for the last dim of the output.
         is_local: Whether the module computes on plain shards, and ranks add their outputs.
+        is_routed: Whether ranks have experts of the module, and tokens travel to them.
     """
 
     key: str
@@ -72,6 +75,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     packed: dict[str, int] = {}
     out_parts: int = 1
     is_local: bool = False
+    is_routed: bool = False
 
 
 def plan_modules(
@@ -142,6 +146,8 @@ def _plan(
 ) -> ModulePlan:
     if rule.style:
         axis = style_axis(rule, layout)
+        if axis == EXPERT_AXIS and layout.ep:
+            return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.strategy or rule.layout:
         return _from_mindspore_notation(key, rule, layout, module)
@@ -217,6 +223,27 @@ def _styled(
         out_parts=rule.parts,
         is_local=style == "experts",
     )
+
+
+def _routed(key: str, name: str, module: ModuleShape) -> ModulePlan:
+    """Return the plan of a module whose experts are shared out, which are dim 0 of each weight."""
+    shapes = list(module.params.values())
+    is_of_experts = (
+        any(len(shape) == _EXPERT_DIMS for shape in shapes)
+        and all(len(shape) > 1 for shape in shapes)
+        and len({shape[0] for shape in shapes}) == 1
+    )
+    if not is_of_experts:
+        raise ConfigError(
+            f"{key}.style: experts over {EXPERT_AXIS} is for a module that has the weights of all "
+            f"experts in 3-D parameters, not {name or 'the model'} ({module.kind})",
+            hint="keep the weights of all experts as (experts, ..., ...) in one module whose "
+            "forward takes tokens, their experts and the weights of these, as transformers does",
+        )
+    params: dict[str, Dims] = {
+        param: [EXPERT_AXIS, *[None] * (len(shape) - 1)] for param, shape in module.params.items()
+    }
+    return ModulePlan(key=key, params=params, inputs=None, out=None, is_routed=True)
 
 
 def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:
