@@ -88,9 +88,9 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
-            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
-            dim 1 of input and output, `experts` shards every expert of a module that holds the
-            weights of all in 3-D parameters.
+            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
+            1 of input and output, `experts` shards every expert of a module with the weights of
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.

@@ -70,6 +70,45 @@ def join_axes(mesh: DeviceMesh) -> None:
     mesh._flatten("+".join(mesh.mesh_dim_names or ()))  # noqa: SLF001 - there is no public form
 
 
+def joined(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axes of `mesh` as one axis `name`; all ranks call it, in one order."""
+    return mesh._flatten(name)  # noqa: SLF001 - there is no public form
+
+
+def move_shards_by_all_to_all() -> None:
+    """Have DTensor move shards from one dim to another by an all-to-all on the CPU, too.
+
+    torch gathers the whole tensor there, since gloo had no all-to-all once: each rank received as
+    many bytes from every other rank as it needs from all of them.  It applies to the process.
+    """
+    from torch.distributed.tensor import placement_types
+
+    found: Any = placement_types  # which exports no such name
+    if not isinstance(found.shard_dim_alltoall, _ShardMove):
+        found.shard_dim_alltoall = _ShardMove(found.shard_dim_alltoall)
+
+
+class _ShardMove:
+    """Takes the place of torch's function, which it calls for everything but CPUs."""
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self._original = original
+
+    def __call__(
+        self, x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, axis: int
+    ) -> Tensor:
+        from torch.distributed._local_tensor import local_tensor_mode
+
+        size = mesh.size(axis)
+        if mesh.device_type != "cpu" or local_tensor_mode() or x.size(shard_dim) % size:
+            return self._original(x, gather_dim, shard_dim, mesh, axis)
+        parts = torch.cat(x.tensor_split(size, shard_dim)) if shard_dim else x.contiguous()
+        rows = [parts.size(0) // size] * size
+        group = mesh.get_group(axis)
+        moved = functional_collective("all_to_all_single", parts, rows, rows, group=group)
+        return torch.cat(moved.tensor_split(size), gather_dim) if gather_dim else moved
+
+
 def functional_collective(name: str, x: Tensor, *options: Any, group: dist.ProcessGroup) -> Tensor:
     """Run the functional collective `name` on `x` and return its result, a new tensor.
 
@@ -86,6 +125,16 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     pending = getattr(operators, name)(x, *options, group.group_name)
     result: Tensor = operators.wait_tensor(pending)
     return result
+
+
+def functional_collectives(
+    name: str, tensors: Sequence[Tensor], *options: Any, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Run the functional collective `name` on each of `tensors`, all before any is waited for."""
+    operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
+    run = getattr(operators, name)
+    pending = [run(x, *options, group.group_name) for x in tensors]
+    return [operators.wait_tensor(result) for result in pending]
 
 
 def is_active(mode: TorchFunctionMode) -> bool:
