@@ -4,6 +4,8 @@ A section checks its own values when it is made.  `config_file` reads sections f
 `layout` checks everything that depends on the number of ranks.
 """
 
+# tidy: long file, every key of the configuration stands in one file, with its meaning
+
 from __future__ import annotations
 
 import re
@@ -16,6 +18,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
+from msrun.parallel.settings.servers import Servers
 from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
@@ -272,6 +275,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
@@ -294,6 +298,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    servers: Servers | None = None
     checkpoint: Checkpoint | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
@@ -311,6 +316,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             )
         self._check_search()
         self._check_mesh()
+        self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -339,6 +345,18 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for sentence, is_so in others.items():
             if self.verify and is_so:
                 raise ValueError(f"verify: {sentence}")
+
+    def _check_servers(self) -> None:
+        """Refuse what is not composed with parameter servers."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "mode manual leaves the reduction to the script": self.mode == "manual",
+            "stages of a pipeline have other parameters each": self.pipeline is not None,
+            "verify compares with one process, which has no servers": bool(self.verify),
+        }
+        for sentence, is_so in others.items():
+            if self.servers and is_so:
+                raise ValueError(f"servers: {sentence}")
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
@@ -423,6 +441,8 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "torch.distributed.fsdp": is_sharded,
         "torch.distributed.pipelining": config.pipeline is not None,
         "torch.distributed.checkpoint": config.checkpoint is not None,
+        "msrun.parallel.servers.process": config.servers is not None,
+        "msrun.parallel.servers.remote": config.servers is not None,
         "msrun.parallel.runtime": True,
         "msrun.parallel.preload": True,
     }
