@@ -47,10 +47,12 @@ class LoaderUse:
         tensors: Of this rank's batch, for as long as the script keeps them.
         is_due: Whether the last batch is uneven, and nothing has read the weight yet.
         end: Last batch.
+        digest: Of the global batches so far, where all ranks read a whole stream.
     """
 
     value: float = 1.0
     samples: int = 0
+    digest: int = 0
     tensors: Sequence[weakref.ref[Tensor]] = ()
     is_due: bool = False
     end: EpochEnd | None = None

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError
 from msrun.parallel.config import ROOT, ParallelConfig
 from msrun.parallel.foreach.global_hooks import check_global_hooks
+from msrun.parallel.foreach.step_hooks import before_step
 
 if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
@@ -368,7 +369,7 @@ class ShardedModel:
         replicas = self.replicas
         if replicas and optimizer not in self._watched and self.holds(optimizer):
             self._watched.add(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: replicas.count_step())
+            before_step(optimizer, replicas.count_step)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` trains a parameter of this model."""
