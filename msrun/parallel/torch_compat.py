@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from types import FrameType
@@ -125,16 +125,6 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     pending = getattr(operators, name)(x, *options, group.group_name)
     result: Tensor = operators.wait_tensor(pending)
     return result
-
-
-def functional_collectives(
-    name: str, tensors: Sequence[Tensor], *options: Any, group: dist.ProcessGroup
-) -> list[Tensor]:
-    """Run the functional collective `name` on each of `tensors`, all before any is waited for."""
-    operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    run = getattr(operators, name)
-    pending = [run(x, *options, group.group_name) for x in tensors]
-    return [operators.wait_tensor(result) for result in pending]
 
 
 def is_active(mode: TorchFunctionMode) -> bool:

@@ -202,8 +202,6 @@ def _functional():
         "exchange": functional_collective("all_to_all_single", x, [1, 1], [1, 1], group=group),
         "swap": functional_collective("all_to_all_single", x, other, other, group=group),
     }
-    pair = functional_collectives("all_reduce", [x, x + 1], "sum", group=group)
-    assert [value.tolist() for value in pair] == [[3, 20], [5, 22]]
     assert x.tolist() == [1.0 + rank, 10.0]
     return {name: value.tolist() for name, value in found.items()}
 
