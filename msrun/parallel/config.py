@@ -4,6 +4,8 @@ A section checks its own values when it is made.  `config_file` reads sections f
 `layout` checks everything that depends on the number of ranks.
 """
 
+# tidy: long file, one class for each section of the configuration
+
 from __future__ import annotations
 
 import re
@@ -21,6 +23,7 @@ REST = -1
 # Axes with a meaning of their own; every other name is for the operator plan.
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
 
@@ -29,7 +32,7 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts"]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -115,10 +118,13 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
             a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
             dim 1 of input and output, `experts` shards every expert of a module that holds the
-            weights of all in 3-D parameters.
+            weights of all in 3-D parameters, `context` computes the attention in these modules over
+            the axis `cp`, whose ranks have consecutive tokens of each sequence.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
+            that.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -135,6 +141,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
+    kind: Literal["auto", "all_to_all"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -156,6 +163,10 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
+            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
+        if self.kind and self.style != "context":
+            raise ValueError("kind: belongs to style context")
         _at_least(self, "parts", 1)
         if self.parts > 1 and self.style != "colwise":
             raise ValueError("parts: belongs to style colwise")
@@ -381,6 +392,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 "reduce: fuse applies to parameters below optimizer.threshold, which is 0"
             )
         self._check_search()
+        self._check_context()
         self._check_mesh()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
@@ -428,6 +440,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     raise ValueError(
                         f"plan[{index}]: mode auto finds a plan, not {name} (choose semi_auto)"
                     )
+
+    def _check_context(self) -> None:
+        """Refuse several rules that divide the one sequence."""
+        found = [index for index, rule in self._numbered_rules() if rule.style == "context"]
+        if len(found) > 1:
+            raise ValueError(f"plan[{found[1]}].style: context stands in plan[{found[0]}] already")
 
     def _numbered_rules(self) -> list[tuple[int, PlanRule]]:
         """Return the rules of the configuration and their places in `plan`."""
@@ -478,6 +496,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     layout = rule.layout
     return {
         "style: sequence": rule.style == "sequence",
+        "style: context": rule.style == "context",
         "in": rule.inputs is not None,
         "out": rule.out is not None,
         "out_strategy": rule.out_strategy is not None,

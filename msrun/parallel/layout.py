@@ -33,6 +33,7 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import (
+    CONTEXT_AXIS,
     DATA_AXIS,
     PIPELINE_AXIS,
     REST,
@@ -49,6 +50,9 @@ from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
 _SHARDED_AXES_MAX = 2
+
+# Axes that divide samples, tokens or layers, and no operators.
+_OTHER_AXES = (DATA_AXIS, CONTEXT_AXIS, PIPELINE_AXIS)
 
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
@@ -149,14 +153,40 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
             _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
-    _check_optimizer(config, layout)
+    _check_context(config, layout)
+    _check_optimizer(config, tokens_as_data(config, layout))
     _check_dropout(config, layout)
     return layout
 
 
 def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     """Return the axes that the operator plan may name, in mesh order."""
-    return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
+    return tuple(name for name in layout.axes if name not in _OTHER_AXES)
+
+
+def tokens_as_data(config: ParallelConfig, layout: MeshLayout) -> MeshLayout:
+    """Return the mesh on which `dp` has the ranks of `cp` too, if a rule divides sequences.
+
+    Ranks with other tokens of a sequence hold the same weights and other terms of the loss, as
+    those with other samples.
+    """
+    if context_rule(config) is None or layout.size(CONTEXT_AXIS) == 1:
+        return layout
+    axes: dict[str, int] = {}
+    for name, size in layout.axes.items():
+        if name in (DATA_AXIS, CONTEXT_AXIS):
+            axes[DATA_AXIS] = axes.get(DATA_AXIS, 1) * size
+        else:
+            axes[name] = size
+    return MeshLayout(axes)
+
+
+def context_rule(config: ParallelConfig) -> tuple[str, PlanRule] | None:
+    """Return the path and the rule of style `context`; None without one."""
+    for index, rule in enumerate(rules_of(config)):
+        if isinstance(rule, PlanRule) and rule.style == "context":
+            return f"{ROOT}.plan[{index}]", rule
+    return None
 
 
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
@@ -248,6 +278,28 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
         raise ConfigError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
 
 
+def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Check what the axis of sequences can be combined with."""
+    found = context_rule(config)
+    if found is None or layout.size(CONTEXT_AXIS) == 1:
+        return
+    key, _ = found
+    names = list(layout.axes)
+    if DATA_AXIS in names and names.index(CONTEXT_AXIS) != names.index(DATA_AXIS) + 1:
+        raise ConfigError(
+            f"{ROOT}.mesh.{CONTEXT_AXIS}: stands in ({', '.join(names)}), and must be the next "
+            f"after {DATA_AXIS}"
+        )
+    others = {
+        f"{ROOT}.pipeline": config.pipeline is not None,
+        f"{ROOT}.dropout: exact": config.dropout == "exact",
+        f"{ROOT}.verify": bool(config.verify),
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{other} does not know parts of sequences, of {key}.style: context")
+
+
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
     if size != REST and degree % size:
@@ -305,6 +357,13 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
 
 
 def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
+    if rule.style == "context":
+        if CONTEXT_AXIS not in layout.axes:
+            raise ConfigError(
+                f"{where}.style: context divides sequences over the axis {CONTEXT_AXIS}, which is "
+                f"not in mesh ({', '.join(layout.axes)})"
+            )
+        return
     allowed = plan_axes(layout)
     check_notation(rule, where, {name: layout.axes[name] for name in allowed})
     for key, axes in _named(rule, layout):
@@ -369,7 +428,9 @@ def _axes_of(rule: PlanRule | str, layout: MeshLayout) -> set[str]:
 
 def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
     """Yield each key of `rule` that names axes, with its axes in order."""
-    if rule.style:
+    if rule.style == "context":
+        yield "axis", [CONTEXT_AXIS]
+    elif rule.style:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)

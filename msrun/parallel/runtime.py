@@ -143,7 +143,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.layout
+        return self.context.configured.layout
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -152,7 +152,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.mesh
+        return self.context.configured.mesh
 
     @property
     def batch_weight(self) -> float:
@@ -171,7 +171,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.context.coordinate
+        return self.context.configured.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -179,7 +179,7 @@ class Runtime:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.context.group(axis)
+        return self.context.configured.group(axis)
 
     def print(
         self,
@@ -318,7 +318,7 @@ class Runtime:
         """
         from msrun.parallel.data import MeshLoader
 
-        return MeshLoader(self.context, dataset, batch_size, **options)
+        return MeshLoader(self.context.configured, dataset, batch_size, **options)
 
     def step(
         self,

@@ -10,6 +10,8 @@ modules after the plan, so that it repeats their collectives too.  What a part n
 configuration is resolved before the first change, so that a refusal leaves the model untouched.
 """
 
+# tidy: long file, the one order of all parts
+
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +35,7 @@ from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, micro_batches, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import plan_axes, resolve
+from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -61,6 +63,7 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+    from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
@@ -284,7 +287,11 @@ def _make_parallel(
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
+    sequences = _divide_sequences(context, config, model)
     guard = _change_modules(context, model, resolved)
+    if sequences:
+        sequences.guard = guard.active if guard else sequences.guard
+        sequences.cover(model)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -304,7 +311,7 @@ def _make_parallel(
     _prepare_copies(context, config, model)
     if zero:
         zero.order.check = partial(each, hooks.check, context.batch.check)
-    return ShardedModel(
+    state = ShardedModel(
         model,
         originals.references(),
         _reductions(
@@ -314,7 +321,7 @@ def _make_parallel(
             zero,
             (partial(each, snapshot.check, context.batch.check), hooks.check),
         ),
-        partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
+        partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
@@ -324,6 +331,8 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
     )
+    state.sequences = sequences
+    return state
 
 
 def _replicas(
@@ -342,14 +351,22 @@ def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Modu
 
 
 def _computing(
-    model: nn.Module, guard: Guard | None, zero: _Zero | None, level: int
+    model: nn.Module,
+    sequences: Sequences | None,
+    guard: Guard | None,
+    zero: _Zero | None,
+    level: int,
 ) -> list[Context]:
     """Return the contexts of loss and backward pass."""
-    contexts: list[Context] = [guard.active_with_loss] if guard else []
+    contexts: list[Context] = [sequences.active] if sequences else []
+    if guard:
+        contexts.append(guard.active_with_loss)
     if zero:
         from msrun.parallel.data_parallel.zero import named_errors
 
         contexts.append(partial(named_errors, model, level))
+    if sequences:
+        contexts.append(sequences.watched)
     return contexts
 
 
@@ -410,6 +427,18 @@ def _change_modules(
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
     return guard
+
+
+def _divide_sequences(
+    context: RankContext, config: ParallelConfig, model: nn.Module
+) -> Sequences | None:
+    """Apply style `context`; None without one."""
+    found = context_rule(config)
+    if found is None or context.sequence is None:
+        return None
+    from msrun.parallel.context.apply import divide
+
+    return divide(*found, context.sequence, model)
 
 
 def _shard_operators(

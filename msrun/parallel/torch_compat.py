@@ -536,6 +536,11 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
+
+
 @contextmanager
 def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """Have `module` find plain `tensors` under the names of its parameters, inside."""

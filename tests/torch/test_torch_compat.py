@@ -31,6 +31,7 @@ from msrun.parallel.torch_compat import (
     hooks_of,
     is_active,
     is_compiled,
+    is_compiled_in_place,
     is_dispatching,
     is_higher_order,
     is_in_backward,
@@ -487,6 +488,13 @@ def test_what_compile_returns_is_recognised():
     net = torch.nn.Linear(2, 2)
     assert is_compiled(torch.compile(net, backend="eager"))
     assert not is_compiled(net)
+
+
+def test_what_is_compiled_in_place_is_recognised():
+    net = torch.nn.Linear(2, 2)
+    assert not is_compiled_in_place(net)
+    net.compile(backend="eager")
+    assert is_compiled_in_place(net)
 
 
 def test_parameters_are_replaced_by_plain_tensors_and_come_back():
