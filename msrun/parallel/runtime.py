@@ -153,7 +153,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.layout
+        return self.context.configured.layout
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -162,7 +162,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.mesh
+        return self.context.configured.mesh
 
     @property
     def batch_weight(self) -> float:
@@ -181,7 +181,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.context.coordinate
+        return self.context.configured.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -189,7 +189,7 @@ class Runtime:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.context.group(axis)
+        return self.context.configured.group(axis)
 
     def print(
         self,
@@ -344,7 +344,7 @@ class Runtime:
         """
         from msrun.parallel.data import make_loader
 
-        return make_loader(self.context, dataset, batch_size, **options)
+        return make_loader(self.context.configured, dataset, batch_size, **options)
 
     def step(
         self,

@@ -109,6 +109,14 @@ class _Verifier(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
 
 
+class _Sequences(Protocol):
+    """The part of each sequence that a rank has; `context.sequences` has it."""
+
+    def cut(self, model: nn.Module, batch: Any, /) -> Any: ...
+
+    def begin(self, part: Any, /) -> None: ...
+
+
 class OriginalParameters:
     """The parameters of a model before the first change, to recognise stale optimizers later.
 
@@ -229,6 +237,7 @@ class ShardedModel:
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
         is_watched: Whether a step was looked at for what mixes samples, and not refused.
+        sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
         origin: Names and library of the model before `shard`.
@@ -237,6 +246,7 @@ class ShardedModel:
     verifier: _Verifier | None = None
     origin: Origin | None = None
     is_watched = False
+    sequences: _Sequences | None = None
     known: Sequence[Known] = ()
 
     def __init__(

@@ -63,6 +63,8 @@ def run_step(
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.sequences:
+        values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
     compute = partial(_gradients, config, context, sharded, loss_fn, values)
     if sharded.verifier is None:
@@ -234,6 +236,8 @@ def _train(
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            if sharded.sequences:
+                sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
                 watch = SampleWatch(

@@ -11,7 +11,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from functools import partial
 from types import FrameType
@@ -658,6 +658,11 @@ def is_higher_order(target: object) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module` is what `torch.compile` returns for a module."""
     return hasattr(module, "_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
 
 
 @contextmanager
