@@ -621,6 +621,40 @@ def config_file(env: Mapping[str, str]) -> str | None:
     return env.get(CONFIG) or None
 
 
+class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameter servers of a job, as one of its processes finds them.
+
+    Args:
+        count: How many there are; 0 in a job without.
+        server: Which of them this process is; -1 in a worker.
+        directory: Private directory of this node; empty without one.
+        address: Address of this node for their sockets.
+        ranks: Workers of the job.
+    """
+
+    count: int
+    server: int
+    directory: str
+    address: str
+    ranks: int
+
+
+def servers_place(env: Mapping[str, str]) -> ServersPlace:
+    """Return where the parameter servers of this job are.
+
+    Raises:
+        UsageError: A number in the environment is none.
+    """
+    count = _whole(env, SERVER_NUM, 0)
+    return ServersPlace(
+        count=count,
+        server=_below(env, SERVER_ID, SERVER_NUM) if env.get(SERVER_ID) else -1,
+        directory=env.get(SERVERS_DIR, ""),
+        address=env.get(SERVER_ADDR) or "127.0.0.1",
+        ranks=_whole(env, "WORLD_SIZE", 1),
+    )
+
+
 def verify_report(env: Mapping[str, str]) -> str | None:
     """Return the file for the report of `msrun verify`, if that runs this job."""
     return env.get(VERIFY) or None

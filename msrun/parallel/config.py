@@ -4,6 +4,8 @@ A section checks its own values when it is made.  `config_file` reads sections f
 `layout` checks everything that depends on the number of ranks.
 """
 
+# tidy: long file, every key of the configuration stands in one file, with its meaning
+
 from __future__ import annotations
 
 import re
@@ -311,6 +313,63 @@ class Verify(ConfigSection, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
 
 
+class Staleness(ConfigSection, frozen=True, kw_only=True):
+    """Training on parameter servers in which ranks do not wait for each other.
+
+    Args:
+        staleness: Steps that a rank may be ahead of the slowest one, at least 0; `.inf` is any
+            number.
+    """
+
+    staleness: float
+
+    def __post_init__(self) -> None:
+        if not self.staleness >= 0:
+            raise ValueError(f"staleness: {self.staleness} must be at least 0")
+
+
+class ServerSnapshots(ConfigSection, frozen=True, kw_only=True):
+    """Snapshots that parameter servers write, so that one that is killed goes on.
+
+    Args:
+        every: Steps from one to the next, at least 1.  Ranks keep the gradients of the steps since.
+        dir: Directory for them; None is a private one of each node.
+    """
+
+    every: int = 100
+    dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, "every", 1)
+
+
+class Servers(ConfigSection, frozen=True, kw_only=True):
+    """Parameters that live on parameter servers, which `msrun --server-num N` starts.
+
+    Args:
+        params: Patterns of these parameters.  Of a table of `nn.Embedding` or `nn.EmbeddingBag` a
+            rank has the rows of its batch alone; of others a copy that each step renews.
+        sync: `true` adds the gradients of all ranks before each step, as one process would.  A
+            mapping with `staleness` has servers step with each gradient that comes.
+        snapshot: Snapshots of the servers.
+    """
+
+    params: list[str]
+    sync: bool | Staleness = True
+    snapshot: ServerSnapshots = ServerSnapshots()
+
+    def __post_init__(self) -> None:
+        if self.sync is False:
+            raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
+        if not self.params:
+            raise ValueError("params: names no parameter")
+
+    @property
+    def staleness(self) -> float:
+        """Steps that a rank may be ahead of the slowest one."""
+        return self.sync.staleness if isinstance(self.sync, Staleness) else 0.0
+
+
 class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     """How one model trains on many ranks.
 
@@ -343,6 +402,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
@@ -365,6 +425,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    servers: Servers | None = None
     checkpoint: Checkpoint | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
@@ -382,6 +443,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             )
         self._check_search()
         self._check_mesh()
+        self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -410,6 +472,18 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for sentence, is_so in others.items():
             if self.verify and is_so:
                 raise ValueError(f"verify: {sentence}")
+
+    def _check_servers(self) -> None:
+        """Refuse what is not composed with parameter servers."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "mode manual leaves the reduction to the script": self.mode == "manual",
+            "stages of a pipeline have other parameters each": self.pipeline is not None,
+            "verify compares with one process, which has no servers": bool(self.verify),
+        }
+        for sentence, is_so in others.items():
+            if self.servers and is_so:
+                raise ValueError(f"servers: {sentence}")
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
@@ -494,6 +568,8 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "torch.distributed.fsdp": is_sharded,
         "torch.distributed.pipelining": config.pipeline is not None,
         "torch.distributed.checkpoint": config.checkpoint is not None,
+        "msrun.parallel.servers.process": config.servers is not None,
+        "msrun.parallel.servers.remote": config.servers is not None,
         "msrun.parallel.runtime": True,
         "msrun.parallel.preload": True,
     }

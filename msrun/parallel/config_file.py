@@ -29,6 +29,9 @@ from msrun.parallel.config import (
     PlanRule,
     Recompute,
     Reduce,
+    Servers,
+    ServerSnapshots,
+    Staleness,
     Verify,
 )
 from msrun.parallel.notation.rules import check_notation
@@ -41,7 +44,7 @@ _REFUSED = {
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
     "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
-    "ps": "the parameter server is not part of this version",
+    "ps": "parameter servers are the key servers",
 }
 
 
@@ -192,6 +195,9 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "pipeline": Pipeline,
     "recompute": Recompute,
     "reduce": Reduce,
+    "servers": Servers,
+    "sync": Staleness,
+    "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,
     "verify": Verify,
 }

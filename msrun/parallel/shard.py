@@ -10,6 +10,8 @@ modules after the plan, so that it repeats their collectives too.  What a part n
 configuration is resolved before the first change, so that a refusal leaves the model untouched.
 """
 
+# tidy: long file, the one order in which all parts of the runtime compose stands here
+
 from __future__ import annotations
 
 import contextlib
@@ -217,6 +219,10 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         plans = plan_modules(rules, context.layout, shapes, source)
         _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
+    if config.servers:
+        from msrun.parallel.servers.remote import find
+
+        excluded |= find(config, context.layout, model, plans)
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         from msrun.parallel.data_parallel.zero import check_dropped_layers

@@ -54,8 +54,6 @@ def run_step(
     """Train on `batch`; see `Runtime.step`."""
     model = sharded.model()
     values = read_batch(model, batch, has_loss=loss_fn is not None)
-    if max_norm is not None:
-        check_clip(config, context)
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
@@ -186,6 +184,12 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
             f"{ROOT}.mode: manual does not say which gradients are sharded over {next(iter(axes))}"
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
+        )
+    if config.servers:
+        raise ModelError(
+            f"{ROOT}.servers: the norm of all gradients is known to no rank, as servers add those "
+            "of their parameters",
+            hint="clip in the loss, or keep the parameters whose norm counts out of servers",
         )
 
 

@@ -237,7 +237,7 @@ def test_rendering_reads_back():
             {"data": {"image": ["dp"]}},
             "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
         ),
-        ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
+        ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},
             "parallel.cost: costs come from the topology (a preset, or a file of msrun calibrate)",
