@@ -27,6 +27,8 @@ a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh 
 `tensor.placements` translates.
 """
 
+# tidy: long file, the mesh and what each key asks of it are resolved in one order
+
 from __future__ import annotations
 
 import math

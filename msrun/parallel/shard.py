@@ -311,11 +311,7 @@ def _make_parallel(
             experts=experts,
         )
     if weights is not None:
-        from msrun.parallel.deferred.fill import fill
-
-        is_offloaded = zero is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
-        fill(model, weights, context.device, on_host)
+        _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
@@ -350,6 +346,20 @@ def _make_parallel(
     )
     state.sequences = sequences
     return state
+
+
+def _fill(
+    context: RankContext,
+    config: ParallelConfig,
+    model: nn.Module,
+    weights: Weights,
+    zero: reductions.Zero | None,
+) -> None:
+    from msrun.parallel.deferred.fill import fill
+
+    is_offloaded = zero is not None and config.optimizer.offload
+    on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
+    fill(model, weights, context.device, on_host)
 
 
 def _replicas(
