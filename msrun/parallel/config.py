@@ -18,7 +18,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
-from msrun.parallel.settings.servers import ParameterServers
+from msrun.parallel.settings.servers import ServerParameters
 from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
@@ -308,7 +308,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
-    servers: ParameterServers | None = None
+    servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0

@@ -297,8 +297,7 @@ def _make_parallel(
     sequences = _divide_sequences(context, config, model)
     guard, experts = _change_modules(context, model, resolved)
     if sequences:
-        sequences.guard = guard.active if guard else sequences.guard
-        sequences.cover(model)
+        sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
