@@ -1,0 +1,122 @@
+"""Parameter servers are processes of the job: they outlive its workers, and nothing outlives it."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import PATIENCE, environment, kill, script, until
+
+pytestmark = [pytest.mark.process, pytest.mark.torch]
+
+# Rank 0 compares each loss with that of one process.
+TRAIN = """
+    import os, pathlib, time
+    import torch
+    import msrun
+    from torch import nn
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.EmbeddingBag(100, 4), nn.Linear(4, 1))
+
+    def batch(step):
+        draw = torch.Generator().manual_seed(step)
+        return torch.randint(0, 100, (4, 3), generator=draw), torch.rand(4, 1, generator=draw)
+
+    def wait_for(name):
+        print("at", name)
+        while not pathlib.Path(name).exists():
+            time.sleep(0.01)
+
+    rt = msrun.init()
+    loss_of = nn.functional.mse_loss
+    alone = build()
+    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model = rt.shard(build())
+    theirs = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(6):
+        ids, values = batch(step)
+        expected = loss_of(alone(ids), values)
+        ours.zero_grad()
+        expected.backward()
+        ours.step()
+        mine = slice(2 * rt.rank, 2 * rt.rank + 2)
+        loss = rt.step(model, theirs, loss_of, ids[mine], values[mine])
+        assert abs(loss.item() - expected.item()) < 1e-6, step
+        if rt.generation == 0 and step in (1, 3):
+            wait_for(f"go{step}")
+    print("equal")
+"""
+
+
+@pytest.fixture
+def train(msrun, tmp_path):
+    """Start a job of two workers with a table on two servers, and wait until it has begun."""
+    (tmp_path / "servers.yaml").write_text("servers: {params: ['0.weight']}")
+
+    def start(*words):
+        program = script(tmp_path, TRAIN)
+        sizes = ("--worker-num", 2, "--server-num", 2, "--parallel", "servers.yaml")
+        job = msrun(*sizes, *words, program)
+        job.until_logged("at go1", 0, 1)
+        return job
+
+    return start
+
+
+def status(job):
+    words = [sys.executable, "-m", "msrun", "status", job.name, "--json"]
+    env = environment(job.runtime)
+    return json.loads(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
+
+
+def servers(job):
+    """Return (pid, restarts) of both servers, when both run."""
+    rows = until(lambda: every_pid(status(job)["servers"]), "for both servers", pause=0.1)
+    return [(row["pid"], row["restarts"]) for row in rows]
+
+
+def every_pid(rows):
+    return rows if len(rows) == 2 and all(row["pid"] for row in rows) else None
+
+
+def test_a_killed_server_comes_back_alone_and_outlives_a_killed_worker(train, tmp_path):
+    job = train("--max-restarts", 2)
+    before = servers(job)
+    kill(job.find("msrun server 1"))
+    job.until_said("warning: server 1 (node ")
+    (tmp_path / "go1").touch()
+    job.until_logged("at go3", 0, 1)
+    between = servers(job)
+    worker = status(job)["ranks"][1]["pid"]
+    kill(next(member for member in job.members() if member.pid == worker))
+
+    assert job.wait() == 0
+    assert "equal" in job.log(0)
+    assert between[0] == before[0]
+    assert between[1][0] != before[1][0]
+    assert [restarts for _, restarts in between] == [0, 1]
+    assert job.verdict()["restarts"] == 1
+    assert "[msrun] server 1 starts again, restart 1\n" in (job.logs / "server_1.log").read_text()
+
+
+def test_a_server_that_is_not_started_again_is_the_root_cause(train):
+    job = train()
+    kill(job.find("msrun server 1"))
+
+    assert job.wait() == 137
+    assert "error: server 1 (node HOST, pid N) was killed by SIGKILL after Ns" in job.block()
+    root = job.verdict()["root"]
+    assert (root["is_server"], root["rank"]) == (True, 1)
+    assert root["log_file"] == str(job.logs / "server_1.log")
+
+
+def test_a_killed_launcher_leaves_no_server(train):
+    job = train()
+    assert job.find("msrun server 0")
+    job.send(signal.SIGKILL)
+
+    assert job.wait() == 137
+    until(lambda: not job.leftovers(), "for the reaper", seconds=PATIENCE)
