@@ -120,3 +120,15 @@ def test_a_killed_launcher_leaves_no_server(train):
 
     assert job.wait() == 137
     until(lambda: not job.leftovers(), "for the reaper", seconds=PATIENCE)
+
+
+def test_a_server_that_cannot_keep_snapshots_is_the_root_cause(msrun, tmp_path):
+    config = "servers: {params: ['0.weight'], snapshot: {dir: /dev/null/no}}"
+    (tmp_path / "servers.yaml").write_text(config)
+    words = ("--worker-num", 1, "--server-num", 1, "--parallel", "servers.yaml")
+
+    job = msrun(*words, script(tmp_path, TRAIN))
+
+    assert job.wait() == 1
+    assert "error: server 0 (node HOST, pid N) exited with code 1 after Ns" in job.block()
+    assert "/dev/null/no" in job.verdict()["root"]["error"]
