@@ -127,6 +127,7 @@ THOROUGH = (
     "tests/torch/tensor/test_collectives.py",
     "tests/torch/tensor/test_compiled.py",
     "tests/torch/tensor/test_guard.py",
+    "tests/torch/tensor/test_layouts.py",
     "tests/torch/tensor/test_lists.py",
     "tests/torch/tensor/test_model_outputs.py",
     "tests/torch/tensor/test_named_plans.py",

@@ -13,9 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from msrun.errors import UsageError
 from msrun.parallel.plans.families import PLAN_NAMES, unknown_plan
-from msrun.units import parse_size
+from msrun.parallel.settings.section import ConfigSection
+from msrun.parallel.settings.section import at_least as _at_least
+from msrun.parallel.settings.section import given as _given
+from msrun.parallel.settings.section import size as _size
+from msrun.parallel.settings.servers import Servers
+from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
 REST = -1
@@ -46,34 +50,6 @@ Search = Literal[
 ]
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class ConfigSection(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """One mapping of the configuration file; an unknown key is an error."""
-
-
-def _size(section: ConfigSection, name: str) -> int:
-    value = getattr(section, name)
-    if isinstance(value, int):
-        _at_least(section, name, 0)
-        return value
-    try:
-        return parse_size(value)
-    except UsageError as error:
-        raise ValueError(f"{name}: {error.message}") from None
-
-
-def _given(section: ConfigSection) -> list[str]:
-    """Return the keys of `section` whose values differ from the defaults, in order."""
-    return list(msgspec.to_builtins(section))
-
-
-def _at_least(section: ConfigSection, name: str, least: int) -> None:
-    value = getattr(section, name)
-    if value < least:
-        raise ValueError(f"{name}: {value} must be at least {least}")
 
 
 class LayoutRule(ConfigSection, frozen=True, kw_only=True):
@@ -115,9 +91,9 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
-            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
-            dim 1 of input and output, `experts` shards every expert of a module that holds the
-            weights of all in 3-D parameters.
+            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
+            1 of input and output, `experts` shards every expert of a module with the weights of
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
@@ -265,109 +241,6 @@ class Recompute(ConfigSection, frozen=True, kw_only=True):
 
     modules: list[str]
     save: list[Literal["comm", "matmul"]] = []
-
-
-class Checkpoint(ConfigSection, frozen=True, kw_only=True):
-    """Checkpoints of `rt.save` and `rt.resume`.
-
-    Args:
-        dir: Directory that holds all checkpoints of the job, on a file system that all nodes share.
-        every: Steps between two automatic checkpoints; 0 writes none automatically.
-        keep: Number of newest checkpoints to keep, at least 0; 0 keeps all.
-        is_async: Key `async`: whether files are written in the background while training
-            continues.
-        strategy: File to which the first save writes the layout of every parameter; None writes
-            none.
-    """
-
-    dir: str
-    every: int = 0
-    keep: int = 5
-    is_async: bool = msgspec.field(default=False, name="async")
-    strategy: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, "every", 0)
-        _at_least(self, "keep", 0)
-
-
-class Verify(ConfigSection, frozen=True, kw_only=True):
-    """What of the first steps is compared with one process.
-
-    Args:
-        steps: Number of first steps, at least 1; `first_step` is 1.
-        memory: Bytes that a comparison may take, as a number or text such as `20GiB`; None allows
-            half of what is free on rank 0 before `rt.shard`.  A larger model is compared by layers.
-        modules: Patterns of the layers; empty takes first and last of each kind, of larger models.
-    """
-
-    steps: int | Literal["first_step"] = 1
-    memory: int | str | None = None
-    modules: list[str] = []
-
-    def __post_init__(self) -> None:
-        if self.steps == "first_step":
-            msgspec.structs.force_setattr(self, "steps", 1)
-        _at_least(self, "steps", 1)
-        if self.memory is not None:
-            msgspec.structs.force_setattr(self, "memory", _size(self, "memory"))
-
-
-class Staleness(ConfigSection, frozen=True, kw_only=True):
-    """Training on parameter servers in which ranks do not wait for each other.
-
-    Args:
-        staleness: Steps that a rank may be ahead of the slowest one, at least 0; `.inf` is any
-            number.
-    """
-
-    staleness: float
-
-    def __post_init__(self) -> None:
-        if not self.staleness >= 0:
-            raise ValueError(f"staleness: {self.staleness} must be at least 0")
-
-
-class ServerSnapshots(ConfigSection, frozen=True, kw_only=True):
-    """Snapshots that parameter servers write, so that one that is killed goes on.
-
-    Args:
-        every: Steps from one to the next, at least 1.  Ranks keep the gradients of the steps since.
-        dir: Directory for them; None is a private one of each node.
-    """
-
-    every: int = 100
-    dir: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, "every", 1)
-
-
-class Servers(ConfigSection, frozen=True, kw_only=True):
-    """Parameters that live on parameter servers, which `msrun --server-num N` starts.
-
-    Args:
-        params: Patterns of these parameters.  Of a table of `nn.Embedding` or `nn.EmbeddingBag` a
-            rank has the rows of its batch alone; of others a copy that each step renews.
-        sync: `true` adds the gradients of all ranks before each step, as one process would.  A
-            mapping with `staleness` has servers step with each gradient that comes.
-        snapshot: Snapshots of the servers.
-    """
-
-    params: list[str]
-    sync: bool | Staleness = True
-    snapshot: ServerSnapshots = ServerSnapshots()
-
-    def __post_init__(self) -> None:
-        if self.sync is False:
-            raise ValueError("sync: false sets no bound (choose true or {staleness: N})")
-        if not self.params:
-            raise ValueError("params: names no parameter")
-
-    @property
-    def staleness(self) -> float:
-        """Steps that a rank may be ahead of the slowest one."""
-        return self.sync.staleness if isinstance(self.sync, Staleness) else 0.0
 
 
 class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
