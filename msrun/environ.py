@@ -66,6 +66,7 @@ _IDENTITY = (
     SERVER_NUM,
     SERVERS_DIR,
     SERVER_ADDR,
+    "MS_SERVER_NUM",
 )
 # One step of Slurm, Open MPI, and what speaks PMI such as MPICH.
 _COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -115,8 +115,9 @@ def _read(env: Mapping[str, str]) -> _Membership:
     if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
         asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
         raise UsageError(
-            f"environment {asking}={shown(env[asking])}: this version has no parameter servers",
-            hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}",
+            f"environment {asking}={shown(env[asking])}: a cluster that is started by hand has no "
+            "parameter servers in this version",
+            hint="msrun --server-num starts them beside the workers",
         )
     if role not in (_SCHEDULER, _WORKER):
         raise UsageError(

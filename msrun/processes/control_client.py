@@ -18,8 +18,8 @@ from msrun.cluster.wire.control_messages import (
     RankRow,
     Ranks,
     Reply,
+    ServerPage,
     ServerRow,
-    Servers,
 )
 from msrun.errors import (
     AuthenticationError,
@@ -104,7 +104,7 @@ class ControlClient:
         """Yield all parameter servers of the job, as they are while they are being read."""
         following: int | None = 0
         while following is not None:
-            page = self.ask(GetServers(first=following), Servers)
+            page = self.ask(GetServers(first=following), ServerPage)
             yield from page.rows
             following = page.following
 

@@ -17,6 +17,7 @@ TEXTS = {
     "nnodes": "1:1",
     "node-rank": "0",
     "worker-num": "2",
+    "server-num": "2",
     "master-addr": "localhost",
     "master-port": "29500",
     "rdzv-endpoint": "localhost:29500",
@@ -103,7 +104,7 @@ def test_help_shows_the_default_that_the_job_has(msrun, option):
 # What no option fills by itself.
 FILLED_BY_CODE = {
     *("program", "cwd", "nnodes_min", "nnodes_max", "node_name", "device", "serves", "beside"),
-    *("stop_signals", "store_port", "is_replaced", "servers"),
+    *("stop_signals", "store_port", "is_replaced"),
     *("listen_host", "address", "parallel", "rank_table", "emit_rank_table", "detach"),
     *("restarts.backoff_initial", "restarts.backoff_max", "restarts.early"),
 }

@@ -14,8 +14,8 @@ from msrun.cluster.wire.control_messages import (
     Nodes,
     RankRow,
     Ranks,
+    ServerPage,
     ServerRow,
-    Servers,
     Status,
     fitting,
 )
@@ -151,7 +151,9 @@ def _rank(
     )
 
 
-def servers(state: SchedulerState, of_nodes: Mapping[str, ServersChanged], first: int) -> Servers:
+def servers(
+    state: SchedulerState, of_nodes: Mapping[str, ServersChanged], first: int
+) -> ServerPage:
     """Return a page of the parameter servers.
 
     Args:
@@ -176,7 +178,7 @@ def servers(state: SchedulerState, of_nodes: Mapping[str, ServersChanged], first
     # One of a node that is lost, or that has not begun, is nowhere.
     rows = [known.get(n) or ServerRow(server=n, host="", pid=None, restarts=0) for n in window]
     rows = fitting(rows)
-    return Servers(rows=rows, following=_following(first, len(rows), total))
+    return ServerPage(rows=rows, following=_following(first, len(rows), total))
 
 
 def living(state: SchedulerState) -> dict[str, list[int]]:

@@ -246,7 +246,7 @@ class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Servers(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
+class ServerPage(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A page of parameter servers; `following` is the next one, None at the end."""
 
     rows: list[ServerRow]
@@ -283,7 +283,7 @@ class Stacks(Reply, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=T
     left_out: int = 0
 
 
-AnyReply = Denied | Done | Status | Nodes | Ranks | Servers | Log | Stacks
+AnyReply = Denied | Done | Status | Nodes | Ranks | ServerPage | Log | Stacks
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,12 +15,11 @@ from msrun.cluster.bounds import PROCESS_BYTES_MAX, PROCESSES_MAX, RANGES_MAX
 from msrun.cluster.liveness.collectives import GROUPS_MAX, Collective
 from msrun.cluster.liveness.stacks import Frame
 from msrun.cluster.verdict import Name, RankExit, Seconds, Verdict
+from msrun.job import SERVERS_MAX
 
 PROTOCOL_VERSION = 9
 
 TERM_MAX = (1 << 31) - 1
-# As many fit with their pids into one frame of a node that has them all.
-SERVERS_MAX = 1024
 
 # Impossible values are refused by the decoder, so that no machine ever counts with them.
 Slots = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]

@@ -16,6 +16,8 @@ from msrun.processes.console import NodeStatus
 def begun(job: JobSpec, host: str, containment: str) -> str:
     """Return that the node takes part, with what, and where its logs are."""
     workers = f"{job.workers_per_node} worker{'s' if job.workers_per_node != 1 else ''}"
+    if job.servers and job.is_alone:
+        workers += f" and {job.servers} server{'s' if job.servers != 1 else ''}"
     what = f"{workers} on {host}, contained by {containment}"
     return f"msrun: {job.job_id}: {what}; logs: {job.log_dir}"
 
