@@ -297,6 +297,22 @@ def test_a_pod_that_the_cluster_took_starts_the_group_again(new_job):
     )
 
 
+def test_a_pod_that_the_cluster_is_about_to_take_starts_the_group_again(new_job):
+    """It is removed as soon as it has ended, so nobody could ask it why later."""
+    job = new_job().start()
+    pod = job.pod("worker-1")
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    job.settle()
+    assert "restarts" not in job.job["status"]  # somebody deleted it, who may not be the cluster
+    held = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    pod["status"]["conditions"] = [held]
+    job.settle()
+    assert job.job["status"]["lastCause"] == "pod job-worker-1: EvictionByEvictionAPI"
+    del job.objects["Pod", "job-worker-1"]
+    job.start()
+    assert job.conditions() == ["Created", "Running"]
+
+
 def test_dynamic_workers_come_and_go(new_job):
     job = new_job(enableDynamicWorker=True).start()
     job.end("worker-1", 1)
