@@ -30,6 +30,7 @@ def test_the_scheduler_comes_first_and_all_have_names_env_and_labels(new_job):
         "MS_SERVER_NUM": "1",
         "MS_ROLE": "MS_WORKER",
         "MS_NODE_ID": "1",
+        "MSRUN_POD_SCHEDULER": "job-scheduler-0:2222",
     }
     assert job.environ("scheduler-0")["MS_ROLE"] == "MS_SCHED"
     assert job.environ("ps-0")["MS_ROLE"] == "MS_PSERVER"
