@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel.config import CONTEXT_AXIS, ParallelConfig
-from msrun.parallel.layout import MeshLayout, resolve, root_axes, tokens_as_data
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes, tokens_as_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,12 @@ class LoaderUse:
         tensors: Of this rank's batch, for as long as the script keeps them.
         is_due: Whether the last batch is uneven, and nothing has read the weight yet.
         end: Last batch.
+        digest: Of the global batches so far, where all ranks read a whole stream.
     """
 
     value: float = 1.0
     samples: int = 0
+    digest: int = 0
     tensors: Sequence[weakref.ref[Tensor]] = ()
     is_due: bool = False
     end: EpochEnd | None = None
@@ -225,7 +227,8 @@ class RankContext(Rank):
     Attributes:
         layout: The mesh by arithmetic.
         mesh: The mesh with its process groups.
-        root_mesh: The same mesh with axis `dp` split in two if ZeRO keeps several copies.
+        root_mesh: The same mesh with axis `dp` split in two if ZeRO keeps several copies, or if
+            its ranks share experts.
         stream: Number of this rank's random stream.  Stream 0 continues the numbers of rank 0, as
             one process would.
         sequence: Ranks of the axis `cp`, which `dp` of `layout` and `mesh` contains; None without.
@@ -255,6 +258,8 @@ class RankContext(Rank):
         Raises:
             ConfigError: The mesh has no such axis.
         """
+        if axis == EXPERT_AXIS and self.layout.ep:
+            return self.root_mesh.get_group(axis)
         if axis not in self.layout.axes:
             raise ConfigError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
         return self.mesh.get_group(axis)

@@ -116,8 +116,14 @@ class Sequences(TorchFunctionMode):
         model = self._model()
         return model is None or model.training
 
-    def cover(self, model: nn.Module) -> None:
-        """Have `model` cut what a script calls it with; call it once nothing else wraps it."""
+    def cover(
+        self, model: nn.Module, guard: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        """Have `model` cut what a script calls it with, and compute under `guard`.
+
+        Called once nothing else wraps the model.
+        """
+        self.guard = guard
         model.forward = update_wrapper(_Whole(self, model, model.forward), model.forward)
 
     # The batch.
