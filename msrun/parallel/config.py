@@ -100,8 +100,8 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
-        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
-            that.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, `ring` sends
+            keys and values around; `auto`, the default, is the first if the axis divides the heads.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -118,7 +118,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
-    kind: Literal["auto", "all_to_all"] | None = None
+    kind: Literal["auto", "all_to_all", "ring"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
