@@ -16,7 +16,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
-from msrun.parallel.settings.steps import Checkpoint, Verify
+from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 
 ROOT = "parallel"
 REST = -1
@@ -273,6 +273,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
+        precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
+            `zero` also gathers parameters in it; parameters and their gradients keep their own.
+            `fp16` scales the loss.  None computes in the types of the model.
+        compile: Modules that `torch.compile` compiles, each for itself; None compiles none.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
         verify: First steps that rank 0 also computes as one process would, by their number or a
@@ -295,6 +299,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
     checkpoint: Checkpoint | None = None
+    precision: Literal["bf16", "fp16"] | None = None
+    compile: Compile | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
 
@@ -311,6 +317,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             )
         self._check_search()
         self._check_mesh()
+        self._check_precision()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -339,6 +346,25 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         for sentence, is_so in others.items():
             if self.verify and is_so:
                 raise ValueError(f"verify: {sentence}")
+
+    def _check_precision(self) -> None:
+        """Refuse what has types of its own."""
+        for key in ("precision", "compile"):
+            if getattr(self, key) and self.mode == "auto":
+                raise ValueError(
+                    f"{key}: mode auto runs a plan of operators in the types of the model (choose "
+                    "semi_auto)"
+                )
+        if self.precision and self.optimizer.dtype:
+            raise ValueError(
+                f"precision: {self.precision} chooses optimizer.dtype, which is "
+                f"{self.optimizer.dtype} (leave out one of the two)"
+            )
+        if self.precision and self.verify:
+            raise ValueError(
+                f"verify: {self.precision} rounds differently in other layouts (leave out "
+                "precision where steps are compared)"
+            )
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""

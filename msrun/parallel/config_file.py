@@ -31,7 +31,7 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.steps import Checkpoint, Verify
+from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
 # Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
@@ -213,6 +213,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "recompute": Recompute,
     "reduce": Reduce,
     "checkpoint": Checkpoint,
+    "compile": Compile,
     "verify": Verify,
 }
 

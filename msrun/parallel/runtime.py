@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from msrun.parallel.checkpoint.api import Checkpoints
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.deferred.init import DeferredInit
+    from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
     from msrun.parallel.verify.verifier import Verifier
@@ -89,6 +90,8 @@ class Runtime:
         generation: Number of times the job has formed again; 0 first.
         device: Device of this rank.
         config: The parallel configuration.
+        loss_scale: Factor of the loss with `precision: fp16`, for `extra` of checkpoints; else
+            None.
     """
 
     def __init__(
@@ -122,6 +125,11 @@ class Runtime:
         self._deferred: DeferredInit | None = None
         self._known: KnownOptimizers | None = None
         self._verifiers: list[Verifier] = []
+        self.loss_scale: LossScale | None = None
+        if config.precision == "fp16":
+            from msrun.parallel.layers.precision import LossScale
+
+            self.loss_scale = LossScale()
         self._verify_report = environ.verify_report(environ.current())
         use_axes(self.group)
         if config.seed is not None:
@@ -298,6 +306,8 @@ class Runtime:
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
+        if self.loss_scale:
+            optimizer.register_step_pre_hook(self.loss_scale.refuse_plain_step)
         if self._verify_report:
             optimizer.register_step_post_hook(lambda *_: self._end_if_verified())
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
@@ -363,6 +373,7 @@ class Runtime:
             loss_fn=loss_fn if callable(loss_fn) else None,
             batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
             max_norm=max_norm,
+            loss_scale=self.loss_scale,
         )
         if saves:
             self.checkpoints.after_step(model, optimizer)

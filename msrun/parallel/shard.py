@@ -31,7 +31,7 @@ from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
@@ -87,12 +87,14 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         config: The configuration.
         plans: Module -> its operator plan.
         recomputed: Modules that recompute.
+        compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
     """
 
     config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
+    compiled: list[str]
     excluded: set[str]
 
 
@@ -116,7 +118,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
-    if is_deferred := _is_on_meta(model):
+    if is_deferred := any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         from msrun.parallel.deferred import fill
 
         if resolved.excluded:
@@ -203,6 +205,7 @@ def _shard_by_search(
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     micro_batches.check(config, model)
+    precision.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -215,7 +218,10 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
         plans = plan_modules(rules, context.layout, shapes, source)
-        _check_strategy_file(config, plans)
+        if config.checkpoint and config.checkpoint.strategy:
+            from msrun.parallel.checkpoint.strategy_file import check_expressible
+
+            check_expressible(plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -227,19 +233,9 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         config=config,
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
     )
-
-
-def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]) -> None:
-    """Refuse a strategy file of parameters whose layout it has no words for."""
-    packed = [f"{name}.{param}" for name, plan in plans.items() for param in plan.packed]
-    if packed and config.checkpoint and config.checkpoint.strategy:
-        raise ModelError(
-            f"{ROOT}.checkpoint.strategy: {packed[0]} packs several projections in one dim, which "
-            "a strategy file cannot say",
-            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
-        )
 
 
 def _replicated(
@@ -284,7 +280,8 @@ def _make_parallel(
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
-    guard = _change_modules(context, model, resolved)
+    switch = compiled.Switch()
+    guard = _change_modules(context, model, resolved, switch)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
@@ -300,6 +297,7 @@ def _make_parallel(
         from msrun.parallel.tensor.hooks import watch
 
         watch(model, hooks.check)
+    precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
@@ -323,6 +321,7 @@ def _make_parallel(
         replicas=_replicas(context, model, resolved),
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
+        uncompiled=switch.off,
     )
 
 
@@ -376,12 +375,8 @@ def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> P
     return ParameterSnapshot(model, gathered, tied)
 
 
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _change_modules(
-    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
 ) -> Guard | None:
     """Apply the features that change modules: operator plan, batch norms, dropout, recompute."""
     config = resolved.config
@@ -404,6 +399,9 @@ def _change_modules(
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
+    if config.compile:
+        names = [name for name in resolved.compiled if name in own]
+        compiled.apply(model, names, config.compile.mode, switch)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))

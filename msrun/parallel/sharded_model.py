@@ -238,6 +238,7 @@ class ShardedModel:
         replicas: Compares replicas now and then; None on one rank.
         micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
+        uncompiled: Context in which modules run as they were before `compile`.
 
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
@@ -269,8 +270,10 @@ class ShardedModel:
         replicas: ReplicaDigest | None = None,
         micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
+        uncompiled: Context = contextlib.nullcontext,
     ) -> None:
         self.hooks = hooks
+        self.uncompiled = uncompiled
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())

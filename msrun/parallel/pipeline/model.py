@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -84,10 +85,12 @@ class PipelineModel(nn.Module):
     Attributes:
         reduces_once: Fully sharded parameters in it are not reduced before the end of a step.
         keeps_results: Recomputed modules in it save some of their results.
+        precision: Context of a forward, such as autocast.
     """
 
     reduces_once = False
     keeps_results = False
+    precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(
         self, model: nn.Module, cut: PipelineCut, microbatches: int, ranks: PipelineRanks
@@ -222,7 +225,8 @@ class PipelineModel(nn.Module):
         Raises:
             ModelError: The batch cannot be split, or stages would send something else than tensors.
         """
-        split, borders = self._prepare(inputs, may_differ=False)
+        with self.precision():
+            split, borders = self._prepare(inputs, may_differ=False)
         if self.training and self._norms and split.repeats:
             raise ModelError(
                 f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
