@@ -19,6 +19,15 @@ from msrun.units import PORT_MAX, shown
 
 RUN_DIR = "MSRUN_RUN_DIR"
 CONFIG = "MSRUN_CONFIG"
+# Of jobs with parameter servers: `worker` or `server`, which server, and how many there are.
+ROLE = "MSRUN_ROLE"
+SERVER_ID = "MSRUN_SERVER_ID"
+SERVER_NUM = "MSRUN_SERVER_NUM"
+# Directory of this node for their files; address of this node for their sockets.
+SERVERS_DIR = "MSRUN_SERVERS_DIR"
+SERVER_ADDR = "MSRUN_SERVER_ADDR"
+# In that directory, the hexadecimal digits of their secret; no file with --insecure.
+SERVERS_KEY = "key"
 # From `msrun verify` to rank 0: the file for its report.
 VERIFY = "MSRUN_VERIFY"
 OMP_THREADS = "OMP_NUM_THREADS"
@@ -532,6 +541,40 @@ def _whole(env: Mapping[str, str], name: str, default: int | None = None) -> int
 def config_file(env: Mapping[str, str]) -> str | None:
     """Return the file with the parallel configuration that was handed over, if there is one."""
     return env.get(CONFIG) or None
+
+
+class ServersPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameter servers of a job, as one of its processes finds them.
+
+    Args:
+        count: How many there are; 0 in a job without.
+        server: Which of them this process is; -1 in a worker.
+        directory: Private directory of this node; empty without one.
+        address: Address of this node for their sockets.
+        ranks: Workers of the job.
+    """
+
+    count: int
+    server: int
+    directory: str
+    address: str
+    ranks: int
+
+
+def servers_place(env: Mapping[str, str]) -> ServersPlace:
+    """Return where the parameter servers of this job are.
+
+    Raises:
+        UsageError: A number in the environment is none.
+    """
+    count = _whole(env, SERVER_NUM, 0)
+    return ServersPlace(
+        count=count,
+        server=_below(env, SERVER_ID, SERVER_NUM) if env.get(SERVER_ID) else -1,
+        directory=env.get(SERVERS_DIR, ""),
+        address=env.get(SERVER_ADDR) or "127.0.0.1",
+        ranks=_whole(env, "WORLD_SIZE", 1),
+    )
 
 
 def verify_report(env: Mapping[str, str]) -> str | None:

@@ -134,6 +134,8 @@ THOROUGH = (
     "tests/torch/tensor/test_placements.py",
     "tests/torch/tensor/test_plan_file.py",
     "tests/torch/tensor/test_tensor.py",
+    "tests/torch/servers/test_remote_parameters.py",
+    "tests/torch/servers/test_server_kills.py",
     "tests/torch/test_collective_bytes.py",
     "tests/torch/test_grid.py",
     "tests/torch/test_sharded.py",

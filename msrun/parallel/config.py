@@ -4,6 +4,8 @@ A section checks its own values when it is made.  `config_file` reads sections f
 `layout` checks everything that depends on the number of ranks.
 """
 
+# tidy: long file, every key of the configuration stands in one file, with its meaning
+
 from __future__ import annotations
 
 import re
@@ -16,6 +18,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
+from msrun.parallel.settings.servers import Servers
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 
 ROOT = "parallel"
@@ -26,6 +29,9 @@ DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
+
+# Axes over which ranks exchange parts of one sample in the forward of a module.
+_EXCHANGING_AXES = ("ep", "cp")
 
 # In a list of dims: as many unsharded dims as the tensor has beyond those that are listed.
 UNSHARDED_DIMS = "..."
@@ -88,9 +94,9 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     Args:
         match: Pattern of module names, such as `layers.*.up`; `*` also matches dots.
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
-            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards
-            dim 1 of input and output, `experts` shards every expert of a module that holds the
-            weights of all in 3-D parameters.
+            a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
+            1 of input and output, `experts` shards every expert of a module with the weights of
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
@@ -272,6 +278,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         dropout: `local` has each data-parallel rank draw its own masks; `exact` gives the masks of
             one process, and each rank takes the time to draw those of the global batch.  Mode auto
             has masks of its own, which are equal on any number of ranks and not those of torch.
+        servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
         precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
             `zero` also gathers parameters in it; parameters and their gradients keep their own.
@@ -298,6 +305,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
+    servers: Servers | None = None
     checkpoint: Checkpoint | None = None
     precision: Literal["bf16", "fp16"] | None = None
     compile: Compile | None = None
@@ -318,6 +326,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         self._check_search()
         self._check_mesh()
         self._check_precision()
+        self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
                 "dropout: mode auto has masks of its own, not those of torch (choose local)"
@@ -355,6 +364,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     f"{key}: mode auto runs a plan of operators in the types of the model (choose "
                     "semi_auto)"
                 )
+        for axis in _EXCHANGING_AXES if isinstance(self.mesh, dict) else ():
+            if self.precision and self.mesh.get(axis, 1) != 1:
+                raise ValueError(
+                    f"precision: what ranks exchange over {axis} was not compared in {self.precision} "
+                    "(leave out one of the two)"
+                )
         if self.precision and self.optimizer.dtype:
             raise ValueError(
                 f"precision: {self.precision} chooses optimizer.dtype, which is "
@@ -365,6 +380,19 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 f"verify: {self.precision} rounds differently in other layouts (leave out "
                 "precision where steps are compared)"
             )
+
+    def _check_servers(self) -> None:
+        """Refuse what is not composed with parameter servers."""
+        others = {
+            "mode auto plans whole models": self.mode == "auto",
+            "mode manual leaves the reduction to the script": self.mode == "manual",
+            "stages of a pipeline have other parameters each": self.pipeline is not None,
+            "verify compares with one process, which has no servers": bool(self.verify),
+            "precision would send them gradients of a scaled loss": self.precision == "fp16",
+        }
+        for sentence, is_so in others.items():
+            if self.servers and is_so:
+                raise ValueError(f"servers: {sentence}")
 
     def _check_plan(self) -> None:
         """Refuse unknown names; the name of a plan alone becomes a list, so that text is a path."""
@@ -449,6 +477,8 @@ def preloads(config: ParallelConfig) -> tuple[str, ...]:
         "torch.distributed.fsdp": is_sharded,
         "torch.distributed.pipelining": config.pipeline is not None,
         "torch.distributed.checkpoint": config.checkpoint is not None,
+        "msrun.parallel.servers.process": config.servers is not None,
+        "msrun.parallel.servers.remote": config.servers is not None,
         "msrun.parallel.runtime": True,
         "msrun.parallel.preload": True,
     }

@@ -31,6 +31,7 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
+from msrun.parallel.settings.servers import Servers, ServerSnapshots, Staleness
 from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
@@ -41,7 +42,7 @@ _REFUSED = {
     "cost": "costs come from the topology (a preset, or a file of msrun calibrate)",
     "data": "arguments of rt.loader(dataset, batch_size) divide batches",
     "place": "heterogeneous placement is not part of this version",
-    "ps": "the parameter server is not part of this version",
+    "ps": "parameter servers are the key servers",
 }
 
 
@@ -212,6 +213,9 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "pipeline": Pipeline,
     "recompute": Recompute,
     "reduce": Reduce,
+    "servers": Servers,
+    "sync": Staleness,
+    "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,
     "compile": Compile,
     "verify": Verify,

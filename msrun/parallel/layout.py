@@ -14,6 +14,9 @@ sizes after it, its stride.
 
 Axis names: `dp` shards the batch, `pp` the layers; every other axis is for operator plans or, with
 `mode: manual`, for the script.  A name that is missing from the mesh counts as an axis of size 1.
+Ranks of `ep`, over which `style: experts` shards, have samples of their own, too: in the layout
+they are ranks of `dp`, whose size is the product of both, and groups of `ep` are parts of its
+groups.
 
 `resolve` turns a configuration and a number of ranks into a layout and makes every check that
 depends on that number: sizes, the axes that rules name, the mode, pipeline, optimizer, dropout.
@@ -50,6 +53,11 @@ from msrun.units import quoted
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
 _SHARDED_AXES_MAX = 2
 
+# Axis of experts, whose ranks are ranks of `dp` too; and what is left of `dp` beside it.
+EXPERT_AXIS = "ep"
+EXPERT_COPIES = "dp_copies_of_experts"
+_EXPERT_STYLE = "experts"
+
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
 
@@ -59,18 +67,25 @@ class MeshLayout(msgspec.Struct, frozen=True):
 
     Args:
         axes: Axis name -> size, the slowest-varying first.
+        ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
     """
 
     axes: dict[str, int]
+    ep: int = 0
 
     @property
     def world_size(self) -> int:
         """Ranks in the mesh."""
         return math.prod(self.axes.values())
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size of all axes that have groups; ranks of `ep` are ranks of `dp`, too."""
+        return self.axes | ({EXPERT_AXIS: self.ep} if self.ep else {})
+
     def size(self, axis: str) -> int:
         """Return the size of `axis`; 1 if the mesh has no axis of that name."""
-        return self.axes.get(axis, 1)
+        return self.sizes.get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return axis name -> index of `rank` on it."""
@@ -95,6 +110,12 @@ class MeshLayout(msgspec.Struct, frozen=True):
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """Yield each group of `axis` once, in the order of their first ranks."""
+        if axis == EXPERT_AXIS and self.ep:
+            # By rank, as below: the groups of `dp` interleave where other axes follow it.
+            whole = self.groups(DATA_AXIS)
+            cuts = [g[i : i + self.ep] for g in whole for i in range(0, len(g), self.ep)]
+            yield from sorted(cuts)
+            return
         stride = self._stride(axis)
         for rank in range(self.world_size):
             if rank // stride % self.axes[axis] == 0:
@@ -140,7 +161,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     """
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
-    layout = MeshLayout(_fill(config.mesh, world_size))
+    layout = _with_experts(config, _fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
         if isinstance(rule, str):
@@ -150,6 +171,7 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     _check_mode(config, layout)
     _check_pipeline(config, layout)
     _check_optimizer(config, layout)
+    _check_experts(config, layout)
     _check_dropout(config, layout)
     return layout
 
@@ -169,12 +191,16 @@ def rule_axes(layout: MeshLayout) -> RuleAxes:
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
     """Return the axes of the mesh, with `dp` split in two if ZeRO keeps several copies.
 
-    `dp_replicate` numbers the copies, `dp_shard` the ranks that share a copy.
+    `dp_replicate` numbers the copies, `dp_shard` the ranks that share a copy.  With experts `dp` is
+    split into `ep` and what is left of it.
     """
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
-    if size in (REST, degree):
+    if layout.ep:
+        parts = {EXPERT_COPIES: degree // layout.ep, EXPERT_AXIS: layout.ep}
+    elif size in (REST, degree):
         return dict(layout.axes)
-    parts = {"dp_replicate": degree // size, "dp_shard": size}
+    else:
+        parts = {"dp_replicate": degree // size, "dp_shard": size}
     axes: dict[str, int] = {}
     for name, axis_size in layout.axes.items():
         axes |= parts if name == DATA_AXIS else {name: axis_size}
@@ -199,6 +225,25 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
         raise ConfigError(f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint)
     rest = world_size // given
     return {name: rest if size == REST else size for name, size in mesh.items()}
+
+
+def _with_experts(config: ParallelConfig, axes: dict[str, int]) -> MeshLayout:
+    """Return the mesh of `axes`, in which ranks of `ep` are ranks of `dp` too."""
+    if EXPERT_AXIS not in axes or config.mode in _FREE:
+        return MeshLayout(axes)
+    names = list(axes)
+    if DATA_AXIS in axes and names.index(EXPERT_AXIS) != names.index(DATA_AXIS) + 1:
+        raise ConfigError(
+            f"{ROOT}.mesh.{EXPERT_AXIS}: its ranks are neighbours along {DATA_AXIS}, and "
+            f"{', '.join(names)} is another order",
+            hint=f"write {EXPERT_AXIS} right after {DATA_AXIS}",
+        )
+    degree = axes.get(DATA_AXIS, 1) * axes[EXPERT_AXIS]
+    data = {DATA_AXIS: degree}
+    joined: dict[str, int] = {}
+    for name, size in axes.items():
+        joined |= data if name in (DATA_AXIS, EXPERT_AXIS) else {name: size}
+    return MeshLayout(joined, axes[EXPERT_AXIS])
 
 
 def rules_of(config: ParallelConfig) -> list[PlanRule | str]:
@@ -295,6 +340,33 @@ def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
             )
 
 
+def _check_experts(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Refuse an axis of experts without experts, and what they cannot be combined with."""
+    if layout.ep <= 1:
+        return
+    named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
+    if EXPERT_AXIS not in named:
+        raise ConfigError(
+            f"{ROOT}.mesh.{EXPERT_AXIS}: no rule of {ROOT}.plan has style {_EXPERT_STYLE} over it",
+            hint=f"such as {{match: '*.experts', style: {_EXPERT_STYLE}, axis: {EXPERT_AXIS}}}",
+        )
+    degree, settings = layout.size(DATA_AXIS), config.optimizer
+    if settings.shard_size not in (REST, degree):
+        raise ConfigError(
+            f"{ROOT}.optimizer.shard_size: {settings.shard_size} beside the axis {EXPERT_AXIS}, "
+            f"which divides {DATA_AXIS} by itself (choose -1)"
+        )
+    for key in ("dtype", "offload"):
+        value = getattr(settings, key)
+        if value and degree == layout.ep:
+            raise ConfigError(
+                f"{ROOT}.optimizer.{key}: {str(value).lower()} is for parameters that are gathered,"
+                f" and no other ranks have the experts of a rank ({EXPERT_AXIS} {layout.ep} of "
+                f"{degree} data-parallel ranks)",
+                hint=f"leave out {key}, or choose a smaller {EXPERT_AXIS}",
+            )
+
+
 def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.dropout != "exact":
         return
@@ -317,6 +389,13 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     for key, axes in _named(rule, layout):
         seen: set[str] = set()
         for axis in axes:
+            if axis == EXPERT_AXIS and layout.ep:
+                if rule.style != _EXPERT_STYLE:
+                    raise ConfigError(
+                        f"{where}.{key}: {axis} divides the batch and the experts, not this "
+                        f"operator (choose style {_EXPERT_STYLE}, or another axis)"
+                    )
+                continue
             if axis not in layout.axes:
                 raise ConfigError(
                     f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
@@ -343,6 +422,8 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     """
     if rule.axis:
         return rule.axis
+    if rule.style == _EXPERT_STYLE and layout.ep:
+        return EXPERT_AXIS
     choices = plan_axes(layout)
     if len(choices) == 1:
         return choices[0]

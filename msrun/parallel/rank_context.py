@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from msrun.errors import ConfigError, ModelError
 from msrun.parallel.config import ParallelConfig
-from msrun.parallel.layout import MeshLayout, resolve, root_axes
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, resolve, root_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,8 @@ class RankContext(Rank):
     Attributes:
         layout: The mesh by arithmetic.
         mesh: The mesh with its process groups.
-        root_mesh: The same mesh with axis `dp` split in two if ZeRO keeps several copies.
+        root_mesh: The same mesh with axis `dp` split in two if ZeRO keeps several copies, or if
+            its ranks share experts.
         stream: Number of this rank's random stream.  Stream 0 continues the numbers of rank 0, as
             one process would.
     """
@@ -213,6 +214,8 @@ class RankContext(Rank):
         Raises:
             ConfigError: The mesh has no such axis.
         """
+        if axis == EXPERT_AXIS and self.layout.ep:
+            return self.root_mesh.get_group(axis)
         if axis not in self.layout.axes:
             raise ConfigError(f"axis {axis!r} is not in mesh ({', '.join(self.layout.axes)})")
         return self.mesh.get_group(axis)

@@ -10,26 +10,25 @@ modules after the plan, so that it repeats their collectives too.  What a part n
 configuration is resolved before the first change, so that a refusal leaves the model untouched.
 """
 
+# tidy: long file, the one order in which all parts of the runtime compose stands here
+
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import torch
 from torch import nn
-from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
-from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
+from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
-from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
 from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
@@ -46,7 +45,6 @@ from msrun.parallel.sharded_model import (
     Context,
     OriginalParameters,
     ParameterSnapshot,
-    Reduction,
     ShardedModel,
     each,
     entered,
@@ -59,9 +57,6 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
-    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
@@ -118,7 +113,7 @@ def shard_model(config: ParallelConfig, rank: Rank, model: nn.Module, sample: Sa
         _warn_of_no_effect(config)
     resolved = _resolve_plan(config, context, model)
     weights = None
-    if is_deferred := any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+    if is_deferred := _is_on_meta(model):
         from msrun.parallel.deferred import fill
 
         if resolved.excluded:
@@ -218,17 +213,20 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         shapes = describe_modules(model)
         rules = _rules(config, context, model, shapes)
         plans = plan_modules(rules, context.layout, shapes, source)
-        if config.checkpoint and config.checkpoint.strategy:
-            from msrun.parallel.checkpoint.strategy_file import check_expressible
-
-            check_expressible(plans)
+        _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
+    if config.servers:
+        from msrun.parallel.servers.remote import find
+
+        excluded |= find(config, context.layout, model, plans)
+    _check_experts(plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
-        sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
+        small = reductions.small_or_excluded(config, model, excluded)
+        sparse_embedding.check_replicated(model, small)
     return _ResolvedPlan(
         config=config,
         plans=plans,
@@ -238,14 +236,33 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
     )
 
 
-def _replicated(
-    config: ParallelConfig, model: nn.Module, excluded: Collection[str]
-) -> set[Parameter]:
-    """Return the parameters of `model` that optimizer parallel leaves replicated."""
-    from msrun.parallel.data_parallel.zero import small_parameters
+def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]) -> None:
+    """Refuse a strategy file of parameters whose layout it has no words for."""
+    packed = [f"{name}.{param}" for name, plan in plans.items() for param in plan.packed]
+    if packed and config.checkpoint and config.checkpoint.strategy:
+        raise ModelError(
+            f"{ROOT}.checkpoint.strategy: {packed[0]} packs several projections in one dim, which "
+            "a strategy file cannot say",
+            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
+        )
+    routed = [name for name, plan in plans.items() if plan.is_routed]
+    if routed and config.checkpoint and config.checkpoint.strategy:
+        raise ModelError(
+            f"{ROOT}.checkpoint.strategy: the experts of {routed[0]} are shared over ranks of dp, "
+            "which a strategy file cannot say",
+            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
+        )
 
-    named = model.named_parameters()
-    return small_parameters(config, model) | {param for name, param in named if name in excluded}
+
+def _check_experts(plans: Mapping[str, ModulePlan], excluded: Collection[str]) -> None:
+    """Refuse experts whose gradients stay on each rank: other ranks have other experts."""
+    for name, plan in plans.items():
+        own = {f"{name}.{param}" for param in plan.params} & set(excluded)
+        if plan.is_routed and own:
+            raise ModelError(
+                f"{ROOT}.reduce.exclude: {min(own)} is of experts that ranks share, so no rank has "
+                "its own (leave it out)"
+            )
 
 
 def _rules(
@@ -281,11 +298,18 @@ def _make_parallel(
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
     switch = compiled.Switch()
-    guard = _change_modules(context, model, resolved, switch)
+    guard, experts = _change_modules(context, model, resolved, switch)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        zero = _shard_parameters(context, model, resolved)
+        zero = reductions.shard_parameters(
+            config,
+            context,
+            model,
+            resolved.plans,
+            excluded=resolved.excluded,
+            experts=experts,
+        )
     if weights is not None:
         from msrun.parallel.deferred.fill import fill
 
@@ -305,12 +329,14 @@ def _make_parallel(
     return ShardedModel(
         model,
         originals.references(),
-        _reductions(
+        reductions.find(
+            config,
             context,
             model,
-            resolved,
             zero,
-            (partial(each, snapshot.check, context.batch.check), hooks.check),
+            reductions.Checks(partial(each, snapshot.check, context.batch.check), hooks.check),
+            excluded=resolved.excluded,
+            experts=experts,
         ),
         partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
@@ -321,6 +347,7 @@ def _make_parallel(
         replicas=_replicas(context, model, resolved),
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
+        exchanges_tokens=bool(experts),
         uncompiled=switch.off,
     )
 
@@ -341,7 +368,7 @@ def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Modu
 
 
 def _computing(
-    model: nn.Module, guard: Guard | None, zero: _Zero | None, level: int
+    model: nn.Module, guard: Guard | None, zero: reductions.Zero | None, level: int
 ) -> list[Context]:
     """Return the contexts of loss and backward pass."""
     contexts: list[Context] = [guard.active_with_loss] if guard else []
@@ -353,7 +380,10 @@ def _computing(
 
 
 def _find_hooks(
-    context: RankContext, model: nn.Module, zero: _Zero | None, originals: OriginalParameters
+    context: RankContext,
+    model: nn.Module,
+    zero: reductions.Zero | None,
+    originals: OriginalParameters,
 ) -> ParameterHooks:
     """Return the gradient hooks on `model`; refuse those that hold a replaced parameter."""
     params = set(model.parameters())
@@ -368,21 +398,33 @@ def _find_hooks(
     return ParameterHooks(model, is_after_reduction=params, is_once=is_once)
 
 
-def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
+def _snapshot(
+    config: ParallelConfig, model: nn.Module, zero: reductions.Zero | None
+) -> ParameterSnapshot:
     named = model.named_parameters(remove_duplicate=False)
     gathered = {name for name, param in named if zero and param not in zero.replicated}
     tied = model.tied_names() if config.pipeline else ()  # type: ignore[operator]  # it is a stage
     return ParameterSnapshot(model, gathered, tied)
 
 
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
 def _change_modules(
     context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
-) -> Guard | None:
-    """Apply the features that change modules: operator plan, batch norms, dropout, recompute."""
+) -> tuple[Guard | None, list[nn.Module]]:
+    """Apply the features that change modules: operator plan, batch norms, dropout, recompute.
+
+    Returns:
+        The guard of the operator plan, and the modules whose experts ranks share.
+    """
     config = resolved.config
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     is_data_parallel = context.layout.size(DATA_AXIS) > 1
+    experts = _share_experts(context, config, model, plans)
+    plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
     norms = batch_norm.synchronize(config, model, group)
@@ -407,7 +449,18 @@ def _change_modules(
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
-    return guard
+    return guard, experts
+
+
+def _share_experts(
+    context: RankContext, config: ParallelConfig, model: nn.Module, plans: Mapping[str, ModulePlan]
+) -> list[nn.Module]:
+    """Apply `style: experts` over the axis `ep`; return the modules whose experts ranks share."""
+    if context.layout.ep <= 1:
+        return []
+    from msrun.parallel.experts import routed
+
+    return routed.apply(config, context, model, plans)
 
 
 def _shard_operators(
@@ -420,78 +473,3 @@ def _shard_operators(
     from msrun.parallel.tensor import hooks
 
     return hooks.apply(model, plans, context.root_mesh[axes])
-
-
-class _Zero(NamedTuple):
-    """A model under optimizer parallel.
-
-    Args:
-        model: The model, which `fully_shard` has made an `FSDPModule`.
-        replicated: Parameters that stay replicated.
-        order: Compares the order in which ranks gather the other parameters.
-    """
-
-    model: FSDPModule
-    replicated: set[Parameter]
-    order: CollectiveOrder
-
-
-def _shard_parameters(context: RankContext, model: nn.Module, resolved: _ResolvedPlan) -> _Zero:
-    from msrun.parallel.data_parallel import zero
-    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-
-    config = resolved.config
-    replicated = _replicated(config, model, resolved.excluded)
-    units = zero.units(config, model, resolved.plans)
-    own = dict(model.named_modules())
-    plans = {name: plan for name, plan in resolved.plans.items() if name in own}
-    replicated |= zero.packed_parameters(config, model, plans)
-    replicated |= zero.rare_types(config, model, units, replicated)
-    module = zero.apply(config, context, model, units, replicated)
-    level = config.optimizer.zero
-    order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
-    if config.pipeline:
-        model.reduces_once = level == 1  # type: ignore[assignment]
-    return _Zero(module, replicated, order)
-
-
-def _reductions(
-    context: RankContext,
-    model: nn.Module,
-    resolved: _ResolvedPlan,
-    zero: _Zero | None,
-    checks: tuple[Callable[[], None], Callable[[], None]],
-) -> list[Reduction]:
-    """Return the reductions over data-parallel ranks: of ZeRO, and of replicated parameters."""
-    if context.layout.size(DATA_AXIS) == 1:
-        return []
-    config, group = resolved.config, context.group(DATA_AXIS)
-    params = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if (param.is_floating_point() or param.is_complex()) and name not in resolved.excluded
-    ]
-    reductions: list[Reduction] = []
-    if zero is not None:
-        from msrun.parallel.data_parallel.zero import paused, reduce
-
-        level = config.optimizer.zero
-        reductions.append(
-            Reduction(partial(paused, zero.model, level), partial(reduce, model, level))
-        )
-        params = [(name, param) for name, param in params if param in zero.replicated]
-    if params:
-        dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
-        sparse = sparse_embedding.sparse(model)
-        check, check_hooks = checks
-        reducer = GradientReducer(
-            params,
-            partial(fill_buckets, fuse=config.reduce.fuse, dtype=dtype, tables=sparse),
-            group,
-            context.device,
-            scale=1.0 if config.reduce.op == "sum" else 1.0 / group.size(),
-            check=check,
-            check_hooks=check_hooks,
-        )
-        reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
-    return reductions

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
-import msgspec
 import torch
 from torch import nn
 from torch.nn import Parameter
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
+    from msrun.parallel.data_parallel.reductions import Reduction
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
@@ -106,21 +106,6 @@ class _Verifier(Protocol):
     def run(self, step: Any, /) -> torch.Tensor: ...
 
     def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
-
-
-class Reduction(msgspec.Struct, frozen=True):
-    """One way to reduce gradients over data-parallel ranks.
-
-    Args:
-        paused: Context in which gradients accumulate on this rank instead.
-        reduce: Reduces gradients that accumulated while paused.
-        completed: Context of one backward pass; gradients are reduced at its end, even if the
-            backward pass reached no parameter of this rank.
-    """
-
-    paused: Context
-    reduce: Callable[[], None]
-    completed: Context = contextlib.nullcontext
 
 
 class OriginalParameters:
@@ -239,6 +224,7 @@ class ShardedModel:
         micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
         uncompiled: Context in which modules run as they were before `compile`.
+        exchanges_tokens: Whether ranks share experts, so that all take part in each backward pass.
 
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
@@ -271,9 +257,11 @@ class ShardedModel:
         micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
         uncompiled: Context = contextlib.nullcontext,
+        exchanges_tokens: bool = False,
     ) -> None:
         self.hooks = hooks
         self.uncompiled = uncompiled
+        self.exchanges_tokens = exchanges_tokens
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())

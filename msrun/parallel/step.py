@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import ModelError
+from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
 from msrun.parallel.layers.precision import LossScale, of_loss
@@ -57,8 +57,6 @@ def run_step(
     model = sharded.model()
     loss_fn = of_loss(config, loss_fn, context.device)
     values = read_batch(model, batch, has_loss=loss_fn is not None)
-    if max_norm is not None:
-        check_clip(config, context)
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
@@ -151,6 +149,8 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    if sharded.is_pipeline:
+        sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
@@ -200,6 +200,12 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
         )
+    if config.servers:
+        raise ModelError(
+            f"{ROOT}.servers: the norm of all gradients is known to no rank, as servers add those "
+            "of their parameters",
+            hint="clip in the loss, or keep the parameters whose norm counts out of servers",
+        )
 
 
 def _train(
@@ -229,7 +235,9 @@ def _train(
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    may_skip = ranks.size > 1 and sharded.order is None
+    # So do experts exchange tokens.
+    must_join = sharded.order is not None or sharded.exchanges_tokens
+    may_skip = ranks.size > 1 and not must_join
     # A plan of mode auto has the samples of all ranks, and micro-batches have not.
     has_all = sharded.has_fixed_shapes and len(parts) == 1
     looks = looks and not (has_all or tally.is_whole or is_compiled(model))
@@ -249,8 +257,8 @@ def _train(
                     tally.refuse(error)
             else:
                 loss = _loss(model, tally, loss_fn, part, measured)
-            if sharded.order:
-                sharded.order.check_trains(loss.value)
+            if must_join:
+                _check_joins(context, sharded, loss.value)
             tally.add(loss, samples)
             if is_last:
                 tally.combine()
@@ -260,6 +268,18 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:
+    """Refuse a loss whose backward pass would take no part in what ranks do there together."""
+    if sharded.order:
+        sharded.order.check_trains(loss)
+    elif not loss.requires_grad:
+        raise RanksDisagreeError(
+            f"the loss of rank {context.rank} depends on no parameter that is trained, and the "
+            "experts of other ranks wait for its tokens",
+            hint="have every rank compute a loss, times 0 where it has no use",
+        )
 
 
 def _watched(

@@ -37,7 +37,7 @@ def document(parallel: Parallel | None) -> dict[str, object] | None:
         "config": config,
         **translated,
         "mesh": layout.axes,
-        "groups": {axis: list(layout.groups(axis)) for axis in layout.axes},
+        "groups": {axis: list(layout.groups(axis)) for axis in layout.sizes},
         "coordinates": [layout.coordinate(rank) for rank in range(layout.world_size)],
     }
 
@@ -56,21 +56,24 @@ def sections(parallel: Parallel | None, *, is_all: bool) -> list[TextSection]:
 def _mesh_sections(layout: MeshLayout | None, *, is_all: bool) -> list[TextSection]:
     if layout is None:
         return []
-    axes, world_size = layout.axes, layout.world_size
+    axes, sizes, world_size = layout.axes, layout.sizes, layout.world_size
     most = world_size if is_all else SHOWN_MAX
     tables = [
         TextSection(
             heading=f"mesh of {counted(world_size, 'rank')}",
             columns=("axis", "size"),
-            rows=tuple((axis, str(size)) for axis, size in axes.items()),
+            rows=(
+                *((axis, str(size)) for axis, size in axes.items()),
+                *((f"{axis}, of dp", str(sizes[axis])) for axis in sizes if axis not in axes),
+            ),
         )
     ]
     # An axis of size 1 has groups of one, which say nothing.
-    for axis in (name for name, size in axes.items() if size > 1):
+    for axis in (name for name, size in sizes.items() if size > 1):
         groups = islice(layout.groups(axis), most)
         tables.append(
             TextSection(
-                heading=_heading(f"groups along {axis}", world_size // axes[axis], most),
+                heading=_heading(f"groups along {axis}", world_size // sizes[axis], most),
                 rows=tuple((_ranks(group, most),) for group in groups),
             )
         )

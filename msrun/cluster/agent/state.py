@@ -476,14 +476,16 @@ class AgentState:
         return self._stop_alone(self._unanswered(), now)
 
     def _unanswered(self) -> Verdict:
-        """Return the verdict of this node if the scheduler does not answer its user's signal."""
-        if self.register.serves:
-            reason = f"the scheduler did not answer within {self._patience():g}s"
-            return self._internal(reason, ExitCode.INTERNAL)
-        # The network between the nodes may be the reason, which is no bug of ours.
-        return verdicts.interrupted(
+        """Return the verdict of this node if the scheduler does not answer its user's signal.
+
+        The user has stopped the job, whatever keeps the scheduler: a slow start of another one on a
+        busy machine, or the network between the nodes.
+        """
+        verdict = verdicts.interrupted(
             self.job_id, self._interrupts[0], generation=self.generation, restarts=0
         )
+        hint = f"the scheduler did not answer within {self._patience():g}s"
+        return msgspec.structs.replace(verdict, hint=hint)
 
     def _not_formed(self, now: float) -> list[Action]:
         self.form_by = math.inf

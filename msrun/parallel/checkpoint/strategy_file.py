@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from msrun.bounded_file import read_bounded
-from msrun.errors import ConfigError, ModelError
+from msrun.errors import ConfigError
 from msrun.parallel.checkpoint.state import Models, clean, each_model
-from msrun.parallel.config import DATA_AXIS, ROOT, Dim, PlanRule
+from msrun.parallel.config import DATA_AXIS, Dim, PlanRule
 from msrun.parallel.layout import MeshLayout, plan_axes
 from msrun.parallel.local import is_sharded
 from msrun.parallel.notation.dims import dim_of
-from msrun.parallel.tensor.plan import ModulePlan
 from msrun.units import quoted
 
 _SHOWN_MAX = 8
@@ -176,18 +175,3 @@ def _choices(name: str, names: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]}?"
     return f"choose such as {', '.join(known[:_SHOWN_MAX])}" if known else "there are none"
-
-
-def check_expressible(plans: Mapping[str, ModulePlan]) -> None:
-    """Refuse a strategy file of parameters whose layout it has no words for.
-
-    Raises:
-        ModelError: A parameter packs several projections.
-    """
-    packed = [f"{name}.{param}" for name, plan in plans.items() for param in plan.packed]
-    if packed:
-        raise ModelError(
-            f"{ROOT}.checkpoint.strategy: {packed[0]} packs several projections in one dim, which "
-            "a strategy file cannot say",
-            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
-        )

@@ -17,9 +17,9 @@ from torch import nn
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.layers import recompute
-from msrun.parallel.layout import MeshLayout, plan_axes
+from msrun.parallel.layout import MeshLayout
 from msrun.parallel.match import matching
 from msrun.parallel.settings.steps import Compile
 
@@ -42,7 +42,8 @@ def find(
     """
     if not config.compile:
         return []
-    is_divided = math.prod(map(layout.size, plan_axes(layout))) > 1
+    others = (n for name, n in layout.axes.items() if name not in (DATA_AXIS, PIPELINE_AXIS))
+    is_divided = math.prod(others) > 1
     names = _outermost(config.compile, model, plans if is_divided else ())
     _check_recomputed(config, model, names)
     if layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":

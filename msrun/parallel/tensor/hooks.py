@@ -76,6 +76,7 @@ def apply(model: nn.Module, plans: Mapping[str, ModulePlan], mesh: DeviceMesh) -
         The guard of the model, which must also be active in its loss and in recomputations.
     """
     support_lists()
+    torch_compat.move_shards_by_all_to_all()
     for axes in _joined(plans.values(), mesh.mesh_dim_names or ()):
         torch_compat.join_axes(mesh[axes])
     # By identity, old and new: modules that share a parameter must share its DTensor.

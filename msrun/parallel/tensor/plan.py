@@ -13,7 +13,7 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import ROOT, UNSHARDED_DIMS, Dims, PlanRule
-from msrun.parallel.layout import MeshLayout, rule_axes, style_axis
+from msrun.parallel.layout import EXPERT_AXIS, MeshLayout, rule_axes, style_axis
 from msrun.parallel.match import matching
 from msrun.parallel.notation.dims import ModuleDims
 from msrun.parallel.notation.rules import batch_free, notation_dims
@@ -30,6 +30,8 @@ _ELEMENTWISE = (
     "Softplus",
     "Tanh",
 )
+
+_EXPERT_DIMS = 3
 
 
 class ModuleShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +82,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
         copies: Pieces of this rank's part that the module computes one after the other, so that
             the collectives of one run while the next computes.
         copied_dim: Dim of input and output that they cut.
+        is_routed: Whether ranks have experts of the module, and tokens travel to them.
     """
 
     key: str
@@ -91,6 +94,7 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     is_local: bool = False
     copies: int = 1
     copied_dim: int = 0
+    is_routed: bool = False
 
 
 def plan_modules(
@@ -161,6 +165,8 @@ def _plan(
 ) -> ModulePlan:
     if rule.style:
         axis = style_axis(rule, layout)
+        if axis == EXPERT_AXIS and layout.ep:
+            return _routed(key, name, module)
         return _styled(key, rule, axis, f"{name or 'the model'} ({module.kind})", module)
     if rule.layout:
         _check_names(f"{key}.layout.params", rule.layout.params, name, module)
@@ -281,6 +287,27 @@ def _styled(
         out_parts=rule.parts,
         is_local=style == "experts",
     )
+
+
+def _routed(key: str, name: str, module: ModuleShape) -> ModulePlan:
+    """Return the plan of a module whose experts are shared out, which are dim 0 of each weight."""
+    shapes = list(module.params.values())
+    is_of_experts = (
+        any(len(shape) == _EXPERT_DIMS for shape in shapes)
+        and all(len(shape) > 1 for shape in shapes)
+        and len({shape[0] for shape in shapes}) == 1
+    )
+    if not is_of_experts:
+        raise ConfigError(
+            f"{key}.style: experts over {EXPERT_AXIS} is for a module that has the weights of all "
+            f"experts in 3-D parameters, not {name or 'the model'} ({module.kind})",
+            hint="keep the weights of all experts as (experts, ..., ...) in one module whose "
+            "forward takes tokens, their experts and the weights of these, as transformers does",
+        )
+    params: dict[str, Dims] = {
+        param: [EXPERT_AXIS, *[None] * (len(shape) - 1)] for param, shape in module.params.items()
+    }
+    return ModulePlan(key=key, params=params, inputs=None, out=None, is_routed=True)
 
 
 def _check_even(plan: ModulePlan, layout: MeshLayout, name: str, module: ModuleShape) -> None:

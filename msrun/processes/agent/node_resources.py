@@ -414,9 +414,9 @@ class NodeResources:
             self.scheduler.end(timeout, tells_again=not is_alone)
         if "tree" in self._opened:  # with which the directory goes, and the scheduler's log
             stuck = self.tree.end(TREE_SECONDS, run_dir.cookie(self._dir), self._adopted)
-            self._remove_segments()
         if not stuck:  # else its cgroup is noted for the next launcher
             self._end_what_is_left()
+        self._remove_segments()
         # Left to the garbage collector, it may wait for sockets that are garbage too, for ever.
         self._context.destroy(linger=0)
         if self.scheduler:

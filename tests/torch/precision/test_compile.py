@@ -78,6 +78,7 @@ def found():
     return run_warm(curves, 2, LAYOUTS, timeout=500)
 
 
+@pytest.mark.timeout(600)  # the compiler takes a minute, and more beside others
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_modules_train_as_before(name):
     for of_rank in found():

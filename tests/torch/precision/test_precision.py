@@ -126,6 +126,7 @@ def found(precision):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_near_one_process(precision, name):
@@ -216,6 +217,13 @@ def test_what_would_train_wrongly_is_refused():
             (
                 "verify: fp16 rounds differently in other layouts (leave out precision where steps "
                 "are compared)"
+            ),
+        ),
+        (
+            {"precision": "bf16", "mesh": {"dp": -1, "ep": 2}},
+            (
+                "precision: what ranks exchange over ep was not compared in bf16 (leave out one of "
+                "the two)"
             ),
         ),
         ({"precision": "fp8"}, "precision: 'fp8' is not known (choose bf16, fp16)"),

@@ -237,7 +237,7 @@ def test_rendering_reads_back():
             {"data": {"image": ["dp"]}},
             "parallel.data: arguments of rt.loader(dataset, batch_size) divide batches",
         ),
-        ({"ps": {}}, "parallel.ps: the parameter server is not part of this version"),
+        ({"ps": {}}, "parallel.ps: parameter servers are the key servers"),
         (
             {"cost": {}},
             "parallel.cost: costs come from the topology (a preset, or a file of msrun calibrate)",
@@ -482,17 +482,3 @@ def test_a_mesh_that_does_not_fit_is_one_sentence(tree, world_size, sentence):
         resolve(parse_config(tree), world_size)
 
     assert caught.value.message == sentence
-
-
-def test_ranks_are_row_major_over_the_axes():
-    layout = MeshLayout({"pp": 2, "dp": 3, "tp": 2})
-
-    assert [layout.coordinate(rank) for rank in (0, 1, 5, 11)] == [
-        {"pp": 0, "dp": 0, "tp": 0},
-        {"pp": 0, "dp": 0, "tp": 1},
-        {"pp": 0, "dp": 2, "tp": 1},
-        {"pp": 1, "dp": 2, "tp": 1},
-    ]
-    assert layout.group("dp", 7) == (7, 9, 11)
-    assert list(layout.groups("tp")) == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)]
-    assert list(layout.groups("pp")) == [(rank, rank + 6) for rank in range(6)]
