@@ -364,11 +364,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                     f"{key}: mode auto runs a plan of operators in the types of the model (choose "
                     "semi_auto)"
                 )
-        for axis in _EXCHANGING_AXES if isinstance(self.mesh, dict) else ():
-            if self.precision and self.mesh.get(axis, 1) != 1:
+        mesh = {} if isinstance(self.mesh, str) else self.mesh
+        for axis in _EXCHANGING_AXES:
+            if self.precision and mesh.get(axis, 1) != 1:
                 raise ValueError(
-                    f"precision: what ranks exchange over {axis} was not compared in {self.precision} "
-                    "(leave out one of the two)"
+                    f"precision: what ranks exchange over {axis} was not compared in "
+                    f"{self.precision} (leave out one of the two)"
                 )
         if self.precision and self.optimizer.dtype:
             raise ValueError(

@@ -303,12 +303,7 @@ def _make_parallel(
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         zero = reductions.shard_parameters(
-            config,
-            context,
-            model,
-            resolved.plans,
-            excluded=resolved.excluded,
-            experts=experts,
+            config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
         )
     if weights is not None:
         from msrun.parallel.deferred.fill import fill

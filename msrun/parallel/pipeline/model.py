@@ -233,8 +233,7 @@ class PipelineModel(StageModel):
         Raises:
             ModelError: The batch cannot be split, or stages would send something else than tensors.
         """
-        with self.precision():
-            split, borders = self._prepare(inputs, may_differ=False)
+        split, borders = self._prepare(inputs, may_differ=False)
         if self.training and self._norms and split.repeats:
             raise ModelError(
                 f"{ROOT}.pipeline.microbatches: {split.samples} samples do not divide into "
@@ -404,7 +403,8 @@ class SplitModel(PipelineModel):
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
-        return split, self._record(split.padded(inputs, 0), split.width).borders
+        with self.precision():
+            return split, self._record(split.padded(inputs, 0), split.width).borders
 
     def _record(self, piece: Sequence[Any], samples: int) -> Recording:
         """Return the forward of a micro-batch, whose programs chunks run from now on."""
