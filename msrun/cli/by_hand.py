@@ -81,8 +81,9 @@ class _System(RealSystem):
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options, and where an operator put the scheduler."""
         env = environ.options_environment()
-        where = {Pod.SCHEDULER: env[Pod.SCHEDULER]} if env.get(Pod.SCHEDULER) else {}
-        return {**environ.without_copies(env), **where}
+        where = env.get(Pod.SCHEDULER)
+        kept = environ.without_copies(env)
+        return {**kept, Pod.SCHEDULER: where} if where else kept
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Look at the port, if it is to be ours."""

@@ -142,7 +142,11 @@ def expected(optimizer, **options):
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_grid(servers, ranks, tmp_path, monkeypatch):
-    cases = CASES if (servers, ranks) in {(3, 2), (2, 4)} else {k: CASES[k] for k in ("momentum", "adamw")}
+    cases = (
+        CASES
+        if (servers, ranks) in {(3, 2), (2, 4)}
+        else {k: CASES[k] for k in ("momentum", "adamw")}
+    )
     with serving(tmp_path, monkeypatch, servers, ranks):
         found = run_warm(run_each, ranks, cases, timeout=200)
 
