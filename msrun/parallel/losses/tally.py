@@ -108,6 +108,7 @@ class LossTally:
         self._is_plain = pipeline is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
+        self._has_items = False
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
 
     @property
@@ -216,6 +217,13 @@ class LossTally:
         """Have `finish` look for refusals; all ranks call it if one of them may refuse."""
         self._is_plain = False
 
+    def note_items(self, items: Any) -> None:
+        """Note how many targets the script counted in its batch, to compare; None for nothing."""
+        if items is not None:
+            self._has_items, self._is_plain = True, False
+            # A counted loss leaves this place empty.
+            self.numbers[_FIRST_TERM] += items
+
     def refuse(self, error: UsageError) -> None:
         """Note that this rank refuses a part of the batch; `finish` raises on all ranks."""
         self._refusal = self._refusal or error
@@ -281,6 +289,7 @@ class LossTally:
                 "so they do not make one loss; no weight was changed",
                 hint=_HINT,
             )
+        self._check_items(kinds, found)
         if kinds == ["summed"]:
             loss = numbers[_SUM]
         elif kinds == ["counted"]:
@@ -300,6 +309,22 @@ class LossTally:
         elif kinds == ["linear"]:
             self._check_alike(found)
         return loss.to(self._dtype)
+
+    def _check_items(self, kinds: Sequence[Kind], found: Sequence[float]) -> None:
+        """Refuse targets that a script counted otherwise than the step.
+
+        Each rank may have counted its own, or those of the whole batch.
+        """
+        given, counted = found[_FIRST_TERM], found[_COUNT]
+        if not self._has_items:
+            return
+        if kinds != ["counted"] or given not in (counted, counted * self._ranks.size):
+            what = f"{counted:g} targets count" if kinds == ["counted"] else "the loss has no count"
+            raise ModelError(
+                f"num_items_in_batch is {given:g} over all ranks, and {what}; no weight was "
+                "changed",
+                hint="leave it out: a step counts the targets of all ranks and micro-batches",
+            )
 
     def _agreed(self) -> UsageError:
         """Return the error of the first rank that has one; all ranks that add numbers call it."""
