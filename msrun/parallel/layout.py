@@ -14,6 +14,9 @@ sizes after it, its stride.
 
 Axis names: `dp` shards the batch, `pp` the layers; every other axis is for operator plans or, with
 `mode: manual`, for the script.  A name that is missing from the mesh counts as an axis of size 1.
+Ranks of `ep`, over which `style: experts` shards, have samples of their own, too: in the layout
+they are ranks of `dp`, whose size is the product of both, and groups of `ep` are parts of its
+groups.
 
 `resolve` turns a configuration and a number of ranks into a layout and makes every check that
 depends on that number: sizes, the axes that rules name, the mode, pipeline, optimizer, dropout.
@@ -24,6 +27,8 @@ a rank's part is index(a) * size(b) + index(b).  torch lists placements by mesh 
 `tensor.placements` translates.
 """
 
+# tidy: long file, the mesh and what each key asks of it are resolved in one order
+
 from __future__ import annotations
 
 import math
@@ -33,6 +38,7 @@ import msgspec
 
 from msrun.errors import ConfigError
 from msrun.parallel.config import (
+    CONTEXT_AXIS,
     DATA_AXIS,
     PIPELINE_AXIS,
     REST,
@@ -44,11 +50,18 @@ from msrun.parallel.config import (
     PlanRule,
 )
 from msrun.parallel.notation.dims import axes_of_dims, shown_dims
-from msrun.parallel.notation.rules import check_notation
+from msrun.parallel.notation.rules import RuleAxes, batch_free, check_notation
 from msrun.units import quoted
 
 # Axes of a plan beside ZeRO: `fully_shard` shards parameters that a plan sharded over at most two.
 _SHARDED_AXES_MAX = 2
+
+# Axis of experts, whose ranks are ranks of `dp` too; and what is left of `dp` beside it.
+EXPERT_AXIS = "ep"
+EXPERT_COPIES = "dp_copies_of_experts"
+_EXPERT_STYLE = "experts"
+# Axes that divide samples, tokens or layers, and no operators.
+_OTHER_AXES = (DATA_AXIS, CONTEXT_AXIS, PIPELINE_AXIS)
 
 # Modes in which an axis needs no rule in `plan`.
 _FREE = ("manual", "auto")
@@ -59,18 +72,25 @@ class MeshLayout(msgspec.Struct, frozen=True):
 
     Args:
         axes: Axis name -> size, the slowest-varying first.
+        ep: Ranks that share the experts of a module, a divisor of `dp`; 0 without such an axis.
     """
 
     axes: dict[str, int]
+    ep: int = 0
 
     @property
     def world_size(self) -> int:
         """Ranks in the mesh."""
         return math.prod(self.axes.values())
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size of all axes that have groups; ranks of `ep` are ranks of `dp`, too."""
+        return self.axes | ({EXPERT_AXIS: self.ep} if self.ep else {})
+
     def size(self, axis: str) -> int:
         """Return the size of `axis`; 1 if the mesh has no axis of that name."""
-        return self.axes.get(axis, 1)
+        return self.sizes.get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return axis name -> index of `rank` on it."""
@@ -95,6 +115,12 @@ class MeshLayout(msgspec.Struct, frozen=True):
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """Yield each group of `axis` once, in the order of their first ranks."""
+        if axis == EXPERT_AXIS and self.ep:
+            # By rank, as below: the groups of `dp` interleave where other axes follow it.
+            whole = self.groups(DATA_AXIS)
+            cuts = [g[i : i + self.ep] for g in whole for i in range(0, len(g), self.ep)]
+            yield from sorted(cuts)
+            return
         stride = self._stride(axis)
         for rank in range(self.world_size):
             if rank // stride % self.axes[axis] == 0:
@@ -140,34 +166,72 @@ def resolve(config: ParallelConfig, world_size: int) -> MeshLayout:
     """
     if config.mesh == "auto":
         raise ConfigError(f"{ROOT}.mesh: auto is chosen by rt.shard: call it first")
-    layout = MeshLayout(_fill(config.mesh, world_size))
+    layout = _with_experts(config, _fill(config.mesh, world_size))
     _check_plan_file(config)
     for index, rule in enumerate(rules_of(config)):
         if isinstance(rule, str):
             named_axis(rule, layout)
-        else:
+        elif rule.style != "context":
             _check_rule(rule, layout, f"{ROOT}.plan[{index}]")
     _check_mode(config, layout)
     _check_pipeline(config, layout)
-    _check_optimizer(config, layout)
+    _check_context(config, layout)
+    _check_optimizer(config, tokens_as_data(config, layout))
+    _check_experts(config, layout)
     _check_dropout(config, layout)
     return layout
 
 
 def plan_axes(layout: MeshLayout) -> tuple[str, ...]:
     """Return the axes that the operator plan may name, in mesh order."""
-    return tuple(name for name in layout.axes if name not in (DATA_AXIS, PIPELINE_AXIS))
+    return tuple(name for name in layout.axes if name not in _OTHER_AXES)
+
+
+def tokens_as_data(config: ParallelConfig, layout: MeshLayout) -> MeshLayout:
+    """Return the mesh on which `dp` has the ranks of `cp` too, if a rule divides sequences.
+
+    Ranks with other tokens of a sequence hold the same weights and other terms of the loss, as
+    those with other samples.
+    """
+    if context_rule(config) is None or layout.size(CONTEXT_AXIS) == 1:
+        return layout
+    axes: dict[str, int] = {}
+    for name, size in layout.axes.items():
+        if name in (DATA_AXIS, CONTEXT_AXIS):
+            axes[DATA_AXIS] = axes.get(DATA_AXIS, 1) * size
+        else:
+            axes[name] = size
+    return MeshLayout(axes)
+
+
+def context_rule(config: ParallelConfig) -> tuple[str, PlanRule] | None:
+    """Return the path and the rule of style `context`; None without one."""
+    for index, rule in enumerate(rules_of(config)):
+        if isinstance(rule, PlanRule) and rule.style == "context":
+            return f"{ROOT}.plan[{index}]", rule
+    return None
+
+
+def rule_axes(layout: MeshLayout) -> RuleAxes:
+    """Return the axes that a rule in MindSpore's notation may mean."""
+    plan = {name: layout.axes[name] for name in plan_axes(layout)}
+    batch = {name: n for name, n in layout.axes.items() if name != PIPELINE_AXIS}
+    return RuleAxes(plan, batch)
 
 
 def root_axes(config: ParallelConfig, layout: MeshLayout) -> dict[str, int]:
     """Return the axes of the mesh, with `dp` split in two if ZeRO keeps several copies.
 
-    `dp_replicate` numbers the copies, `dp_shard` the ranks that share a copy.
+    `dp_replicate` numbers the copies, `dp_shard` the ranks that share a copy.  With experts `dp` is
+    split into `ep` and what is left of it.
     """
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
-    if size in (REST, degree):
+    if layout.ep:
+        parts = {EXPERT_COPIES: degree // layout.ep, EXPERT_AXIS: layout.ep}
+    elif size in (REST, degree):
         return dict(layout.axes)
-    parts = {"dp_replicate": degree // size, "dp_shard": size}
+    else:
+        parts = {"dp_replicate": degree // size, "dp_shard": size}
     axes: dict[str, int] = {}
     for name, axis_size in layout.axes.items():
         axes |= parts if name == DATA_AXIS else {name: axis_size}
@@ -192,6 +256,25 @@ def _fill(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
         raise ConfigError(f"{ROOT}.mesh: {written} is not world_size {world_size}", hint=hint)
     rest = world_size // given
     return {name: rest if size == REST else size for name, size in mesh.items()}
+
+
+def _with_experts(config: ParallelConfig, axes: dict[str, int]) -> MeshLayout:
+    """Return the mesh of `axes`, in which ranks of `ep` are ranks of `dp` too."""
+    if EXPERT_AXIS not in axes or config.mode in _FREE:
+        return MeshLayout(axes)
+    names = list(axes)
+    if DATA_AXIS in axes and names.index(EXPERT_AXIS) != names.index(DATA_AXIS) + 1:
+        raise ConfigError(
+            f"{ROOT}.mesh.{EXPERT_AXIS}: its ranks are neighbours along {DATA_AXIS}, and "
+            f"{', '.join(names)} is another order",
+            hint=f"write {EXPERT_AXIS} right after {DATA_AXIS}",
+        )
+    degree = axes.get(DATA_AXIS, 1) * axes[EXPERT_AXIS]
+    data = {DATA_AXIS: degree}
+    joined: dict[str, int] = {}
+    for name, size in axes.items():
+        joined |= data if name in (DATA_AXIS, EXPERT_AXIS) else {name: size}
+    return MeshLayout(joined, axes[EXPERT_AXIS])
 
 
 def rules_of(config: ParallelConfig) -> list[PlanRule | str]:
@@ -248,6 +331,37 @@ def _check_pipeline(config: ParallelConfig, layout: MeshLayout) -> None:
         raise ConfigError(f"{ROOT}.pipeline.stages: mode auto cuts by itself (choose auto)")
 
 
+def _check_context(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Check what the axis of sequences can be combined with."""
+    found = context_rule(config)
+    if found is None:
+        return
+    key, _ = found
+    names = list(layout.axes)
+    if CONTEXT_AXIS not in names:
+        raise ConfigError(
+            f"{key}.style: context divides sequences over the axis {CONTEXT_AXIS}, which is not in "
+            f"mesh ({', '.join(names)})"
+        )
+    if layout.size(CONTEXT_AXIS) == 1:
+        return
+    if DATA_AXIS in names and names.index(CONTEXT_AXIS) != names.index(DATA_AXIS) + 1:
+        raise ConfigError(
+            f"{ROOT}.mesh.{CONTEXT_AXIS}: stands in ({', '.join(names)}), and must be the next "
+            f"after {DATA_AXIS}"
+        )
+    others = {
+        f"{ROOT}.pipeline": config.pipeline is not None,
+        f"{ROOT}.dropout: exact": config.dropout == "exact",
+        f"{ROOT}.verify": bool(config.verify),
+        f"{ROOT}.mesh.{EXPERT_AXIS}": layout.ep > 0,
+        f"{ROOT}.servers": config.servers is not None,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{other} does not know parts of sequences, of {key}.style: context")
+
+
 def _check_optimizer(config: ParallelConfig, layout: MeshLayout) -> None:
     size, degree = config.optimizer.shard_size, layout.size(DATA_AXIS)
     if size != REST and degree % size:
@@ -288,6 +402,33 @@ def _check_mixed_precision(config: ParallelConfig, degree: int) -> None:
             )
 
 
+def _check_experts(config: ParallelConfig, layout: MeshLayout) -> None:
+    """Refuse an axis of experts without experts, and what they cannot be combined with."""
+    if layout.ep <= 1:
+        return
+    named = {axis for rule in rules_of(config) for axis in _axes_of(rule, layout)}
+    if EXPERT_AXIS not in named:
+        raise ConfigError(
+            f"{ROOT}.mesh.{EXPERT_AXIS}: no rule of {ROOT}.plan has style {_EXPERT_STYLE} over it",
+            hint=f"such as {{match: '*.experts', style: {_EXPERT_STYLE}, axis: {EXPERT_AXIS}}}",
+        )
+    degree, settings = layout.size(DATA_AXIS), config.optimizer
+    if settings.shard_size not in (REST, degree):
+        raise ConfigError(
+            f"{ROOT}.optimizer.shard_size: {settings.shard_size} beside the axis {EXPERT_AXIS}, "
+            f"which divides {DATA_AXIS} by itself (choose -1)"
+        )
+    for key in ("dtype", "offload"):
+        value = getattr(settings, key)
+        if value and degree == layout.ep:
+            raise ConfigError(
+                f"{ROOT}.optimizer.{key}: {str(value).lower()} is for parameters that are gathered,"
+                f" and no other ranks have the experts of a rank ({EXPERT_AXIS} {layout.ep} of "
+                f"{degree} data-parallel ranks)",
+                hint=f"leave out {key}, or choose a smaller {EXPERT_AXIS}",
+            )
+
+
 def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
     if config.dropout != "exact":
         return
@@ -306,15 +447,23 @@ def _check_dropout(config: ParallelConfig, layout: MeshLayout) -> None:
 
 def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
     allowed = plan_axes(layout)
-    check_notation(rule, where, {name: layout.axes[name] for name in allowed})
+    check_notation(rule, where, rule_axes(layout))
     for key, axes in _named(rule, layout):
         seen: set[str] = set()
         for axis in axes:
+            if axis == EXPERT_AXIS and layout.ep:
+                if rule.style != _EXPERT_STYLE:
+                    raise ConfigError(
+                        f"{where}.{key}: {axis} divides the batch and the experts, not this "
+                        f"operator (choose style {_EXPERT_STYLE}, or another axis)"
+                    )
+                continue
             if axis not in layout.axes:
                 raise ConfigError(
                     f"{where}.{key}: axis {axis!r} is not in mesh ({', '.join(layout.axes)})"
                 )
-            if axis not in allowed:
+            is_batch = axis == DATA_AXIS and key in ("in", "out")
+            if axis not in allowed and not is_batch:
                 raise ConfigError(
                     f"{where}.{key}: {axis} divides the batch or the layers, not an operator"
                     f" (choose {', '.join(allowed) or 'another axis in the mesh'})"
@@ -322,6 +471,9 @@ def _check_rule(rule: PlanRule, layout: MeshLayout, where: str) -> None:
             if axis in seen:
                 raise ConfigError(f"{where}.{key}: axis {axis!r} stands there twice")
             seen.add(axis)
+    for key, dims in (("in", rule.inputs), ("out", rule.out)):
+        if dims is not None:
+            batch_free(dims, f"{where}.{key}")
 
 
 def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
@@ -332,6 +484,8 @@ def style_axis(rule: PlanRule, layout: MeshLayout) -> str:
     """
     if rule.axis:
         return rule.axis
+    if rule.style == _EXPERT_STYLE and layout.ep:
+        return EXPERT_AXIS
     choices = plan_axes(layout)
     if len(choices) == 1:
         return choices[0]
@@ -369,7 +523,9 @@ def _axes_of(rule: PlanRule | str, layout: MeshLayout) -> set[str]:
 
 def _named(rule: PlanRule, layout: MeshLayout) -> Iterator[tuple[str, list[str]]]:
     """Yield each key of `rule` that names axes, with its axes in order."""
-    if rule.style:
+    if rule.style == "context":
+        yield "axis", [CONTEXT_AXIS]
+    elif rule.style:
         yield "axis", [style_axis(rule, layout)]
     for name, dims in rule.params.items():
         yield f"params.{name}", _flat(dims)

@@ -65,7 +65,9 @@ if TYPE_CHECKING:
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.data_parallel.stream import StreamLoader
     from msrun.parallel.deferred.init import DeferredInit
+    from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.losses.metrics import StepMetrics
+    from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
     from msrun.parallel.step import LossFunction
     from msrun.parallel.verify.verifier import Verifier
@@ -91,6 +93,8 @@ class Runtime:
         generation: Number of times the job has formed again; 0 first.
         device: Device of this rank.
         config: The parallel configuration.
+        loss_scale: Factor of the loss with `precision: fp16`, for `extra` of checkpoints; else
+            None.
     """
 
     def __init__(
@@ -123,7 +127,13 @@ class Runtime:
         self._dropout_rngs: list[Sequence[DropoutRng]] = []
         self._deferred: DeferredInit | None = None
         self._known: KnownOptimizers | None = None
+        self._remote: RemoteParameters | None = None
         self._verifiers: list[Verifier] = []
+        self.loss_scale: LossScale | None = None
+        if config.precision == "fp16":
+            from msrun.parallel.layers.precision import LossScale
+
+            self.loss_scale = LossScale()
         self._verify_report = environ.verify_report(environ.current())
         use_axes(self.group)
         if config.seed is not None:
@@ -151,7 +161,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.layout
+        return self.context.configured.layout
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -160,7 +170,7 @@ class Runtime:
         Raises:
             ConfigError: With `mesh: auto`, `shard` was not called yet.
         """
-        return self.context.mesh
+        return self.context.configured.mesh
 
     @property
     def batch_weight(self) -> float:
@@ -179,7 +189,7 @@ class Runtime:
     @property
     def coordinate(self) -> dict[str, int]:
         """Axis name -> this rank's index on it."""
-        return self.context.coordinate
+        return self.context.configured.coordinate
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along `axis`.
@@ -187,7 +197,7 @@ class Runtime:
         Raises:
             ConfigError: The mesh has no such axis.
         """
-        return self.context.group(axis)
+        return self.context.configured.group(axis)
 
     def print(
         self,
@@ -255,6 +265,8 @@ class Runtime:
 
         if model in self._models:
             raise UsageError(f"{type(model).__name__} is a model of rt.shard already")
+        if self._remote:
+            raise UsageError(f"{ROOT}.servers: servers have the parameters of another model")
         # With `mesh: auto` every model chooses its mesh, also after an earlier one has.
         rank = self._unplaced if self.config.mesh == "auto" else self.context
         copied = None
@@ -267,6 +279,7 @@ class Runtime:
         origin = Origin(model, is_consumed=is_consumed)
         result, state, self._place = shard_model(self.config, rank, model, sample)
         self._models[result] = state
+        self._find_remote(result)
         state.origin = origin
         if state.is_pipeline:
             setattr(result, WHOLE_NAMES, origin.first)
@@ -284,6 +297,13 @@ class Runtime:
         nn.Module.register_forward_hook(result, _beat_after)
         return result
 
+    def _find_remote(self, model: nn.Module) -> None:
+        """Have the configured parameters of `model` live on servers."""
+        if self.config.servers:
+            from msrun.parallel.servers.remote import RemoteParameters
+
+            self._remote = RemoteParameters(self.config, self.context, model, self.generation)
+
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Check `optimizer`, made of parameters of a sharded model, and return it.
 
@@ -296,7 +316,7 @@ class Runtime:
         """
         from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
-        from msrun.parallel.foreach.step_hooks import after_step
+        from msrun.parallel.foreach.step_hooks import after_step, before_step
         from msrun.parallel.weights.state_dicts import prepare_optimizer
 
         for sharded in self._models.values():
@@ -307,9 +327,13 @@ class Runtime:
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
+        if self.loss_scale:
+            before_step(optimizer, self.loss_scale.refuse_plain_step)
         if self._verify_report:
             after_step(optimizer, self._end_if_verified)
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
+        if self._remote:
+            self._remote.attach(optimizer)
         return optimizer
 
     def loader(
@@ -330,7 +354,7 @@ class Runtime:
         """
         from msrun.parallel.data import make_loader
 
-        return make_loader(self.context, dataset, batch_size, **options)
+        return make_loader(self.context.configured, dataset, batch_size, **options)
 
     def step(
         self,
@@ -359,11 +383,15 @@ class Runtime:
             ModelError: The batch or the loss does not fit, or the kind of the optimizer is refused.
         """
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
-        from msrun.parallel.step import run_step
+        from msrun.parallel.step import check_clip, run_step
 
         check_kind(optimizer)
         sharded = self.sharded(model)
         self._check_known(optimizer)
+        if max_norm is not None:
+            check_clip(self.config, self.context)
+        if self._remote:
+            self._remote.attach(optimizer)
         saves = self.config.checkpoint is not None and self.config.checkpoint.every > 0
         if saves:
             self.checkpoints.before_step()
@@ -375,6 +403,7 @@ class Runtime:
             loss_fn=loss_fn if callable(loss_fn) else None,
             batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
             max_norm=max_norm,
+            loss_scale=self.loss_scale,
         )
         if saves:
             self.checkpoints.after_step(model, optimizer)
@@ -394,6 +423,10 @@ class Runtime:
         """Saves and loads checkpoints.  The first use makes a process group: all ranks together."""
         from msrun.parallel.checkpoint.api import Checkpoints
 
+        if self._remote:
+            from msrun.parallel.servers.checkpoints import RemoteCheckpoints
+
+            return RemoteCheckpoints(self._remote, self.config, self.context, self._dropout_rngs)
         return Checkpoints(self.config, self.context, self._dropout_rngs)
 
     def save(
@@ -509,8 +542,9 @@ class Runtime:
         Raises:
             CheckpointError: It could not be written, here or on another rank.
         """
-        exporter = self._exporter(model)
-        exporter.save(Path(path), parse_size(str(max_shard_size)))
+        with self._whole():
+            exporter = self._exporter(model)
+            exporter.save(Path(path), parse_size(str(max_shard_size)))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state dict of the unmodified model on rank 0, and an empty one elsewhere.
@@ -520,7 +554,13 @@ class Runtime:
         Raises:
             CheckpointError: A tensor has no values.
         """
-        return self._exporter(model).state_dict()
+        with self._whole():
+            return self._exporter(model).state_dict()
+
+    def _whole(self) -> contextlib.AbstractContextManager[None]:
+        """Have parameters that live on servers here inside the block."""
+        remote = self._remote
+        return remote.whole(is_replaced=False) if remote else contextlib.nullcontext()
 
     def _exporter(self, model: nn.Module) -> Exporter:
         from msrun.parallel.weights.export import Exporter
@@ -630,6 +670,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group, if `init` made it; a second call does nothing."""
         _forget(self)
+        if self._remote:
+            self._remote.close()
         if self.config.verify and self.is_main:
             from msrun.parallel.verify.report import warn_of_nothing
 

@@ -10,30 +10,29 @@ modules after the plan, so that it repeats their collectives too.  What a part n
 configuration is resolved before the first change, so that a refusal leaves the model untouched.
 """
 
+# tidy: long file, the one order in which all parts of the runtime compose stands here
+
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import torch
 from torch import nn
-from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig, PlanRule
-from msrun.parallel.data_parallel import parameter_hooks, sparse_embedding
+from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
-from msrun.parallel.data_parallel.reducer import GradientReducer, fill_buckets
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import plan_axes, resolve
+from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -46,7 +45,6 @@ from msrun.parallel.sharded_model import (
     Context,
     OriginalParameters,
     ParameterSnapshot,
-    Reduction,
     ShardedModel,
     each,
     entered,
@@ -59,9 +57,7 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
-    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
+    from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
@@ -87,12 +83,14 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         config: The configuration.
         plans: Module -> its operator plan.
         recomputed: Modules that recompute.
+        compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
     """
 
     config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
+    compiled: list[str]
     excluded: set[str]
 
 
@@ -203,6 +201,7 @@ def _shard_by_search(
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     micro_batches.check(config, model)
+    precision.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -217,16 +216,23 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         plans = plan_modules(rules, context.layout, shapes, source)
         _check_strategy_file(config, plans)
     excluded = matching(config.reduce.exclude, params, "reduce.exclude")
+    if config.servers:
+        from msrun.parallel.servers.remote import find
+
+        excluded |= find(config, context.layout, model, plans)
+    _check_experts(plans, excluded)
     sparse_embedding.check(config, context.layout, model, plans)
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         from msrun.parallel.data_parallel.zero import check_dropped_layers
 
         check_dropped_layers(model)
-        sparse_embedding.check_replicated(model, _replicated(config, model, excluded))
+        small = reductions.small_or_excluded(config, model, excluded)
+        sparse_embedding.check_replicated(model, small)
     return _ResolvedPlan(
         config=config,
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
     )
 
@@ -240,16 +246,24 @@ def _check_strategy_file(config: ParallelConfig, plans: Mapping[str, ModulePlan]
             "a strategy file cannot say",
             hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
         )
+    routed = [name for name, plan in plans.items() if plan.is_routed]
+    if routed and config.checkpoint and config.checkpoint.strategy:
+        raise ModelError(
+            f"{ROOT}.checkpoint.strategy: the experts of {routed[0]} are shared over ranks of dp, "
+            "which a strategy file cannot say",
+            hint=f"leave out {ROOT}.checkpoint.strategy: checkpoints need none",
+        )
 
 
-def _replicated(
-    config: ParallelConfig, model: nn.Module, excluded: Collection[str]
-) -> set[Parameter]:
-    """Return the parameters of `model` that optimizer parallel leaves replicated."""
-    from msrun.parallel.data_parallel.zero import small_parameters
-
-    named = model.named_parameters()
-    return small_parameters(config, model) | {param for name, param in named if name in excluded}
+def _check_experts(plans: Mapping[str, ModulePlan], excluded: Collection[str]) -> None:
+    """Refuse experts whose gradients stay on each rank: other ranks have other experts."""
+    for name, plan in plans.items():
+        own = {f"{name}.{param}" for param in plan.params} & set(excluded)
+        if plan.is_routed and own:
+            raise ModelError(
+                f"{ROOT}.reduce.exclude: {min(own)} is of experts that ranks share, so no rank has "
+                "its own (leave it out)"
+            )
 
 
 def _rules(
@@ -284,37 +298,42 @@ def _make_parallel(
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
-    guard = _change_modules(context, model, resolved)
+    sequences = _divide_sequences(context, config, model)
+    switch = compiled.Switch()
+    guard, experts = _change_modules(context, model, resolved, switch)
+    if sequences:
+        sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
-        zero = _shard_parameters(context, model, resolved)
+        zero = reductions.shard_parameters(
+            config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
+        )
     if weights is not None:
-        from msrun.parallel.deferred.fill import fill
-
-        is_offloaded = zero is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
-        fill(model, weights, context.device, on_host)
+        _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
 
         watch(model, hooks.check)
+    precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
         zero.order.check = partial(each, hooks.check, context.batch.check)
-    return ShardedModel(
+    state = ShardedModel(
         model,
         originals.references(),
-        _reductions(
+        reductions.find(
+            config,
             context,
             model,
-            resolved,
             zero,
-            (partial(each, snapshot.check, context.batch.check), hooks.check),
+            reductions.Checks(partial(each, snapshot.check, context.batch.check), hooks.check),
+            excluded=resolved.excluded,
+            experts=experts,
         ),
-        partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
+        partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
@@ -323,7 +342,25 @@ def _make_parallel(
         replicas=_replicas(context, model, resolved),
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
+        exchanges_tokens=bool(experts),
+        uncompiled=switch.off,
     )
+    state.sequences = sequences
+    return state
+
+
+def _fill(
+    context: RankContext,
+    config: ParallelConfig,
+    model: nn.Module,
+    weights: Weights,
+    zero: reductions.Zero | None,
+) -> None:
+    from msrun.parallel.deferred.fill import fill
+
+    is_offloaded = zero is not None and config.optimizer.offload
+    on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
+    fill(model, weights, context.device, on_host)
 
 
 def _replicas(
@@ -342,19 +379,30 @@ def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Modu
 
 
 def _computing(
-    model: nn.Module, guard: Guard | None, zero: _Zero | None, level: int
+    model: nn.Module,
+    sequences: Sequences | None,
+    guard: Guard | None,
+    zero: reductions.Zero | None,
+    level: int,
 ) -> list[Context]:
     """Return the contexts of loss and backward pass."""
-    contexts: list[Context] = [guard.active_with_loss] if guard else []
+    contexts: list[Context] = [sequences.active] if sequences else []
+    if guard:
+        contexts.append(guard.active_with_loss)
     if zero:
         from msrun.parallel.data_parallel.zero import named_errors
 
         contexts.append(partial(named_errors, model, level))
+    if sequences:
+        contexts.append(sequences.watched)
     return contexts
 
 
 def _find_hooks(
-    context: RankContext, model: nn.Module, zero: _Zero | None, originals: OriginalParameters
+    context: RankContext,
+    model: nn.Module,
+    zero: reductions.Zero | None,
+    originals: OriginalParameters,
 ) -> ParameterHooks:
     """Return the gradient hooks on `model`; refuse those that hold a replaced parameter."""
     params = set(model.parameters())
@@ -369,7 +417,9 @@ def _find_hooks(
     return ParameterHooks(model, is_after_reduction=params, is_once=is_once)
 
 
-def _snapshot(config: ParallelConfig, model: nn.Module, zero: _Zero | None) -> ParameterSnapshot:
+def _snapshot(
+    config: ParallelConfig, model: nn.Module, zero: reductions.Zero | None
+) -> ParameterSnapshot:
     named = model.named_parameters(remove_duplicate=False)
     gathered = {name for name, param in named if zero and param not in zero.replicated}
     tied = model.tied_names() if config.pipeline else ()  # type: ignore[operator]  # it is a stage
@@ -381,13 +431,19 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _change_modules(
-    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
-) -> Guard | None:
-    """Apply the features that change modules: operator plan, batch norms, dropout, recompute."""
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
+) -> tuple[Guard | None, list[nn.Module]]:
+    """Apply the features that change modules: operator plan, batch norms, dropout, recompute.
+
+    Returns:
+        The guard of the operator plan, and the modules whose experts ranks share.
+    """
     config = resolved.config
     own = {name for name, _ in model.named_modules()}
     plans = {name: plan for name, plan in resolved.plans.items() if name in own}
     is_data_parallel = context.layout.size(DATA_AXIS) > 1
+    experts = _share_experts(context, config, model, plans)
+    plans = {name: plan for name, plan in plans.items() if not plan.is_routed}
     guard = _shard_operators(context, model, plans)
     group = context.group(DATA_AXIS) if is_data_parallel else None
     norms = batch_norm.synchronize(config, model, group)
@@ -404,12 +460,38 @@ def _change_modules(
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
+    if config.compile:
+        names = [name for name in resolved.compiled if name in own]
+        compiled.apply(model, names, config.compile.mode, switch)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
         if config.pipeline:
             model.keeps_results = bool(config.recompute.save)  # type: ignore[assignment]
-    return guard
+    return guard, experts
+
+
+def _share_experts(
+    context: RankContext, config: ParallelConfig, model: nn.Module, plans: Mapping[str, ModulePlan]
+) -> list[nn.Module]:
+    """Apply `style: experts` over the axis `ep`; return the modules whose experts ranks share."""
+    if context.layout.ep <= 1:
+        return []
+    from msrun.parallel.experts import routed
+
+    return routed.apply(config, context, model, plans)
+
+
+def _divide_sequences(
+    context: RankContext, config: ParallelConfig, model: nn.Module
+) -> Sequences | None:
+    """Apply style `context`; None without one."""
+    found = context_rule(config)
+    if found is None or context.sequence is None:
+        return None
+    from msrun.parallel.context.apply import divide
+
+    return divide(*found, context.sequence, model)
 
 
 def _shard_operators(
@@ -422,78 +504,3 @@ def _shard_operators(
     from msrun.parallel.tensor import hooks
 
     return hooks.apply(model, plans, context.root_mesh[axes])
-
-
-class _Zero(NamedTuple):
-    """A model under optimizer parallel.
-
-    Args:
-        model: The model, which `fully_shard` has made an `FSDPModule`.
-        replicated: Parameters that stay replicated.
-        order: Compares the order in which ranks gather the other parameters.
-    """
-
-    model: FSDPModule
-    replicated: set[Parameter]
-    order: CollectiveOrder
-
-
-def _shard_parameters(context: RankContext, model: nn.Module, resolved: _ResolvedPlan) -> _Zero:
-    from msrun.parallel.data_parallel import zero
-    from msrun.parallel.data_parallel.collective_order import CollectiveOrder
-
-    config = resolved.config
-    replicated = _replicated(config, model, resolved.excluded)
-    units = zero.units(config, model, resolved.plans)
-    own = dict(model.named_modules())
-    plans = {name: plan for name, plan in resolved.plans.items() if name in own}
-    replicated |= zero.packed_parameters(config, model, plans)
-    replicated |= zero.rare_types(config, model, units, replicated)
-    module = zero.apply(config, context, model, units, replicated)
-    level = config.optimizer.zero
-    order = CollectiveOrder(module, context.group(DATA_AXIS), context.device, level=level)
-    if config.pipeline:
-        model.reduces_once = level == 1  # type: ignore[assignment]
-    return _Zero(module, replicated, order)
-
-
-def _reductions(
-    context: RankContext,
-    model: nn.Module,
-    resolved: _ResolvedPlan,
-    zero: _Zero | None,
-    checks: tuple[Callable[[], None], Callable[[], None]],
-) -> list[Reduction]:
-    """Return the reductions over data-parallel ranks: of ZeRO, and of replicated parameters."""
-    if context.layout.size(DATA_AXIS) == 1:
-        return []
-    config, group = resolved.config, context.group(DATA_AXIS)
-    params = [
-        (name, param)
-        for name, param in model.named_parameters()
-        if (param.is_floating_point() or param.is_complex()) and name not in resolved.excluded
-    ]
-    reductions: list[Reduction] = []
-    if zero is not None:
-        from msrun.parallel.data_parallel.zero import paused, reduce
-
-        level = config.optimizer.zero
-        reductions.append(
-            Reduction(partial(paused, zero.model, level), partial(reduce, model, level))
-        )
-        params = [(name, param) for name, param in params if param in zero.replicated]
-    if params:
-        dtype = None if config.reduce.dtype is None else getattr(torch, config.reduce.dtype)
-        sparse = sparse_embedding.sparse(model)
-        check, check_hooks = checks
-        reducer = GradientReducer(
-            params,
-            partial(fill_buckets, fuse=config.reduce.fuse, dtype=dtype, tables=sparse),
-            group,
-            context.device,
-            scale=1.0 if config.reduce.op == "sum" else 1.0 / group.size(),
-            check=check,
-            check_hooks=check_hooks,
-        )
-        reductions.append(Reduction(reducer.paused, reducer.reduce, reducer.completed))
-    return reductions

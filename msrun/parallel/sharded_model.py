@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
-import msgspec
 import torch
 from torch import nn
 from torch.nn import Parameter
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
+    from msrun.parallel.data_parallel.reductions import Reduction
     from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
     from msrun.parallel.losses.sample_dims import Known
     from msrun.parallel.pipeline.model import PipelineModel
@@ -111,19 +111,12 @@ class _Verifier(Protocol):
     def watch(self, optimizer: torch.optim.Optimizer, /) -> None: ...
 
 
-class Reduction(msgspec.Struct, frozen=True):
-    """One way to reduce gradients over data-parallel ranks.
+class _Sequences(Protocol):
+    """The part of each sequence that a rank has; `context.sequences` has it."""
 
-    Args:
-        paused: Context in which gradients accumulate on this rank instead.
-        reduce: Reduces gradients that accumulated while paused.
-        completed: Context of one backward pass; gradients are reduced at its end, even if the
-            backward pass reached no parameter of this rank.
-    """
+    def cut(self, model: nn.Module, batch: Any, /) -> Any: ...
 
-    paused: Context
-    reduce: Callable[[], None]
-    completed: Context = contextlib.nullcontext
+    def begin(self, part: Any, /) -> None: ...
 
 
 class OriginalParameters:
@@ -241,10 +234,13 @@ class ShardedModel:
         replicas: Compares replicas now and then; None on one rank.
         micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
+        uncompiled: Context in which modules run as they were before `compile`.
+        exchanges_tokens: Whether ranks share experts, so that all take part in each backward pass.
 
     Attributes:
         is_described: Whether the first step has begun, which prints the pipeline.
         is_watched: Whether a step was looked at for what mixes samples, and not refused.
+        sequences: The part of each sequence that a rank has; None without style `context`.
         known: What is known of each output of a micro-batch of a plan of mode auto.
         verifier: Compares the first steps with one process; None without `verify`.
         origin: Names and library of the model before `shard`.
@@ -253,6 +249,7 @@ class ShardedModel:
     verifier: _Verifier | None = None
     origin: Origin | None = None
     is_watched = False
+    sequences: _Sequences | None = None
     known: Sequence[Known] = ()
 
     def __init__(
@@ -272,8 +269,12 @@ class ShardedModel:
         replicas: ReplicaDigest | None = None,
         micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
+        uncompiled: Context = contextlib.nullcontext,
+        exchanges_tokens: bool = False,
     ) -> None:
         self.hooks = hooks
+        self.uncompiled = uncompiled
+        self.exchanges_tokens = exchanges_tokens
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)
         self._own = set(model.parameters())

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from msrun.errors import ModelError
+from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
+from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
@@ -51,12 +52,12 @@ def run_step(
     loss_fn: LossFunction | None,
     batch: Sequence[Any],
     max_norm: float | None,
+    loss_scale: LossScale | None = None,
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
     model = sharded.model()
+    loss_fn = of_loss(config, loss_fn, context.device)
     values = read_batch(model, batch, has_loss=loss_fn is not None)
-    if max_norm is not None:
-        check_clip(config, context)
     sharded.check(optimizer)
     if batch_size(values) == 0:
         raise ModelError("the batch has no sample")
@@ -69,8 +70,11 @@ def run_step(
     if is_cut and loss_fn is None and not sharded.is_pipeline:
         values = without_items(values)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.sequences:
+        values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
-    compute = partial(_gradients, config, context, sharded, loss_fn, values)
+    scale = loss_scale.value if loss_scale else 1.0
+    compute = partial(_gradients, config, context, sharded, loss_fn, values, scale=scale)
     if sharded.verifier is None:
         loss = compute()
     else:
@@ -85,9 +89,13 @@ def run_step(
                 compute=compute,
             )
         )
-    if max_norm is not None:
+    is_finite = loss_scale is None or loss_scale.unscale(sharded.parameters(), context.device)
+    if max_norm is not None and is_finite:
         clip(config, context, sharded, max_norm)
-    optimizer.step()
+    if loss_scale is None:
+        optimizer.step()
+    elif is_finite:
+        loss_scale.step(optimizer)
     return loss
 
 
@@ -119,6 +127,8 @@ def _gradients(
     sharded: ShardedModel,
     loss_fn: LossFunction | None,
     values: StepBatch,
+    *,
+    scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
     has_ranks = context.layout.size(DATA_AXIS) > 1
@@ -127,13 +137,16 @@ def _gradients(
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
+        scale=scale,
     )
     train = _train_pipeline if sharded.is_pipeline else _train
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     compared = order.compared_later() if order else contextlib.nullcontext()
+    # What is watched must be seen.
+    seen = sharded.uncompiled() if looks else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared:
+        with sharded.hooks.suspended(), compared, seen:
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -142,6 +155,8 @@ def _gradients(
     if order:
         order.sum_and_compare(torch.zeros((), device=context.device))
     loss = tally.finish(sharded.parameters)
+    if sharded.is_pipeline:
+        sharded.pipeline().settle(tally, ranks)
     context.batch.scale = tally.scale
     sharded.is_watched = True  # only now, as a refused step may be tried again
     sharded.hooks.run()
@@ -191,6 +206,12 @@ def check_clip(config: ParallelConfig, context: RankContext) -> None:
             f" (size {next(iter(axes.values()))}), so there is no norm of the whole model",
             hint="clip in the script, with all_reduce of msrun.parallel.collectives",
         )
+    if config.servers:
+        raise ModelError(
+            f"{ROOT}.servers: the norm of all gradients is known to no rank, as servers add those "
+            "of their parameters",
+            hint="clip in the loss, or keep the parameters whose norm counts out of servers",
+        )
 
 
 def _train(
@@ -215,22 +236,23 @@ def _train(
     model = sharded.model()
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
-    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch))
-    tally.note_items(batch.items)
+    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
     known = context.batch.current.samples if len(parts) == 1 else 0
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part
     # in the all-reduce.  ZeRO gathers parameters in the backward pass, so there no rank may skip.
-    may_skip = ranks.size > 1 and sharded.order is None
-    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
-    has_all = sharded.has_fixed_shapes and len(parts) == 1
-    looks = looks and not (has_all or tally.is_whole or is_compiled(model))
+    # So do experts exchange tokens.
+    must_join = sharded.order is not None or sharded.exchanges_tokens
+    may_skip = ranks.size > 1 and not must_join
+    looks = looks and _may_look(sharded, tally, len(parts))
     if looks and len(parts) > 1:
         tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            if sharded.sequences:
+                sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
                 watch = SampleWatch(
@@ -241,8 +263,8 @@ def _train(
                     tally.refuse(error)
             else:
                 loss = _loss(model, tally, loss_fn, part, measured)
-            if sharded.order:
-                sharded.order.check_trains(loss.value)
+            if must_join:
+                _check_joins(context, sharded, loss.value)
             tally.add(loss, samples)
             if is_last:
                 tally.combine()
@@ -252,6 +274,24 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
+    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
+    has_all = sharded.has_fixed_shapes and parts == 1
+    return not (has_all or tally.is_whole or is_compiled(sharded.model()))
+
+
+def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:
+    """Refuse a loss whose backward pass would take no part in what ranks do there together."""
+    if sharded.order:
+        sharded.order.check_trains(loss)
+    elif not loss.requires_grad:
+        raise RanksDisagreeError(
+            f"the loss of rank {context.rank} depends on no parameter that is trained, and the "
+            "experts of other ranks wait for its tokens",
+            hint="have every rank compute a loss, times 0 where it has no use",
+        )
 
 
 def _watched(

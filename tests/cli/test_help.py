@@ -22,7 +22,8 @@ def words(text):
 # Adding a flag is a decision: change this list together with CHANGELOG and README.
 FLAGS = words(
     """
---nnodes -N --nodes --node-rank --worker-num -n --master-addr --master-port --rdzv-endpoint
+--nnodes -N --nodes --node-rank --worker-num -n --server-num --master-addr --master-port
+--rdzv-endpoint
 --local-addr --standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf
 --job-id --rdzv-id --launcher --secret-file --insecure --data-tls
 --module -m --no-python --run-path --config
@@ -39,7 +40,7 @@ FLAGS = words(
 --sbatch-args
 --image --namespace --context --resources --shm --volumes --workdir --ship --ttl --node-selector
 --tolerations --topology-spread --priority-class --service-account --image-pull-secrets --suspend
---k8s-kind --k8s-queue --k8s-patch
+--k8s-kind --k8s-queue --k8s-gang --k8s-patch
 --monitor-interval --signals-to-handle --rdzv-backend --logs-specs
 --event-log-handler
 --framework

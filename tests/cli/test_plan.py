@@ -267,6 +267,15 @@ def test_nodes_whose_ranks_are_known(msrun, here):
     assert squeezed(outcome.out[outcome.out.index("formation:") :]) == squeezed(KNOWN)
 
 
+SERVERS = """
+servers:
+  server  node  log
+  0       0     HERE/logs/server_0.log
+  1       1     HERE/logs/server_1.log
+  2       0     HERE/logs/server_2.log
+"""
+
+
 def test_nodes_as_json(msrun, config):
     words = "plan --json --worker-num 6 --nproc-per-node 1 --master-addr node0 train.py"
 
@@ -294,6 +303,20 @@ def test_nodes_as_json(msrun, config):
             "env": None,
         }
     ]
+
+
+def test_servers(msrun):
+    nodes = "--nnodes 2 --node-rank 1 --workers-per-node 1 --master-addr localhost"
+    words = f"plan --server-num 3 --log-dir logs --job-id j {nodes} train.py"
+
+    outcome = msrun(words)
+    document = json.loads(msrun(words.replace("plan", "plan --json")).out)
+
+    assert (outcome.code, outcome.err) == (0, "")
+    found = outcome.out[outcome.out.index("\nservers:") : outcome.out.index("\ncontainment:")]
+    assert squeezed(found) == squeezed(SERVERS)
+    assert document["servers"][1] == {"server": 1, "node_rank": 1, "log": "HERE/logs/server_1.log"}
+    assert "servers" not in json.loads(msrun("plan --json train.py").out)
 
 
 def test_nodes_without_a_secret(msrun):
@@ -428,6 +451,28 @@ def test_the_mesh_as_json(msrun, parallel):
     document = json.loads(of_job.out)
     assert document["parallel"] == PARALLEL
     assert document["job"]["parallel"] == {"value": "p.yaml", "source": "flag --parallel"}
+
+
+def test_words_of_mindspore_are_shown_with_ours(msrun, here):
+    text = "{parallel_mode: data_parallel, gradients_mean: true, parameter_broadcast: true}"
+    (here / "p.yaml").write_text(f"parallel: {text}\n")
+
+    outcome = msrun("plan --parallel p.yaml --worker-num 2")
+
+    assert outcome.out.startswith(
+        "words of MindSpore:\n"
+        "  given                         read as\n"
+        "  parallel_mode: data_parallel  mode: data\n"
+        "  gradients_mean: true          reduce.op: mean\n"
+        "  parameter_broadcast: true     as it is here anyway\n"
+        "\nmesh of 2 ranks:\n"
+    )
+    document = json.loads(msrun("plan --json --parallel p.yaml --worker-num 2").out)
+    assert document["parallel"]["translated"] == {
+        "parallel_mode: data_parallel": "mode: data",
+        "gradients_mean: true": "reduce.op: mean",
+        "parameter_broadcast: true": "as it is here anyway",
+    }
 
 
 def test_notes_on_a_mesh(msrun, parallel):

@@ -1,8 +1,11 @@
 """The private names of torch still mean what we use them for."""
 # tidy: long file, the tests of all private names of torch are in one place
 
+import itertools
+import math
 import threading
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
@@ -25,30 +28,37 @@ from msrun.parallel.torch_compat import (
     dispatching,
     eagerly,
     functional_collective,
+    gathered_with_gradient,
     gradient_hooks,
     has_global_hooks,
     has_gradient_hooks,
     hooks_of,
     is_active,
     is_compiled,
+    is_compiled_in_place,
     is_dispatching,
     is_higher_order,
     is_in_backward,
     is_of_compiler,
     is_step_of_scheduler,
     join_axes,
+    joined,
+    move_shards_by_all_to_all,
     note_step,
     parameters_replaced,
     parts_before,
+    passes_straight,
     reduce_sharded,
     replace_list_functions,
     replace_tensors,
+    shards_of_gathered,
     share_attributes,
     share_gradient_hooks,
     strided_shard,
     takes_device,
     tensors_in,
     viewed,
+    watch_joined_inputs,
     watch_units,
     without_dispatch_in_branches,
     without_forward_hooks,
@@ -166,6 +176,8 @@ def _reduced_over_two_axes():
     part = DTensor.from_local(torch.ones(2), mesh, (Partial(), Partial()))
     with Counted() as counted:
         whole = part.full_tensor()
+    one = joined(mesh, "all")
+    assert (one.mesh_dim_names, one.size(), one.get_local_rank()) == (("all",), 4, dist.get_rank())
     return dict(counted.calls), whole.tolist()
 
 
@@ -202,6 +214,42 @@ def test_functional_collectives():
         alike | {"scatter": [3], "exchange": [1, 2], "swap": [2, 10]},
         alike | {"scatter": [20], "exchange": [10, 10], "swap": [1, 10]},
     ]
+
+
+def _moved(shape):
+    """Return where shards and gradients differ after a move to each other dim, and collectives."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    move_shards_by_all_to_all()
+    move_shards_by_all_to_all()  # once is enough
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    wrong, calls, sent = [], Counter(), 0
+    for before, after in itertools.permutations(range(len(shape)), 2):
+        x = distribute_tensor(whole, mesh, [Shard(before)], src_data_rank=None).requires_grad_()
+        with Counted() as counts:
+            y = x.redistribute(placements=[Shard(after)])
+            (y.to_local().sum() * (1 + dist.get_rank())).backward()
+        expected = distribute_tensor(whole, mesh, [Shard(after)], src_data_rank=None)
+        ones = torch.ones_like(expected.to_local()) * (1 + dist.get_rank())
+        slopes = DTensor.from_local(ones, mesh, [Shard(after)], shape=shape, stride=whole.stride())
+        back = slopes.full_tensor()
+        if not torch.equal(y.to_local(), expected.to_local()):
+            wrong.append((before, after, "value"))
+        if not torch.equal(x.grad.full_tensor(), back):
+            wrong.append((before, after, "gradient"))
+        calls += counts.calls
+        sent += counts.bytes["all_to_all_single"]
+    return wrong, dict(calls), sent
+
+
+def test_shards_move_to_another_dim_by_all_to_all():
+    shape = (4, 8, 2)
+    for wrong, calls, sent in run_ranks(_moved, 2, shape):
+        assert wrong == []
+        # Six moves there and back, each of one shard.
+        assert calls == {"all_to_all_single": 12}
+        assert sent == 12 * math.prod(shape) // 2 * 4
+    for wrong, calls, _ in run_ranks(_moved, 2, (3, 5, 7)):  # shards are padded
+        assert (wrong, calls) == ([], {"all_to_all_single": 12})
 
 
 def _accumulated():
@@ -394,6 +442,52 @@ def test_gathered_parameters_have_the_attributes_of_their_shards():
     assert run_ranks(attribute_in_forward, 2) == [[3, 3], [3, 3]]
 
 
+class _Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, one, two):
+        return one * self.weight, two * 2
+
+
+def joined_inputs():
+    mesh = init_device_mesh("cpu", (2,))
+    network = _Pair()
+    fully_shard(network, mesh=mesh)
+    network.set_requires_gradient_sync(False)
+    network.set_reshard_after_backward(False)
+    seen = []
+
+    def watch(inputs):
+        [step] = {x.grad_fn for x in inputs}
+        seen.append((len(inputs), passes_straight(step), len(step.next_functions)))
+        return [x * 3 for x in inputs]
+
+    watch_joined_inputs(network, watch)
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    first, _ = network(one, two)
+    first.sum().backward()
+    # One gradient alone makes zeros of the other.
+    seen += [first.tolist(), one.grad.tolist(), two.grad.tolist()]
+    gathered = network.weight
+    early = gathered_with_gradient(network)
+    reduce_sharded(network)
+    shard = network.weight
+    seen.append(early == {gathered, shard})
+    seen.append(shards_of_gathered(network)[gathered] is shard)
+    seen.append(gathered_with_gradient(network) == {gathered, shard})
+    shard.grad = None
+    seen.append(gathered_with_gradient(network) == set())
+    return seen
+
+
+def test_joined_inputs_are_replaced_and_gathered_parameters_known():
+    expected = [(2, True, 2), [3.0, 3.0], [3.0, 3.0], [0.0, 0.0], True, True, True, True]
+
+    assert run_ranks(joined_inputs, 2) == [expected] * 2
+
+
 def test_write_count_is_that_of_all_views():
     tensor = torch.zeros(3)
     before = write_count(tensor)
@@ -487,6 +581,13 @@ def test_what_compile_returns_is_recognised():
     net = torch.nn.Linear(2, 2)
     assert is_compiled(torch.compile(net, backend="eager"))
     assert not is_compiled(net)
+
+
+def test_what_is_compiled_in_place_is_recognised():
+    net = torch.nn.Linear(2, 2)
+    assert not is_compiled_in_place(net)
+    net.compile(backend="eager")
+    assert is_compiled_in_place(net)
 
 
 def test_parameters_are_replaced_by_plain_tensors_and_come_back():

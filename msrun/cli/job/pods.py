@@ -1,4 +1,8 @@
-"""A node that is a pod: its scheduler's name becomes known only when that pod has an address."""
+"""A node that is a pod: its scheduler's name becomes known only when that pod has an address.
+
+A name server may also still know the address of an earlier pod of index 0, for as long as it keeps
+what it has learnt.  So the name is asked again until somebody listens at what it means.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +16,56 @@ from msrun.errors import JoinTimeoutError
 from msrun.units import render_duration, shown
 
 if TYPE_CHECKING:
-    from msrun.cli.options.settings import Settings
+    from collections.abc import Mapping
+
+    from msrun.cli.options.settings import Given, Settings
     from msrun.cli.system import System
 
-_PAUSE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.25
 _JOIN_SECONDS = 600.0
+_PORT = 29500
 
 
 def await_scheduler_name(settings: Settings, system: System) -> None:
-    """Return when the name of the scheduler's pod is known, or where this node is no pod.
+    """Return when the scheduler's pod is found by its name, or where this node is no such pod.
 
     Raises:
-        JoinTimeoutError: It is not known within --join-timeout.
+        JoinTimeoutError: It is not found within --join-timeout.
     """
     given = settings.get(options.MASTER_ADDR)
-    environment = system.environment()
-    if given is None or given.source.place != options.MASTER_ADDR.variables[0]:
-        return
-    if not environment.get(Pod.NODES) or system.resolve(given.value):
+    port = settings.get(options.MASTER_PORT)
+    number = port.value if port else _PORT
+    if given is None or not _is_pod(given, number, system.environment()):
         return
     timeout = find_timeout(settings, options.JOIN_TIMEOUT)
     limit = timeout.value if timeout else _JOIN_SECONDS
-    say(f"msrun: waiting for the pod of the scheduler, {shown(given.value)}")
-    waited = 0.0
-    while not system.resolve(given.value):
-        if waited >= limit:
+    began, has_said = system.now(), False
+    while True:
+        addresses = system.resolve(given.value)
+        if addresses and system.reaches(addresses[0], number):
+            return
+        if not has_said:
+            has_said = True
+            say(f"msrun: waiting for the pod of the scheduler, {shown(given.value)}")
+        if system.now() - began >= limit:
             raise JoinTimeoutError(
-                f"the pod of the scheduler, {shown(given.value)}, has had no address for "
+                f"the pod of the scheduler, {shown(given.value)}, {_why(addresses, number)} for "
                 f"{render_duration(limit)}",
                 hint="kubectl describe pod says why the pod of index 0 does not run",
             )
         system.pause(_PAUSE_SECONDS)
-        waited += _PAUSE_SECONDS
+
+
+def _is_pod(given: Given[str], port: int, environment: Mapping[str, str]) -> bool:
+    """Tell whether this node is a pod, and the scheduler is another's."""
+    if environment.get(Pod.NODES):
+        is_told = given.source.place == options.MASTER_ADDR.variables[0]
+        return is_told and environment.get(Pod.INDEX) != "0"
+    # A process by hand, for which an operator made the scheduler's pod.
+    return environment.get(Pod.SCHEDULER) == f"{given.value}:{port}"
+
+
+def _why(addresses: tuple[str, ...], port: int) -> str:
+    if not addresses:
+        return "has had no address"
+    return f"has not listened at {addresses[0]} port {port}"

@@ -78,7 +78,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class StepBegins(msgspec.Struct, frozen=True):
-    """The worker needs rows for its next step; `ask` says which."""
+    """The worker needs rows for its next step, or further rows for it; `ask` says which."""
 
     ask: Payload
 
@@ -87,6 +87,12 @@ class StepEnds(msgspec.Struct, frozen=True):
     """The worker has the gradients of its step."""
 
     gradients: Payload
+
+
+class Reconnected(msgspec.Struct, frozen=True):
+    """There is another connection to a server: what went over the last one may be lost."""
+
+    server: int
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -106,7 +112,7 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 ServerEvent = Arrived | Saved | Tick
-WorkerEvent = Arrived | StepBegins | StepEnds | Finished | Tick
+WorkerEvent = Arrived | Reconnected | StepBegins | StepEnds | Finished | Tick
 CoordinatorEvent = Arrived | Scale | Tick
 
 

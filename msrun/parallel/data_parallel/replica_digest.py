@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from msrun.errors import RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ParallelConfig
 from msrun.parallel.exchange import messages
+from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part
 from msrun.parallel.rank_context import RankContext
 
@@ -52,6 +53,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # type's precision, along other axes as they are.
 _ROUNDING_UNITS = 4
 _GROSS = 1e-2
+_TO_THE_BIT = (DATA_AXIS, "dp_replicate", EXPERT_COPIES)
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 
 
@@ -86,6 +88,8 @@ class ReplicaDigest:
         if "dp_replicate" in (context.root_mesh.mesh_dim_names or ()):
             # ZeRO in copies: a sharded tensor has its own axes in place of `dp`.
             self._axes |= {"dp_replicate": DATA_AXIS, "dp_shard": DATA_AXIS}
+        if context.layout.ep:  # so do experts
+            self._axes |= {EXPERT_COPIES: DATA_AXIS, EXPERT_AXIS: DATA_AXIS}
         saves = config.checkpoint.every if config.checkpoint else 0
         self._every = (_EVERY, saves) if saves else (_EVERY,)
         self._weights: Tensor | None = None
@@ -246,7 +250,7 @@ class ReplicaDigest:
         names = list(dict.fromkeys(name for digest in of_ranks for name in digest))
         names = [n for n in names if len({digest.get(n) for digest in of_ranks}) > 1]
         common = [n for n in names if all(n in digest for digest in of_ranks)]
-        limit = None if axis in (DATA_AXIS, "dp_replicate") else _GROSS
+        limit = None if axis in _TO_THE_BIT else _GROSS
         rounded = {name for name in common if self._is_rounding(tensors[name], group, limit)}
         names = [name for name in names if name not in rounded]
         return _sentence(names, dist.get_process_group_ranks(group), of_ranks) if names else None

@@ -35,7 +35,7 @@ from msrun.worker.beat import beat
 _LOOKED_AT = 64
 
 
-class _Part(NamedTuple):
+class _StreamPart(NamedTuple):
     """One rank's part of a global batch.
 
     Args:
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
     digest: int
 
 
-class _Parts(IterableDataset[_Part]):
+class _StreamParts(IterableDataset[_StreamPart]):
     """This rank's parts of the global batches of a stream, in the process that reads them.
 
     Args:
@@ -71,7 +71,7 @@ class _Parts(IterableDataset[_Part]):
         self.global_batch = batch_size * ranks
         self._drop_last = drop_last
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[_StreamPart]:
         samples = iter(self.stream)
         worker = get_worker_info()
         index, count = (worker.id, worker.num_workers) if worker else (0, 1)
@@ -79,7 +79,7 @@ class _Parts(IterableDataset[_Part]):
         for _ in range(index, self.first, count):
             for _ in itertools.islice(samples, self.global_batch):
                 pass
-            yield _Part((), 0, self.global_batch, 0)
+            yield _StreamPart((), 0, self.global_batch, 0)
         while batch := list(itertools.islice(samples, self.global_batch)):
             size = len(batch)
             if size < self.global_batch and self._drop_last:
@@ -88,7 +88,7 @@ class _Parts(IterableDataset[_Part]):
             first = self._rank * least + min(self._rank, extra)
             own = batch[first : first + least + (self._rank < extra)]
             # The loader refuses fewer samples than ranks: an error of a worker loses its form.
-            yield _Part(own, len(own) if least else 0, size, _digest(batch))
+            yield _StreamPart(own, len(own) if least else 0, size, _digest(batch))
 
 
 class _Collate:
@@ -101,7 +101,7 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, part: _Part) -> _Part:
+    def __call__(self, part: _StreamPart) -> _StreamPart:
         return part._replace(samples=self._collate(part.samples)) if part.own else part
 
 
@@ -134,7 +134,9 @@ class StreamLoader(DataLoader[Any]):
         # `rt.step` reads the weights here, of every loader for as long as its batch is in use.
         self._weights = context.batch
         self._epoch = self._next = 0
-        self._parts = _Parts(dataset, rank, self._ranks, batch_size=batch_size, drop_last=drop_last)
+        self._parts = _StreamParts(
+            dataset, rank, self._ranks, batch_size=batch_size, drop_last=drop_last
+        )
         collate = _Collate(options.pop("collate_fn", None) or default_collate)
         # As in `MeshLoader`.
         options.setdefault("generator", torch.Generator().manual_seed(rank))

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,16 +53,19 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
 from msrun.errors import ModelError
 from msrun.parallel import torch_compat
-from msrun.parallel.config import ROOT, ParallelConfig
+from msrun.parallel.config import DATA_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.used_outside import units_used_outside
 from msrun.parallel.foreach.lists import support_lists
+from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.settings.steps import PRECISIONS
 from msrun.parallel.tensor.plan import ModulePlan
 
 SUM_LEVEL = 1
@@ -251,8 +255,13 @@ def apply(
     model: nn.Module,
     names: Sequence[str],
     replicated: Collection[Parameter],
+    *,
+    experts: Collection[nn.Module] = (),
 ) -> FSDPModule:
-    """Shard the parameters of `model` in place; those in `replicated` stay as they are."""
+    """Shard the parameters of `model` in place; those in `replicated` stay as they are.
+
+    The parameters of `experts`, which ranks of `ep` share, are sharded over their copies.
+    """
     if not _is_called(model):
         raise ModelError(
             f"{ROOT}.optimizer.zero: {type(model).__name__} has no forward, before which its "
@@ -265,6 +274,8 @@ def apply(
         if param not in options["ignored_params"] and not is_sharded(param):
             # `fully_shard` takes no other memory format, such as channels last.
             param.data = param.data.contiguous()
+    for module in experts:
+        _shard_experts(module, options, context.root_mesh)
     # The innermost first: `fully_shard` gives a module the parameters that no inner unit has.
     for name in reversed(names):
         module = model.get_submodule(name)
@@ -278,10 +289,9 @@ def apply(
     torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(enable=True)
+        for unit in gathering(model):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(enable=True)
     return sharded
 
 
@@ -306,6 +316,18 @@ def gathering(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def _of_expert(copies: int, param: Parameter) -> Shard:
+    """Return the dim that copies of experts shard: not that of experts, if they divide another."""
+    return Shard(1) if param.dim() > 1 and param.size(1) % copies == 0 else Shard(0)
+
+
+def _shard_experts(module: nn.Module, options: dict[str, Any], root_mesh: DeviceMesh) -> None:
+    if any(param not in options["ignored_params"] for param in module.parameters()):
+        copies = root_mesh[EXPERT_COPIES]
+        by = {"mesh": copies, "shard_placement_fn": partial(_of_expert, copies.size())}
+        _shard_unit(module, options | by)
+
+
 def _shard_unit(module: nn.Module, options: dict[str, Any]) -> FSDPModule:
     # Whole parameters of one unit at a time are kept for this, and their memory with them.
     places = [
@@ -328,10 +350,13 @@ def _options(
         "reshard_after_forward": settings.zero == RESHARD_LEVEL,
         "ignored_params": replicated,
     }
-    if settings.dtype or reduce.dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=_dtype(settings.dtype), reduce_dtype=_dtype(reduce.dtype)
-        )
+    dtype, reduce_dtype = _dtype(settings.dtype), _dtype(reduce.dtype)
+    # Beside parameters in another type, modules of the script would meet two types.
+    if config.precision and not replicated:
+        dtype = _dtype(PRECISIONS[config.precision])
+        reduce_dtype = reduce_dtype or torch.float32
+    if dtype or reduce_dtype:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     if settings.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
     return options
@@ -343,8 +368,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _data_mesh(root_mesh: DeviceMesh) -> DeviceMesh:
     """Return the axis to shard over, preceded by the axis of the copies if there are several."""
-    axes = tuple(name for name in root_mesh.mesh_dim_names or () if name.startswith("dp"))
-    return root_mesh[axes]
+    names = root_mesh.mesh_dim_names or ()
+    if EXPERT_COPIES in names:
+        return torch_compat.joined(root_mesh[EXPERT_COPIES, EXPERT_AXIS], DATA_AXIS)
+    return root_mesh[tuple(name for name in names if name.startswith("dp"))]
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ from msrun.parallel.losses.watch import LossWatch
 from msrun.parallel.torch_compat import eagerly
 
 _KINDS: tuple[Kind, ...] = ("plain", "counted", "summed", "linear")
-_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _FIRST_TERM = range(len(_KINDS), len(_KINDS) + 6)
+_SUM, _COUNT, _FLOOR, _OFFSET, _REFUSED, _UNREACHED, _FIRST_TERM = range(
+    len(_KINDS), len(_KINDS) + 7
+)
 _TERMS_MAX = 8
 _SIZE = _FIRST_TERM + 2 * _TERMS_MAX
 # Relative difference below which counts of parts are equal.
@@ -59,12 +61,14 @@ class TallyRanks:
         weight: Weight of this rank's batch in a mean over them.
         op: How gradients are reduced: `reduce.op`.
         device: Of this rank.
+        scale: Factor of what is differentiated, such as the scale of a loss in float16.
     """
 
     group: dist.ProcessGroup | None
     weight: float
     op: Literal["mean", "sum"]
     device: torch.device
+    scale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -81,10 +85,13 @@ class LossTally:
         samples: Samples of this rank's batch.
         pipeline: The stages, where backward passes begin before the last forward pass has ended.
         dtype: Type of the loss on a rank that computes none.
+        items: Targets that the script counted in its batch, to compare; None for nothing.
 
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
             and two numbers for each mean of linear losses.
+        has_unreached: Whether stages of a pipeline noted gradients that one process may not have;
+            known after `finish`.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class LossTally:
         samples: int,
         pipeline: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        items: Any = None,
     ) -> None:
         self._ranks = ranks
         self._parts = parts
@@ -105,11 +113,14 @@ class LossTally:
         self._is_early = parts == 1 and pipeline is None
         self._dtype = dtype
         self.scale = 1.0
-        self._is_plain = pipeline is None
+        self.has_unreached = False
+        self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
-        self._has_items = False
+        self._has_items = items is not None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
+        if items is not None:
+            self.numbers[_FIRST_TERM] += items  # a counted loss leaves this place empty
 
     @property
     def is_whole(self) -> bool:
@@ -217,17 +228,15 @@ class LossTally:
         """Have `finish` look for refusals; all ranks call it if one of them may refuse."""
         self._is_plain = False
 
-    def note_items(self, items: Any) -> None:
-        """Note how many targets the script counted in its batch, to compare; None for nothing."""
-        if items is not None:
-            self._has_items, self._is_plain = True, False
-            # A counted loss leaves this place empty.
-            self.numbers[_FIRST_TERM] += items
-
     def refuse(self, error: UsageError) -> None:
         """Note that this rank refuses a part of the batch; `finish` raises on all ranks."""
         self._refusal = self._refusal or error
         self.numbers[_REFUSED] += 1
+
+    def note_unreached(self, count: int) -> None:
+        """Note so many gradients of this stage that one process may not have."""
+        if count:
+            self.numbers[_UNREACHED] += count
 
     @property
     def device(self) -> torch.device:
@@ -251,6 +260,10 @@ class LossTally:
 
         With one micro-batch, `combine` comes before it.
         """
+        objective = self._objective(loss, samples)
+        return objective if self._ranks.scale == 1.0 else objective * self._ranks.scale
+
+    def _objective(self, loss: PartLoss, samples: int) -> Tensor:
         value, ranks = loss.value.reshape(()), self._ranks
         if not samples:
             return value * 0.0
@@ -282,6 +295,7 @@ class LossTally:
         found = self._host.read()
         if found[_REFUSED]:
             raise self._agreed()
+        self.has_unreached = found[_UNREACHED] > 0
         kinds = [kind for kind, count in zip(_KINDS, found, strict=False) if count]
         if len(kinds) > 1:
             raise ModelError(

@@ -1,0 +1,1 @@
+"""Experts of a mixture on the ranks of an axis: tokens travel to them and back."""
