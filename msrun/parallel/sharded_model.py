@@ -23,6 +23,8 @@ from msrun.parallel.foreach.global_hooks import check_global_hooks
 from msrun.parallel.foreach.step_hooks import before_step
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
     from msrun.parallel.auto.dropout_rng import DropoutRng
     from msrun.parallel.data_parallel.collective_order import CollectiveOrder
     from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
@@ -287,6 +289,7 @@ class ShardedModel:
         self._micro_batches = micro_batches
         self.dropout_rngs = dropout_rngs
         self.is_described = False
+        self._gathering: list[weakref.ref[FSDPModule]] = []
         self._excluded = excluded
         self._originals = originals
         self._reductions = reductions
@@ -382,7 +385,18 @@ class ShardedModel:
         replicas = self.replicas
         if replicas and optimizer not in self._watched and self.holds(optimizer):
             self._watched.add(optimizer)
-            before_step(optimizer, replicas.count_step)
+            before_step(optimizer, partial(self._before_step, replicas))
+
+    def _before_step(self, replicas: ReplicaDigest) -> None:
+        """Do what every step of an optimizer needs, also in a plain loop."""
+        replicas.count_step()
+        if self.order and (model := self._model()) is not None:
+            if not self._gathering:
+                from msrun.parallel.data_parallel.zero import gathering
+
+                self._gathering = [weakref.ref(module) for module in gathering(model)]
+            for module in filter(None, (reference() for reference in self._gathering)):
+                module.reshard()
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` trains a parameter of this model."""

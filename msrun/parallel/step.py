@@ -30,6 +30,7 @@ from msrun.parallel.losses.batch import (
     sample_dim,
     split_batch,
     tensors_in,
+    without_items,
 )
 from msrun.parallel.losses.sample_watch import SampleWatch
 from msrun.parallel.losses.tally import LossTally, TallyRanks
@@ -65,6 +66,9 @@ def run_step(
     check_target(values, parts)
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
+    is_cut = parts > 1 or context.layout.size(DATA_AXIS) > 1
+    if is_cut and loss_fn is None and not sharded.is_pipeline:
+        values = without_items(values)
     values = StepBatch(*move(tuple(values), context.device))
     if sharded.sequences:
         values = sharded.sequences.cut(model, values)
@@ -81,7 +85,7 @@ def run_step(
                 sharded=sharded,
                 optimizer=optimizer,
                 loss_fn=loss_fn,
-                batch=values,
+                batch=values._replace(items=None),
                 compute=compute,
             )
         )
@@ -232,7 +236,7 @@ def _train(
     model = sharded.model()
     parts = [StepBatch(*part) for part in split_batch(tuple(batch), sharded.microbatches)]
     context.batch.parts = len(parts)
-    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch))
+    tally = LossTally(ranks, parts=len(parts), samples=batch_size(batch), items=batch.items)
     known = context.batch.current.samples if len(parts) == 1 else 0
     dim = sample_dim(batch, known)
     # A rank whose loss needs no gradient may skip its backward pass: the reducer still takes part

@@ -21,6 +21,8 @@ Invariants:
   unit, since the other user would find the parameter released; it stays with the whole model.
 - A module with a rule of `plan` is no unit: its output may be a view, on which torch would lose its
   hooks.  A module around it may be one.
+- Parameters are released after a forward without gradients and before the optimizer steps, so no
+  forward computes with what was gathered before a change.
 - Ignored parameters stay as they were: those below `threshold`, scalars, those of a rare type in
   their unit, those whose first dim packs several projections that a plan shards, and those that
   `reduce.exclude` matches.  `reducer` reduces all but the last like
@@ -283,20 +285,35 @@ def apply(
         # Parameters of no unit are needed last in forward and first in backward, so they stay.
         options["reshard_after_forward"] = False
     sharded = _shard_unit(model, options)
+    model.register_forward_hook(_release_after_evaluation)
     torch_compat.share_attributes(sharded)
     # torch divides by the number of ranks unless told otherwise, for each unit apart.
     if config.reduce.op == "sum":
-        for unit in _gathered(model):
+        for unit in gathering(model):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(enable=True)
     return sharded
 
 
-def _gathered(model: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the modules whose parameters are gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield module
+def _release_after_evaluation(model: nn.Module, *_: object) -> None:
+    """Release gathered parameters after a forward that no backward pass follows.
+
+    They would stay what the script sees and writes, and what the next forward computes with, also
+    once the optimizer or the script has changed the parameters of this rank.
+    """
+    if not torch.is_grad_enabled():
+        release(model)
+
+
+def release(model: nn.Module) -> None:
+    """Release the gathered parameters of `model`; the next forward gathers them anew."""
+    for module in gathering(model):
+        module.reshard()
+
+
+def gathering(model: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules of `model` that gather parameters."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def _of_expert(copies: int, param: Parameter) -> Shard:
@@ -424,8 +441,7 @@ def reduce(sharded: nn.Module, zero: int) -> None:
     if zero == SUM_LEVEL:
         torch_compat.reduce_sharded(sharded)  # type: ignore[arg-type]  # it is both
     elif zero < RESHARD_LEVEL:
-        for module in _gathered(sharded):
-            module.reshard()
+        release(sharded)
 
 
 def _set(sharded: FSDPModule, zero: int, *, is_last: bool) -> None:

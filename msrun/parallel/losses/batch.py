@@ -22,6 +22,7 @@ from msrun.parallel.config import ROOT
 _KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+_ITEMS = "num_items_in_batch"
 
 # Inputs of one batch, in order or by name.
 Sample = Sequence[Any] | Mapping[str, Any] | None
@@ -34,11 +35,14 @@ class StepBatch(NamedTuple):
         inputs: Of the model, by position.
         named: Of the model, by name.
         target: Last argument of the loss function; None if the model returns its loss.
+        items: What models of transformers divide the sum of their losses by; None leaves it to
+            the model.
     """
 
     inputs: Sequence[Any]
     named: Mapping[str, Any]
     target: Any
+    items: Any = None
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
@@ -181,6 +185,18 @@ def read_batch(model: nn.Module, batch: Sequence[Any], *, has_loss: bool) -> Ste
     if len(inputs) == 1 and isinstance(inputs[0], Mapping) and _takes_names(model, inputs[0]):
         return StepBatch((), inputs[0], target)
     return StepBatch(inputs, {}, target)
+
+
+def without_items(batch: StepBatch) -> StepBatch:
+    """Return `batch` without the targets that count in it, which a step counts itself.
+
+    Models of transformers return the sum of losses divided by `num_items_in_batch`, or their mean.
+    The sum has no counterpart in other parts of the batch; the mean has, by its count.
+    """
+    if _ITEMS not in batch.named:
+        return batch
+    named = {name: value for name, value in batch.named.items() if name != _ITEMS}
+    return batch._replace(named=named, items=batch.named[_ITEMS])
 
 
 def _takes_names(model: nn.Module, batch: Mapping[str, Any]) -> bool:

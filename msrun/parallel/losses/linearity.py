@@ -9,6 +9,7 @@ from torch import Tensor
 
 from msrun.errors import ModelError
 from msrun.parallel.losses.terms import Term
+from msrun.parallel.torch_compat import gradient_hooks
 
 _HINT = "return (sum, count) of the terms of the loss, or the loss of a whole batch: see rt.gather"
 
@@ -64,4 +65,12 @@ def _check_linear(
 
 def _gradients(value: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the derivatives of `value`, which are differentiable; None where it has none."""
-    return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+    # `fully_shard` has a hook on each output of the model, which gathers parameters for a backward
+    # pass; this stops before it reaches one.
+    hooks, _ = gradient_hooks(value)
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        return torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+    finally:
+        hooks.update(kept)

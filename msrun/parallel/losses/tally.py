@@ -85,6 +85,7 @@ class LossTally:
         samples: Samples of this rank's batch.
         pipeline: The stages, where backward passes begin before the last forward pass has ended.
         dtype: Type of the loss on a rank that computes none.
+        items: Targets that the script counted in its batch, to compare; None for nothing.
 
     Attributes:
         numbers: What is added over parts and ranks: the parts of each kind, sum, count and limits,
@@ -101,6 +102,7 @@ class LossTally:
         samples: int,
         pipeline: dist.ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
+        items: Any = None,
     ) -> None:
         self._ranks = ranks
         self._parts = parts
@@ -112,10 +114,13 @@ class LossTally:
         self._dtype = dtype
         self.scale = 1.0
         self.has_unreached = False
-        self._is_plain = pipeline is None
+        self._is_plain = pipeline is None and items is None
         self._terms: Sequence[Term] = ()
         self._host: _HostCopy | None = None
+        self._has_items = items is not None
         self.numbers = torch.zeros(_SIZE, dtype=count_type(ranks.device), device=ranks.device)
+        if items is not None:
+            self.numbers[_FIRST_TERM] += items  # a counted loss leaves this place empty
 
     @property
     def is_whole(self) -> bool:
@@ -298,6 +303,7 @@ class LossTally:
                 "so they do not make one loss; no weight was changed",
                 hint=_HINT,
             )
+        self._check_items(kinds, found)
         if kinds == ["summed"]:
             loss = numbers[_SUM]
         elif kinds == ["counted"]:
@@ -317,6 +323,22 @@ class LossTally:
         elif kinds == ["linear"]:
             self._check_alike(found)
         return loss.to(self._dtype)
+
+    def _check_items(self, kinds: Sequence[Kind], found: Sequence[float]) -> None:
+        """Refuse targets that a script counted otherwise than the step.
+
+        Each rank may have counted its own, or those of the whole batch.
+        """
+        given, counted = found[_FIRST_TERM], found[_COUNT]
+        if not self._has_items:
+            return
+        if kinds != ["counted"] or given not in (counted, counted * self._ranks.size):
+            what = f"{counted:g} targets count" if kinds == ["counted"] else "the loss has no count"
+            raise ModelError(
+                f"num_items_in_batch is {given:g} over all ranks, and {what}; no weight was "
+                "changed",
+                hint="leave it out: a step counts the targets of all ranks and micro-batches",
+            )
 
     def _agreed(self) -> UsageError:
         """Return the error of the first rank that has one; all ranks that add numbers call it."""

@@ -367,3 +367,52 @@ def test_sums_over_weights_and_over_the_batch_are_told_apart(name):
             assert found == pytest.approx(0, abs=1e-12)
         else:
             assert "over a part of the batch" in found
+
+
+class OfItems(OwnLoss):
+    """Divides the sum of losses by what the batch says, as models of transformers do."""
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        logits = self.b(functional.relu(self.a(x)))
+        if num_items_in_batch is None:
+            return {"loss": functional.cross_entropy(logits, labels)}
+        loss = functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+        return {"loss": loss}
+
+
+def with_items(config, counted):
+    """Return losses, or the refusal, where the batch has the number of its targets."""
+    rt = msrun.init(config)
+    model = rt.shard(build(OfItems))
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    count, share = rt.layout.size("dp"), rt.coordinate.get("dp", 0)
+    losses = []
+    for x, y in data():
+        own = y.chunk(count)[share]
+        items = {"all": (y >= 0).sum(), "own": int((own >= 0).sum()), "wrong": len(own)}[counted]
+        batch = {"x": x.chunk(count)[share], "labels": own, "num_items_in_batch": items}
+        try:
+            losses.append(rt.step(model, update, batch).item())
+        except ModelError as error:
+            return error.message
+    return losses
+
+
+@pytest.mark.parametrize("counted", ["all", "own"])
+@pytest.mark.parametrize(
+    "config", [{}, {"optimizer": {"zero": 3}}, {"accumulate": 2}, {"verify": "first_step"}]
+)
+def test_targets_that_a_script_counted_are_compared(config, counted):
+    expected = run_warm(with_items, 1, {}, "all")[0]
+
+    for losses in run_warm(with_items, 2, config, counted):
+        assert losses == pytest.approx(expected, abs=1e-12)
+
+
+def test_targets_that_a_script_counted_otherwise_are_refused():
+    y = data()[0][1]
+    said = (
+        f"num_items_in_batch is {len(y)} over all ranks, and {(y >= 0).sum()} targets count; no "
+        "weight was changed"
+    )
+    assert run_warm(with_items, 2, {}, "wrong") == [said] * 2

@@ -1,0 +1,85 @@
+"""Under ZeRO no forward computes with parameters that were gathered before a change of them."""
+
+import pytest
+import torch
+from ranks import assert_equal_curves, batches, build, run_warm
+from test_grid import zero
+from torch.nn import functional
+
+import msrun
+
+pytestmark = pytest.mark.torch
+
+LEVELS = {f"zero {level}": zero(level) for level in (1, 2, 3)}
+# The last layers belong to the model itself, which level 3 keeps gathered from forward to backward.
+LEVELS["zero 3, of one unit"] = {"optimizer": {"zero": 3, "modules": ["fc1"]}}
+
+
+def in_place(params, factor):
+    for param in params:
+        param.mul_(factor)
+
+
+def by_data(params, factor):
+    for param in params:
+        param.data.mul_(factor)
+
+
+def as_list(params, factor):
+    torch._foreach_mul_(list(params), factor)
+
+
+def parts(rt):
+    share, count = rt.coordinate.get("dp", 0), rt.layout.size("dp")
+    return [[t.chunk(count)[share] for t in batch] for batch in batches("mlp", steps=3)]
+
+
+def evaluated(config, change):
+    """Evaluate with other weights after each step, as with an average of them; return losses."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    losses = []
+    for x, y in parts(rt):
+        losses.append(rt.step(network, update, functional.cross_entropy, x, y).item())
+        kept = [param.detach().clone() for param in network.parameters()]
+        with torch.no_grad():
+            for factor in (0.5, 0.25):
+                change(network.parameters(), factor)
+                loss = functional.cross_entropy(network(x), y)
+                losses.append(rt.mean_over_data(loss).item())
+            for param, before in zip(network.parameters(), kept, strict=True):
+                param.copy_(before)
+    return losses
+
+
+@pytest.mark.parametrize("change", [in_place, by_data, as_list])
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_may_change_around_an_evaluation(level, change):
+    expected = run_warm(evaluated, 1, {}, change)[0]
+
+    assert_equal_curves(run_warm(evaluated, 2, LEVELS[level], change), expected)
+
+
+def looked_at(config, has_gradients):
+    """Compute another loss between backward pass and step."""
+    rt = msrun.init(config)
+    network = rt.shard(build("mlp"))
+    update = rt.optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    losses = []
+    for x, y in parts(rt):
+        update.zero_grad()
+        functional.cross_entropy(network(x), y).backward()
+        with torch.set_grad_enabled(has_gradients):
+            loss = functional.cross_entropy(network(x), y)
+        losses.append(rt.mean_over_data(loss).item())
+        update.step()
+    return losses
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forward_between_backward_and_step_keeps_nothing(level, has_gradients):
+    expected = run_warm(looked_at, 1, {}, has_gradients)[0]
+
+    assert_equal_curves(run_warm(looked_at, 2, LEVELS[level], has_gradients), expected)
