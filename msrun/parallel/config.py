@@ -18,7 +18,7 @@ from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
-from msrun.parallel.settings.servers import Servers
+from msrun.parallel.settings.servers import ServerParameters
 from msrun.parallel.settings.steps import Checkpoint, Verify
 
 ROOT = "parallel"
@@ -27,6 +27,7 @@ REST = -1
 # Axes with a meaning of their own; every other name is for the operator plan.
 DATA_AXIS = "dp"
 PIPELINE_AXIS = "pp"
+CONTEXT_AXIS = "cp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
 
@@ -35,7 +36,7 @@ UNSHARDED_DIMS = "..."
 
 Dim = str | list[str] | None
 Dims = list[Dim]
-Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts"]
+Style = Literal["colwise", "rowwise", "sequence", "embedding", "vocab", "experts", "context"]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
 ]
@@ -93,10 +94,14 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         style: Name of a common sharding: `colwise`, `rowwise` and `embedding` shard the weight of
             a `Linear` or `Embedding`, `vocab` keeps logits sharded by class, `sequence` shards dim
             1 of input and output, `experts` shards every expert of a module with the weights of
-            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts.
+            all in 3-D parameters, and over the axis `ep` sends tokens to the ranks of experts,
+            `context` computes the attention in these modules over the axis `cp`, whose ranks have
+            consecutive tokens of each sequence.
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
+            that.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -113,6 +118,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
+    kind: Literal["auto", "all_to_all"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -134,6 +140,10 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
             raise ValueError(f"{given[0]}: cannot be combined with {given[1]}")
         if self.axis and not self.style:
             raise ValueError("axis: belongs to a style")
+        if self.style == "context" and self.axis not in (None, CONTEXT_AXIS):
+            raise ValueError(f"axis: style context divides the axis {CONTEXT_AXIS}")
+        if self.kind and self.style != "context":
+            raise ValueError("kind: belongs to style context")
         _at_least(self, "parts", 1)
         if self.parts > 1 and self.style != "colwise":
             raise ValueError("parts: belongs to style colwise")
@@ -298,7 +308,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     reduce: Reduce = Reduce()
     batch_norm: Literal["sync", "local"] = "sync"
     dropout: Literal["local", "exact"] = "local"
-    servers: Servers | None = None
+    servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
@@ -315,6 +325,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                 "reduce: fuse applies to parameters below optimizer.threshold, which is 0"
             )
         self._check_search()
+        self._check_context()
         self._check_mesh()
         self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
@@ -376,6 +387,12 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
                         f"plan[{index}]: mode auto finds a plan, not {name} (choose semi_auto)"
                     )
 
+    def _check_context(self) -> None:
+        """Refuse several rules that divide the one sequence."""
+        found = [index for index, rule in self._numbered_rules() if rule.style == "context"]
+        if len(found) > 1:
+            raise ValueError(f"plan[{found[1]}].style: context stands in plan[{found[0]}] already")
+
     def _numbered_rules(self) -> list[tuple[int, PlanRule]]:
         """Return the rules of the configuration and their places in `plan`."""
         rules = [] if isinstance(self.plan, str) else self.plan
@@ -425,6 +442,7 @@ def _wishes_of_activations(rule: PlanRule) -> dict[str, bool]:
     layout = rule.layout
     return {
         "style: sequence": rule.style == "sequence",
+        "style: context": rule.style == "context",
         "in": rule.inputs is not None,
         "out": rule.out is not None,
         "out_strategy": rule.out_strategy is not None,
