@@ -38,6 +38,8 @@ THOROUGH = (
     "tests/kube/launcher/test_launcher.py",
     "tests/kube/test_api.py",
     "tests/kube/test_operator.py",
+    "tests/kube/test_operator_election.py",
+    "tests/kube/test_operator_faults.py",
     "tests/kube/test_launcher.py",
     "tests/kube/test_pods.py",
     "tests/process/api/test_job.py",

@@ -217,6 +217,16 @@ def first_failure(pods: Iterable[Object], container: str) -> tuple[Object, Endin
     return min(failed, key=lambda pair: (_ended_at(pair[0]), pair[0]["metadata"]["name"]))
 
 
+def first_taken(pods: Iterable[Object]) -> tuple[Object, Ending] | None:
+    """Return a pod that the cluster is about to end, and why; when it has ended, it is gone."""
+    for pod in sorted(filter(is_going, pods), key=lambda each: str(each["metadata"]["name"])):
+        for held in (pod.get("status") or {}).get("conditions") or ():
+            if held["type"] == "DisruptionTarget" and held["status"] == "True":
+                cause = f"pod {pod['metadata']['name']}: {held.get('reason')}"
+                return pod, Ending(143, cause, is_disruption=True)
+    return None
+
+
 def _ended_at(pod: Object) -> str:
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     times = [each.get("state", {}).get("terminated", {}).get("finishedAt") for each in statuses]

@@ -390,7 +390,7 @@ def _failed(spec: MSJobSpec, pods: Sequence[Object], status: Object) -> tuple[Ro
     counting = [
         pod for pod in pods if not (spec.is_dynamic and _role_of(pod, spec).name == "Worker")
     ]
-    found = decision.first_failure(counting, CONTAINER)
+    found = decision.first_failure(counting, CONTAINER) or decision.first_taken(counting)
     if found is not None:
         return _role_of(found[0], spec), found[1]
     if not status.get("podsCreated"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from launchers.operator.decision import Delete, Object, key_name, owner_reference
 from launchers.operator.gang import Gang, join, queue_of
+from msrun import environ
 
 CONTAINER = "mindspore"
 PORT_NAME = "msjob-port"
@@ -160,6 +161,9 @@ def _env(job: Object, role: Role, index: int, roles: Mapping[str, Role]) -> list
             # A number is the rank, so worker 10 comes after worker 2.
             "MS_NODE_ID": str(index),
         }
+        if role.name != "Scheduler":
+            # So that a worker waits until the name means a pod that listens.
+            variables[environ.Pod.SCHEDULER.value] = f"{host}:{port}"
     elif role.name == "Worker":
         variables |= {
             "MASTER_ADDR": host,

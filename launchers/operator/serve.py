@@ -195,13 +195,17 @@ class OperatorProgram:
             if address := parse_address(text, option):
                 self._ports.setdefault(address, {}).update(routes)
 
-    async def run(self) -> None:
-        """Work until told to end by SIGTERM or SIGINT.
+    async def run(self) -> bool:
+        """Work until told to end by SIGTERM or SIGINT, or until the Lease is lost.
+
+        Returns:
+            Whether the Lease was lost.
 
         Raises:
             UnreachableError: There is no cluster.
         """
         self._await_signals()
+        asyncio.get_running_loop().set_exception_handler(_log_loop_error)
         probes = ProbeServer()
         try:
             for address, routes in self._ports.items():
@@ -209,33 +213,31 @@ class OperatorProgram:
             # Its notes on the kinds of the cluster are of no use to others.
             with tempfile.TemporaryDirectory(prefix="msrun-operator-") as folder:
                 client = await asyncio.to_thread(_connect, Path(folder, "kinds.json"))
-                await self._work(client)
+                return await self._work(client)
         finally:
             probes.close()
 
-    async def _work(self, client: DynamicClient) -> None:
+    async def _work(self, client: DynamicClient) -> bool:
         if not self._options.elects:
             self._metrics.lead(is_leader=True)
             await self._watch(client, self._ended)
-            return
+            return False
         namespace = self._options.lease_namespace or _own_namespace()
         candidate = Candidate(_identity(), namespace, self._options.lease_seconds)
         keeper = LeaseKeeper(client, candidate, wall=self._wall, clock=self._clock)
-        while not self._ended.is_set():
-            self._await_signals()  # kopf takes them over while it watches
-            if not await keeper.acquire(self._ended):
-                break
-            self._metrics.lead(is_leader=True)
-            lost = asyncio.Event()
-            keeping = asyncio.create_task(keeper.keep(lost))
-            try:
-                await self._watch(client, lost)
-            finally:
-                keeping.cancel()
-                self._metrics.lead(is_leader=False)
-            if not lost.is_set():  # a signal ended it
-                break
-        await keeper.release()
+        if not await keeper.acquire(self._ended):
+            return False
+        self._metrics.lead(is_leader=True)
+        lost = asyncio.Event()
+        keeping = asyncio.create_task(keeper.keep(lost))
+        try:
+            await self._watch(client, lost)
+        finally:
+            keeping.cancel()
+            self._metrics.lead(is_leader=False)
+        if not lost.is_set():  # a signal ended it
+            await keeper.release()
+        return lost.is_set()
 
     async def _watch(self, client: DynamicClient, stop: asyncio.Event) -> None:
         """Watch until `stop` is set, or a signal comes."""
@@ -258,21 +260,30 @@ class OperatorProgram:
         )
 
     def _await_signals(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()  # kopf takes them over when it watches
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._ended.set)
 
 
 async def serve(
     options: OperatorOptions, *, wall: Callable[[], float], clock: Callable[[], float]
-) -> None:
-    """Run an operator until it is told to end.
+) -> bool:
+    """Run an operator until it is told to end, or until another one may work in its place.
+
+    Returns:
+        Whether it is to begin anew, as one that waits for the Lease; kopf watches only once in the
+        life of a process.
 
     Raises:
         UsageError: An option has a value that it does not take.
         UnreachableError: There is no cluster.
     """
-    await OperatorProgram(options, wall=wall, clock=clock).run()
+    return await OperatorProgram(options, wall=wall, clock=clock).run()
+
+
+def _log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a task ended with that nobody awaits, such as kopf's when it stops, on one line."""
+    _LOG.warning("task: %s %r", context.get("message"), context.get("exception"))
 
 
 def _gang_scheduler(text: str) -> GangScheduler | None:

@@ -28,6 +28,7 @@ from msrun.cli.options.parsers import span
 from msrun.cli.options.table import TABLE
 from msrun.cli.output import say_notes
 from msrun.cli.system import RealSystem, System
+from msrun.environ import Pod
 from msrun.errors import UsageError
 from msrun.identity import Hand
 from msrun.job import JobSpec
@@ -78,8 +79,11 @@ class _System(RealSystem):
         self._listens = listens
 
     def environment(self) -> Mapping[str, str]:
-        """Return the variables that may hold options."""
-        return environ.without_copies(environ.options_environment())
+        """Return the variables that may hold options, and where an operator put the scheduler."""
+        env = environ.options_environment()
+        where = env.get(Pod.SCHEDULER)
+        kept = environ.without_copies(env)
+        return {**kept, Pod.SCHEDULER: where} if where else kept
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Look at the port, if it is to be ours."""

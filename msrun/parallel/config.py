@@ -19,7 +19,7 @@ from msrun.parallel.settings.section import at_least as _at_least
 from msrun.parallel.settings.section import given as _given
 from msrun.parallel.settings.section import size as _size
 from msrun.parallel.settings.servers import ServerParameters
-from msrun.parallel.settings.steps import Checkpoint, Verify
+from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 
 ROOT = "parallel"
 REST = -1
@@ -30,6 +30,9 @@ PIPELINE_AXIS = "pp"
 CONTEXT_AXIS = "cp"
 # The axis that plans that ship take where the mesh has several.
 TENSOR_AXIS = "tp"
+
+# Axes over which ranks exchange parts of one sample in the forward of a module.
+_EXCHANGING_AXES = ("ep", "cp")
 
 # In a list of dims: as many unsharded dims as the tensor has beyond those that are listed.
 UNSHARDED_DIMS = "..."
@@ -100,8 +103,8 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
         axis: Mesh axis of `style`; None takes the only axis beside `dp` and `pp`.
         parts: With `colwise`: number of equal projections that follow each other in one weight,
             such as 3 for query, key and value; each is sharded, at least 1.
-        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, and `auto` is
-            that.
+        kind: With `context`: `all_to_all` gives each rank all tokens of some heads, `ring` sends
+            keys and values around; `auto`, the default, is the first if the axis divides the heads.
         strategy: MindSpore's notation: into how many parts each dim of each input is split,
             weights included.
         out_strategy: With `strategy`: into how many parts each dim of the output is split; None
@@ -118,7 +121,7 @@ class PlanRule(ConfigSection, frozen=True, kw_only=True):
     style: Style | None = None
     axis: str | None = None
     parts: int = 1
-    kind: Literal["auto", "all_to_all"] | None = None
+    kind: Literal["auto", "all_to_all", "ring"] | None = None
     strategy: list[list[int]] | None = None
     out_strategy: list[list[int]] | None = None
     layout: LayoutRule | None = None
@@ -287,6 +290,10 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             has masks of its own, which are equal on any number of ranks and not those of torch.
         servers: Parameters that live on parameter servers; None has none.
         checkpoint: Checkpoints; None writes only those that the script asks for by path.
+        precision: `bf16` or `fp16` computes in that type what torch's autocast does, and with
+            `zero` also gathers parameters in it; parameters and their gradients keep their own.
+            `fp16` scales the loss.  None computes in the types of the model.
+        compile: Modules that `torch.compile` compiles, each for itself; None compiles none.
         seed: Seed of the generators of Python, numpy and torch, at least 0; None leaves them as
             they are.
         verify: First steps that rank 0 also computes as one process would, by their number or a
@@ -310,6 +317,8 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
     dropout: Literal["local", "exact"] = "local"
     servers: ServerParameters | None = None
     checkpoint: Checkpoint | None = None
+    precision: Literal["bf16", "fp16"] | None = None
+    compile: Compile | None = None
     seed: int | None = None
     verify: int | Literal["first_step"] | Verify = 0
 
@@ -327,6 +336,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
         self._check_search()
         self._check_context()
         self._check_mesh()
+        self._check_precision()
         self._check_servers()
         if self.mode == "auto" and self.dropout == "exact":
             raise ValueError(
@@ -357,6 +367,32 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             if self.verify and is_so:
                 raise ValueError(f"verify: {sentence}")
 
+    def _check_precision(self) -> None:
+        """Refuse what has types of its own."""
+        for key in ("precision", "compile"):
+            if getattr(self, key) and self.mode == "auto":
+                raise ValueError(
+                    f"{key}: mode auto runs a plan of operators in the types of the model (choose "
+                    "semi_auto)"
+                )
+        mesh = {} if isinstance(self.mesh, str) else self.mesh
+        for axis in _EXCHANGING_AXES:
+            if self.precision and mesh.get(axis, 1) != 1:
+                raise ValueError(
+                    f"precision: what ranks exchange over {axis} was not compared in "
+                    f"{self.precision} (leave out one of the two)"
+                )
+        if self.precision and self.optimizer.dtype:
+            raise ValueError(
+                f"precision: {self.precision} chooses optimizer.dtype, which is "
+                f"{self.optimizer.dtype} (leave out one of the two)"
+            )
+        if self.precision and self.verify:
+            raise ValueError(
+                f"verify: {self.precision} rounds differently in other layouts (leave out "
+                "precision where steps are compared)"
+            )
+
     def _check_servers(self) -> None:
         """Refuse what is not composed with parameter servers."""
         others = {
@@ -364,6 +400,7 @@ class ParallelConfig(ConfigSection, frozen=True, kw_only=True):
             "mode manual leaves the reduction to the script": self.mode == "manual",
             "stages of a pipeline have other parameters each": self.pipeline is not None,
             "verify compares with one process, which has no servers": bool(self.verify),
+            "precision would send them gradients of a scaled loss": self.precision == "fp16",
         }
         for sentence, is_so in others.items():
             if self.servers and is_so:

@@ -32,7 +32,7 @@ from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
 from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
-from msrun.parallel.settings.steps import Checkpoint, Verify
+from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
 # Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
@@ -217,6 +217,7 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "sync": Staleness,
     "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,
+    "compile": Compile,
     "verify": Verify,
 }
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from msrun.parallel.data import LoaderOptions, MeshLoader, SizedDataset
     from msrun.parallel.data_parallel.stream import StreamLoader
     from msrun.parallel.deferred.init import DeferredInit
+    from msrun.parallel.layers.precision import LossScale
     from msrun.parallel.losses.metrics import StepMetrics
     from msrun.parallel.servers.remote import RemoteParameters
     from msrun.parallel.sharded_model import KnownOptimizers, ShardedModel
@@ -92,6 +93,8 @@ class Runtime:
         generation: Number of times the job has formed again; 0 first.
         device: Device of this rank.
         config: The parallel configuration.
+        loss_scale: Factor of the loss with `precision: fp16`, for `extra` of checkpoints; else
+            None.
     """
 
     def __init__(
@@ -126,6 +129,11 @@ class Runtime:
         self._known: KnownOptimizers | None = None
         self._remote: RemoteParameters | None = None
         self._verifiers: list[Verifier] = []
+        self.loss_scale: LossScale | None = None
+        if config.precision == "fp16":
+            from msrun.parallel.layers.precision import LossScale
+
+            self.loss_scale = LossScale()
         self._verify_report = environ.verify_report(environ.current())
         use_axes(self.group)
         if config.seed is not None:
@@ -308,7 +316,7 @@ class Runtime:
         """
         from msrun.parallel.data_parallel.mixed_groups import support_mixed_groups
         from msrun.parallel.data_parallel.optimizer_kinds import check_kind
-        from msrun.parallel.foreach.step_hooks import after_step
+        from msrun.parallel.foreach.step_hooks import after_step, before_step
         from msrun.parallel.weights.state_dicts import prepare_optimizer
 
         for sharded in self._models.values():
@@ -319,6 +327,8 @@ class Runtime:
         self._check_known(optimizer)
         check_kind(optimizer)
         support_mixed_groups(optimizer)
+        if self.loss_scale:
+            before_step(optimizer, self.loss_scale.refuse_plain_step)
         if self._verify_report:
             after_step(optimizer, self._end_if_verified)
         prepare_optimizer(optimizer, is_pipeline=any(m.is_pipeline for m in self._models.values()))
@@ -393,6 +403,7 @@ class Runtime:
             loss_fn=loss_fn if callable(loss_fn) else None,
             batch=batch if callable(loss_fn) or loss_fn is None else (loss_fn, *batch),
             max_norm=max_norm,
+            loss_scale=self.loss_scale,
         )
         if saves:
             self.checkpoints.after_step(model, optimizer)

@@ -30,7 +30,7 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
 from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
@@ -83,12 +83,14 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         config: The configuration.
         plans: Module -> its operator plan.
         recomputed: Modules that recompute.
+        compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
     """
 
     config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
+    compiled: list[str]
     excluded: set[str]
 
 
@@ -199,6 +201,7 @@ def _shard_by_search(
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     micro_batches.check(config, model)
+    precision.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -229,6 +232,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         config=config,
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
     )
 
@@ -295,19 +299,15 @@ def _make_parallel(
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
     sequences = _divide_sequences(context, config, model)
-    guard, experts = _change_modules(context, model, resolved)
+    switch = compiled.Switch()
+    guard, experts = _change_modules(context, model, resolved, switch)
     if sequences:
         sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         zero = reductions.shard_parameters(
-            config,
-            context,
-            model,
-            resolved.plans,
-            excluded=resolved.excluded,
-            experts=experts,
+            config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
         )
     if weights is not None:
         _fill(context, config, model, weights, zero)
@@ -316,6 +316,7 @@ def _make_parallel(
         from msrun.parallel.tensor.hooks import watch
 
         watch(model, hooks.check)
+    precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
@@ -342,6 +343,7 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
         exchanges_tokens=bool(experts),
+        uncompiled=switch.off,
     )
     state.sequences = sequences
     return state
@@ -429,7 +431,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _change_modules(
-    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
 ) -> tuple[Guard | None, list[nn.Module]]:
     """Apply the features that change modules: operator plan, batch norms, dropout, recompute.
 
@@ -458,6 +460,9 @@ def _change_modules(
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
+    if config.compile:
+        names = [name for name in resolved.compiled if name in own]
+        compiled.apply(model, names, config.compile.mode, switch)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))

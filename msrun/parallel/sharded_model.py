@@ -232,6 +232,7 @@ class ShardedModel:
         replicas: Compares replicas now and then; None on one rank.
         micro_batches: What micro-batches do to buffers; None in a pipeline.
         hooks: Gradient hooks of the script, which run once gradients are complete.
+        uncompiled: Context in which modules run as they were before `compile`.
         exchanges_tokens: Whether ranks share experts, so that all take part in each backward pass.
 
     Attributes:
@@ -266,9 +267,11 @@ class ShardedModel:
         replicas: ReplicaDigest | None = None,
         micro_batches: _MicroBatches | None = None,
         hooks: ParameterHooks,
+        uncompiled: Context = contextlib.nullcontext,
         exchanges_tokens: bool = False,
     ) -> None:
         self.hooks = hooks
+        self.uncompiled = uncompiled
         self.exchanges_tokens = exchanges_tokens
         # Weak, since the runtime maps the model to this object: a strong reference would keep both.
         self._model = weakref.ref(model)

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
+from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
@@ -50,9 +51,11 @@ def run_step(
     loss_fn: LossFunction | None,
     batch: Sequence[Any],
     max_norm: float | None,
+    loss_scale: LossScale | None = None,
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
     model = sharded.model()
+    loss_fn = of_loss(config, loss_fn, context.device)
     values = read_batch(model, batch, has_loss=loss_fn is not None)
     sharded.check(optimizer)
     if batch_size(values) == 0:
@@ -66,7 +69,8 @@ def run_step(
     if sharded.sequences:
         values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
-    compute = partial(_gradients, config, context, sharded, loss_fn, values)
+    scale = loss_scale.value if loss_scale else 1.0
+    compute = partial(_gradients, config, context, sharded, loss_fn, values, scale=scale)
     if sharded.verifier is None:
         loss = compute()
     else:
@@ -81,9 +85,13 @@ def run_step(
                 compute=compute,
             )
         )
-    if max_norm is not None:
+    is_finite = loss_scale is None or loss_scale.unscale(sharded.parameters(), context.device)
+    if max_norm is not None and is_finite:
         clip(config, context, sharded, max_norm)
-    optimizer.step()
+    if loss_scale is None:
+        optimizer.step()
+    elif is_finite:
+        loss_scale.step(optimizer)
     return loss
 
 
@@ -115,6 +123,8 @@ def _gradients(
     sharded: ShardedModel,
     loss_fn: LossFunction | None,
     values: StepBatch,
+    *,
+    scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
     has_ranks = context.layout.size(DATA_AXIS) > 1
@@ -123,13 +133,16 @@ def _gradients(
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
+        scale=scale,
     )
     train = _train_pipeline if sharded.is_pipeline else _train
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     compared = order.compared_later() if order else contextlib.nullcontext()
+    # What is watched must be seen.
+    seen = sharded.uncompiled() if looks else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared:
+        with sharded.hooks.suspended(), compared, seen:
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1

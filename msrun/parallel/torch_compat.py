@@ -294,12 +294,17 @@ def eagerly() -> Iterator[None]:
         yield
         return
 
-    @contextmanager
-    def normally() -> Iterator[None]:
-        with torch.compiler.set_stance("default"), _unwatched():
-            yield
+    with _compiling_in(compiled_again), torch.compiler.set_stance("force_eager"):
+        yield
 
-    with _compiling_in(normally), torch.compiler.set_stance("force_eager"):
+
+@contextmanager
+def compiled_again() -> Iterator[None]:
+    """Have functions of `torch.compile` run compiled, inside of `eagerly`, unseen by watches."""
+    if not _watches():
+        yield
+        return
+    with torch.compiler.set_stance("default"), _unwatched():
         yield
 
 
@@ -328,6 +333,14 @@ def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
         yield
     finally:
         utils.setup_compilation_env = plain
+
+
+def _watches() -> list[Any]:
+    """Return the active function modes that only watch."""
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    return [mode for mode in modes if getattr(mode, "is_watch", False)]
 
 
 @contextmanager

@@ -8,11 +8,14 @@
 Both models live in the same ranks and take turns, a few steps each, so that whatever else the
 machine does meets both.  Beside the time stands the CPU time of all ranks, which others disturb
 less.  The hand-written ones use `DistributedDataParallel`, `fully_shard`, `parallelize_module`
-and `torch.distributed.pipelining`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
+and `torch.distributed.pipelining`; `cp` all-to-alls around attention, as in DeepSpeed Ulysses,
+beside `DistributedDataParallel`; `hybrid`, pp x dp x tp, the last two, and one all-reduce of
 all gradients over dp, as `DistributedDataParallel` takes no divided parameters.  `ep` is the
 mixture of `examples/train_moe.py`, whose hand-written form sorts tokens by expert, exchanges them
 by `all_to_all_single`, and has `DistributedDataParallel` ignore the experts.
 """
+
+# tidy: long file, it runs by path and alone, so every hand-written model stands here
 
 from __future__ import annotations
 
@@ -75,6 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": -1}},
     "zero3": {"mesh": {"dp": -1}, "optimizer": {"zero": 3}},
     "tp": {"mesh": {"tp": -1}, "plan": LAYER_PLAN},
+    "cp": {"mesh": {"cp": -1}, "plan": [{"match": "*", "style": "context"}]},
     "pp": {"mesh": {"pp": -1}},  # and a pipeline, whose stages depend on the ranks
     "ep": {
         "mesh": {"ep": -1},
@@ -289,6 +293,8 @@ def _plain(name: str, lm: Any) -> Step:
         return _Pipeline(
             model, lm, init_device_mesh("cpu", (*axes.values(),), mesh_dim_names=(*axes,))
         )
+    if name == "cp":
+        _divide_tokens(model, lm)
     if name == "ep":
         for module in list(model.modules()):
             if isinstance(module, lm.Mixture):
@@ -298,7 +304,7 @@ def _plain(name: str, lm: Any) -> Step:
         kind: Any = DistributedDataParallel
         ignore = kind._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
         ignore(model, own)
-    if name in ("dp", "ep"):
+    if name in ("dp", "cp", "ep"):
         model = DistributedDataParallel(model)
     elif name == "zero3":
         for layer in model.layers:  # type: ignore[union-attr]
@@ -307,7 +313,8 @@ def _plain(name: str, lm: Any) -> Step:
     else:
         _divide_layers(model, init_device_mesh("cpu", (dist.get_world_size(),)), lm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return functools.partial(_plain_step, model, optimizer, _loss_of(lm))
+    step = functools.partial(_plain_step, model, optimizer, _loss_of(lm))
+    return functools.partial(_on_part, step) if name == "cp" else step
 
 
 def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:
@@ -320,6 +327,63 @@ def _divide_layers(model: Any, mesh: DeviceMesh, lm: Any) -> None:
     parallelize_module(model, mesh, plan)
     for layer in model.layers:
         layer.attend = functools.partial(_attend, lm, layer)
+
+
+def _divide_tokens(model: Any, lm: Any) -> None:
+    """Have layers attend with all tokens of some heads, and the model begin at its own place."""
+    size = lm.LENGTH // dist.get_world_size()
+    first = dist.get_rank() * size
+
+    def forward(x: Tensor) -> Tensor:
+        x = model.embed(x) + model.position[..., first : first + size, :]
+        for layer in model.layers:
+            x = layer(x)
+        found: Tensor = model.head(model.norm(x))
+        return found
+
+    model.forward = forward
+    for layer in model.layers:
+        layer.attend = functools.partial(_attend_by_heads, lm, layer)
+
+
+def _attend_by_heads(lm: Any, block: Any, x: Tensor) -> Tensor:
+    """Attend with all tokens of the heads of this rank, as in DeepSpeed Ulysses."""
+    ranks, samples = dist.get_world_size(), len(x)
+    parts = torch.stack([part(x) for part in (block.query, block.key, block.value)])
+    parts = parts.unflatten(-1, (ranks, lm.HEADS // ranks, -1))  # 3, samples, tokens, ranks, ...
+    query, key, value = _exchanged(parts.permute(3, 0, 1, 4, 2, 5)).permute(1, 2, 3, 0, 4, 5)
+    found = nn.functional.scaled_dot_product_attention(
+        query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3), is_causal=True
+    )
+    heads = _exchanged(found.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4))
+    projected: Tensor = block.project(heads.permute(1, 3, 0, 2, 4).reshape(samples, x.shape[1], -1))
+    return projected
+
+
+def _exchanged(parts: Tensor) -> Tensor:
+    """Send each row to the rank of its number."""
+    found: Tensor = _Exchange.apply(parts)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Tensor:
+        del ctx
+        parts = parts.contiguous()
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _Exchange.forward(ctx, gradient)
+
+
+def _on_part(step: Step, inputs: Tensor, target: Tensor) -> Any:
+    """Run a step on the tokens of this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return step(*(x.chunk(ranks, 1)[rank].contiguous() for x in (inputs, target)))
 
 
 class _Stage(nn.Module):

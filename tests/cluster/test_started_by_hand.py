@@ -63,6 +63,21 @@ def test_without_numbers_ranks_follow_the_addresses_of_the_hosts(new_lab):
     ]
 
 
+@pytest.mark.slow
+def test_a_worker_in_a_pod_waits_for_the_name_of_the_scheduler(new_lab):
+    """An operator says that the scheduler is a pod; elsewhere an unknown name is a mistake."""
+    a, b = new_lab("a", "b").hosts
+    told = {"MS_SCHED_HOST": "s", "MS_WORKER_NUM": "1"}
+    later = start(b, "MS_WORKER", **told, MSRUN_POD_SCHEDULER="s:29500")
+    wrong = start(b, "MS_WORKER", **told)
+    err = wrong.communicate(timeout=PATIENCE)[1]
+    assert (wrong.returncode, "does not know s" in str(err)) == (2, True)
+    b.know({"s": [a.ipv4]})
+    a.know({"s": [a.ipv4]})
+    out = finish(later, start(a, "MS_SCHED", **told))
+    assert out[0].startswith("[rank 0] 0 1")
+
+
 def test_the_scheduler_is_refused_on_a_host_without_its_address(new_lab):
     _, b = new_lab("a", "b").hosts
     scheduler = start(b, "MS_SCHED")

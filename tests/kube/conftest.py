@@ -9,6 +9,7 @@ import hosts
 import pytest
 from hosts import Lab
 from kube.cluster import Cluster, missing_client
+from kube.operators import Operators
 
 
 def _skip_without_client():
@@ -60,3 +61,27 @@ def client(api):
     made = kubernetes.config.new_client_from_config(str(api.kubeconfig))
     yield made
     made.rest_client.pool_manager.clear()
+
+
+@pytest.fixture
+def new_operator(cluster, tmp_path):
+    """Make the definitions and the account of the operator; at the end nothing was refused."""
+    with contextlib.ExitStack() as stack:
+
+        def make():
+            operator = Operators(cluster, tmp_path)
+            stack.callback(operator.kill)
+            return operator
+
+        yield make
+    assert cluster.server.access.refused == []
+    for log in tmp_path.glob("operator-*.log"):
+        assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture
+def operator(new_operator):
+    """One operator that runs."""
+    made = new_operator()
+    made.start()
+    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
@@ -12,117 +11,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kube.operators import DEPLOY, PATIENCE, SLEEPS, ms_job, msrun_job, running_pods
 
 pytest.importorskip("kopf")
 pytest.importorskip("kubernetes")
 
 pytestmark = pytest.mark.process
 
-DEPLOY = Path(__file__).parents[2] / "launchers" / "operator" / "deploy"
 PAGE = Path(__file__).parents[2] / "docs" / "operator.md"
-PATIENCE = 60.0
-SLEEPS = "import time; time.sleep(60)"
-
-
-class Operator:
-    """Operators of a cluster, each a process."""
-
-    def __init__(self, cluster, folder):
-        self.cluster, self.folder = cluster, folder
-        self.running = []
-        cluster.kubectl("apply", "-k", str(DEPLOY))
-        self.config = folder / "operator-config"
-        token = cluster.server.access.token("msrun-system", "msrun-operator")
-        cluster.write_kubeconfig(self.config, token)
-
-    def start(self):
-        log = (self.folder / f"operator-{len(self.running)}.log").open("w")
-        with log:
-            words = [sys.executable, "-m", "msrun", "operator", "run"]
-            env = {**self.cluster.environ(), "KUBECONFIG": str(self.config)}
-            program = subprocess.Popen(words, env=env, stdout=log, stderr=log)
-        self.running.append(program)
-        return program
-
-    def kill(self):
-        """SIGKILL all of them."""
-        for program in self.running:
-            program.kill()
-            program.wait()
-        self.running.clear()
-
-    def status(self, plural, name="t"):
-        return self.cluster.store.find(plural, "default", name).get("status") or {}
-
-    def await_phase(self, plural, phase, name="t"):
-        def holds():
-            status = self.status(plural, name)
-            return status if status.get("phase") == phase else None
-
-        return self.cluster.await_that(holds, PATIENCE)
 
 
 @pytest.fixture
 def cluster(new_cluster):
     """Two nodes with two GPUs each."""
     return new_cluster(n0={"nvidia.com/gpu": 2}, n1={"nvidia.com/gpu": 2})
-
-
-@pytest.fixture
-def new_operator(cluster, tmp_path):
-    """Make the definitions and the account of the operator; at the end nothing was refused."""
-    with contextlib.ExitStack() as stack:
-
-        def make():
-            operator = Operator(cluster, tmp_path)
-            stack.callback(operator.kill)
-            return operator
-
-        yield make
-    assert cluster.server.access.refused == []
-    for log in tmp_path.glob("operator-*.log"):
-        assert "Traceback" not in log.read_text()
-
-
-@pytest.fixture
-def operator(new_operator):
-    """One operator that runs."""
-    made = new_operator()
-    made.start()
-    return made
-
-
-def ms_job(script, *, workers=2, policy="Never", **run_policy):
-    container = {"name": "mindspore", "image": "m", "command": [sys.executable, "-c", script]}
-    template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": 1}}
-    roles = {
-        "Scheduler": {"restartPolicy": policy, "template": template},
-        "Worker": {"replicas": workers, "restartPolicy": policy, "template": template},
-    }
-    kind = {"apiVersion": "mindspore.gitee.com/v1", "kind": "MSJob", "metadata": {"name": "t"}}
-    return {**kind, "spec": {"msReplicaSpecs": roles, "runPolicy": run_policy}}
-
-
-def msrun_job(script, *, nodes=2, **spec):
-    program = ["sh", "-c", script]
-    given = {"image": "m", "python": sys.executable, "nodes": nodes, "workersPerNode": 1}
-    options = {"no-python": "true"}
-    kind = {"apiVersion": "msrun.io/v1", "kind": "MsrunJob", "metadata": {"name": "t"}}
-    return {**kind, "spec": {**given, "program": program, "options": options, **spec}}
-
-
-def running_pods(cluster, count):
-    def holds():
-        pods = cluster.store.list("pods")
-        pods = [p for p in pods if not p["metadata"].get("deletionTimestamp")]
-        pods = [p for p in pods if p["status"]["phase"] == "Running"]
-        return (
-            {p["metadata"]["name"]: p["metadata"]["uid"] for p in pods}
-            if len(pods) == count
-            else None
-        )
-
-    return cluster.await_that(holds, PATIENCE)
 
 
 def test_an_msjob_whose_processes_meet_and_leave_nothing(cluster, operator):

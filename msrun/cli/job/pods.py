@@ -16,7 +16,9 @@ from msrun.errors import JoinTimeoutError
 from msrun.units import render_duration, shown
 
 if TYPE_CHECKING:
-    from msrun.cli.options.settings import Settings
+    from collections.abc import Mapping
+
+    from msrun.cli.options.settings import Given, Settings
     from msrun.cli.system import System
 
 _PAUSE_SECONDS = 0.25
@@ -31,13 +33,10 @@ def await_scheduler_name(settings: Settings, system: System) -> None:
         JoinTimeoutError: It is not found within --join-timeout.
     """
     given = settings.get(options.MASTER_ADDR)
-    environment = system.environment()
-    if given is None or given.source.place != options.MASTER_ADDR.variables[0]:
-        return
-    if not environment.get(Pod.NODES) or environment.get(Pod.INDEX) == "0":
-        return
     port = settings.get(options.MASTER_PORT)
     number = port.value if port else _PORT
+    if given is None or not _is_pod(given, number, system.environment()):
+        return
     timeout = find_timeout(settings, options.JOIN_TIMEOUT)
     limit = timeout.value if timeout else _JOIN_SECONDS
     began, has_said = system.now(), False
@@ -55,6 +54,15 @@ def await_scheduler_name(settings: Settings, system: System) -> None:
                 hint="kubectl describe pod says why the pod of index 0 does not run",
             )
         system.pause(_PAUSE_SECONDS)
+
+
+def _is_pod(given: Given[str], port: int, environment: Mapping[str, str]) -> bool:
+    """Tell whether this node is a pod, and the scheduler is another's."""
+    if environment.get(Pod.NODES):
+        is_told = given.source.place == options.MASTER_ADDR.variables[0]
+        return is_told and environment.get(Pod.INDEX) != "0"
+    # A process by hand, for which an operator made the scheduler's pod.
+    return environment.get(Pod.SCHEDULER) == f"{given.value}:{port}"
 
 
 def _why(addresses: tuple[str, ...], port: int) -> str:

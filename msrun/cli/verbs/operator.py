@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import importlib.resources
 import importlib.util
+import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +113,8 @@ def _run(args: Sequence[str]) -> int:
         lease_namespace=words["leader_elect_resource_namespace"],
         gang_scheduler=words["gang_scheduler_name"],
     )
-    asyncio.run(edge.serve(options, wall=Loop.wall_time, clock=Loop.now))
+    if asyncio.run(edge.serve(options, wall=Loop.wall_time, clock=Loop.now)):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
     return ExitCode.OK
 
 

@@ -33,6 +33,8 @@ def divide(key: str, rule: PlanRule, ranks: SequenceRanks, model: nn.Module) -> 
                 hint="give rt.shard the model before torch.compile",
             )
     names = [name for name, _ in model.named_modules()]
-    sequences = Sequences(key, ranks, model, matching([rule.match], names, f"{key}.match"))
+    sequences = Sequences(
+        key, ranks, model, matching([rule.match], names, f"{key}.match"), rule.kind
+    )
     refuse_copies(model, f"{key}.style: context")
     return sequences

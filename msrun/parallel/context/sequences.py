@@ -44,6 +44,7 @@ from msrun.errors import ModelError
 from msrun.parallel.collectives import all_gather
 from msrun.parallel.context.attention import Attention, by_heads
 from msrun.parallel.context.parts import Cut, cut_batch
+from msrun.parallel.context.ring import around
 from msrun.parallel.context.token_calls import TokenPlace
 from msrun.parallel.context.token_watch import TokenWatch
 from msrun.parallel.losses.batch import StepBatch, batch_size, map_leaves, tensors_in
@@ -51,6 +52,7 @@ from msrun.parallel.rank_context import SequenceRanks
 from msrun.parallel.torch_compat import checkpointed, is_active, is_in_backward
 
 _DIMS = 4
+_ADDING = ("add", "__add__", "__radd__")
 _TOKENS = -2
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
@@ -63,17 +65,24 @@ class Sequences(TorchFunctionMode):
         ranks: Ranks of the axis.
         model: The model, in whose modules `forward` is replaced.
         modules: Names of the modules whose attention is that of all ranks.
+        kind: Of attention: `all_to_all`, `ring`, or what fits.
     """
 
     # Context of the operator plan.
     guard: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(
-        self, key: str, ranks: SequenceRanks, model: nn.Module, modules: Iterable[str]
+        self,
+        key: str,
+        ranks: SequenceRanks,
+        model: nn.Module,
+        modules: Iterable[str],
+        kind: str | None,
     ) -> None:
         super().__init__()
         self._key = key
         self._ranks = ranks
+        self._kind = kind or "auto"
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._cut: Cut | None = None
@@ -214,7 +223,38 @@ class Sequences(TorchFunctionMode):
         special = self._special.get(func)
         if special:
             return special(func, args, kwargs)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            # Positions of all tokens, added to those of a part.
+            if getattr(func, "__name__", "") not in _ADDING:
+                raise
+            given = self._with_rows(args)
+            if given is None:
+                raise
+        return func(*given, **kwargs)
+
+    def _with_rows(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return two tensors that differ in size at the tokens alone, one of which has all."""
+        if len(args) != 2 or not all(isinstance(x, Tensor) for x in args):  # noqa: PLR2004 - a sum
+            return None
+        for own, other in (args, args[::-1]):
+            sizes = list(zip(range(-1, -own.dim() - 1, -1), own.shape[::-1], strict=True))
+            unlike = [
+                at
+                for at, size in sizes
+                if -at <= other.dim()
+                and size != other.shape[at]
+                and 1 not in (size, other.shape[at])
+            ]
+            if (
+                len(unlike) == 1
+                and own.shape[unlike[0]] == self._tokens
+                and other.shape[unlike[0]] == self._tokens * self._ranks.size
+            ):
+                rows = other.narrow(unlike[0], self._first, self._tokens)
+                return (own, rows) if own is args[0] else (rows, own)
+        return None
 
     def _count(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """`arange`, from the first token of this part on if it counts tokens."""
@@ -283,14 +323,14 @@ class Sequences(TorchFunctionMode):
             return func(*args, **kwargs)
         if watch:
             self._check_repeated(watch, "attention")
-        self._check_attention(query, dropout)
+        self._check_attention(query, dropout, is_causal=is_causal)
         ask = Attention(
             group=self._ranks.group,
             is_causal=is_causal,
             scale=kwargs.get("scale"),
             keys=self._keys(watch, mask),
         )
-        return by_heads(ask, query, key, value)
+        return (around if self._is_ring(query) else by_heads)(ask, query, key, value)
 
     def _is_over_tokens(self, watch: TokenWatch, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether tokens attend to tokens, and not each by itself or something else."""
@@ -311,8 +351,11 @@ class Sequences(TorchFunctionMode):
                 f"{what} in a function of torch.utils.checkpoint, which must call a module there"
             )
 
-    def _check_attention(self, query: Tensor, dropout: float) -> None:
-        """Refuse attention that does not divide by heads."""
+    def _is_ring(self, query: Tensor) -> bool:
+        return self._kind == "ring" or query.shape[1] % self._ranks.size > 0
+
+    def _check_attention(self, query: Tensor, dropout: float, *, is_causal: bool) -> None:
+        """Refuse attention that is not that of one process, or does not divide."""
         problem = ""
         if not getattr(self._local, "depth", 0):
             problem = "attention in a module that the rule does not match"
@@ -322,10 +365,14 @@ class Sequences(TorchFunctionMode):
             problem = (
                 f"attention of shape {tuple(query.shape)}, and not (samples, heads, tokens, width)"
             )
-        elif query.shape[1] % self._ranks.size:
+        elif self._kind == "all_to_all" and query.shape[1] % self._ranks.size:
             problem = (
                 f"{query.shape[1]} heads of queries, which can not be split into "
-                f"{self._ranks.size} parts"
+                f"{self._ranks.size} parts (choose kind: ring)"
+            )
+        elif is_causal and self._is_ring(query) and self._tokens % 2:
+            problem = (
+                f"{self._tokens} tokens in a part, and a ring with is_causal exchanges halves of it"
             )
         if problem:
             raise ModelError(f"{self._key}.style: context: the model has {problem}")

@@ -66,8 +66,13 @@ def _elementwise(call: TokenCall) -> TokenPlace:
     place = next(iter(found))
     for tensor in call.tensors():
         at = place.dim - count + tensor.dim()
-        if at >= 0 and call.place(tensor) is None:
+        is_made = at >= 0 and call.place(tensor) is None
+        if is_made and tensor.shape[at] == call.result.shape[place.dim]:
             check_alike(call, tensor, at)
+        for dim, size in enumerate(tensor.shape):
+            # Of a table of all positions the rows of this part were taken.
+            if dim != at and size not in (1, call.result.shape[dim + count - tensor.dim()]):
+                raise call.mixed()
     return place
 
 

@@ -90,7 +90,13 @@ class TokenWatch(TorchFunctionMode):
         name = _name(func)
         if name in _READING and any(isinstance(mark, Taint) for mark in known.values()):
             self._check_read(next(mark for mark in known.values() if isinstance(mark, Taint)))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            said = str(error).strip().partition("\n")[0]
+            if "size" not in said and "shape" not in said:
+                raise
+            raise self.refusal(f"{name}, which does not run on a part: {said}") from None
         for tensor in _tensors((result,)):
             try:
                 mark = _known(TokenCall(name, args, kwargs, tensor, known, self._tokens))

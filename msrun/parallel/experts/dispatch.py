@@ -97,7 +97,9 @@ def summed(x: Tensor, way: Route) -> Tensor:
     return found
 
 
-def sent(x: Tensor, weights: Tensor, way: Route, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def sent(
+    x: Tensor, weights: Tensor, way: Route, group: dist.ProcessGroup, share: float
+) -> tuple[Tensor, Tensor]:
     """Return the rows and weights of pairs that other ranks send.
 
     Args:
@@ -105,17 +107,25 @@ def sent(x: Tensor, weights: Tensor, way: Route, group: dist.ProcessGroup) -> tu
         weights: Weight of each.
         way: Of the pairs.
         group: Ranks that share the experts.
+        share: Factor that gradients have got by `sent_back`, which they lose here.
     """
     peers = group, way.sent, way.received
     if weights.element_size() % x.element_size():
-        return _apply(_Sent, peers, x), _apply(_Sent, peers, weights)
-    arrived, factors = _apply(_SentTogether, peers, x, weights)
+        return _apply(_Sent, peers, 1 / share, x), _apply(_Sent, peers, 1 / share, weights)
+    arrived, factors = _apply(_SentTogether, peers, 1 / share, x, weights)
     return arrived, factors
 
 
-def sent_back(x: Tensor, way: Route, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of the pairs that this rank has sent, after other ranks computed them."""
-    found: Tensor = _apply(_Sent, (group, way.received, way.sent), x)
+def sent_back(x: Tensor, way: Route, group: dist.ProcessGroup, share: float) -> Tensor:
+    """Return the rows of the pairs that this rank has sent, after other ranks computed them.
+
+    Args:
+        x: Results.
+        way: Of the pairs.
+        group: Ranks that share the experts.
+        share: Factor of the gradients that the experts get.  There are fewer rows than weights.
+    """
+    found: Tensor = _apply(_Sent, (group, way.received, way.sent), share, x)
     return found
 
 
@@ -151,23 +161,25 @@ class _Summed(Function):
 
 class _Sent(Function):
     @staticmethod
-    def forward(ctx: Any, peers: _Peers, x: Tensor) -> Tensor:
+    def forward(ctx: Any, peers: _Peers, factor: float, x: Tensor) -> Tensor:
         group, away, here = peers
-        ctx.back = group, here, away
+        ctx.back, ctx.factor = (group, here, away), factor
         return functional_collective("all_to_all_single", x.contiguous(), here, away, group=group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _apply(_Sent, ctx.back, gradient)
+        return None, None, _times(_apply(_Sent, ctx.back, 1.0, gradient), ctx.factor)
 
 
 class _SentTogether(Function):
     """As `_Sent` for rows with a number each, whose bits are further columns of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, peers: _Peers, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, peers: _Peers, factor: float, x: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
         group, away, here = peers
-        ctx.back = group, here, away
+        ctx.back, ctx.factor = (group, here, away), factor
         packed = torch.cat([x, weights.unsqueeze(1).view(x.dtype)], 1)
         arrived = functional_collective("all_to_all_single", packed, here, away, group=group)
         width = x.size(1)
@@ -176,7 +188,12 @@ class _SentTogether(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_apply(_SentTogether, ctx.back, gradient, of_weights.contiguous())
+        both = _apply(_SentTogether, ctx.back, 1.0, gradient, of_weights.contiguous())
+        return None, None, *(_times(part, ctx.factor) for part in both)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:

@@ -65,6 +65,20 @@ def test_a_pod_waits_until_the_pod_of_index_0_has_a_name(lab, pods, logs):
     assert [who.host for who in identities([logs])] == ["b", "a"]
 
 
+@pytest.mark.slow
+def test_a_name_that_still_means_an_earlier_pod_is_asked_again(lab, pods, logs):
+    """The earlier pod's address is that of a host on which nobody listens."""
+    name = f"{JOB}-0.{JOB}"
+    lab.host("a").know({name: [lab.host("c").ipv4]})
+    later = pods("a", 1, *tell_who(), nodes="2", scheduler=name)
+    later.until_said(f"waiting for the pod of the scheduler, {name}")
+    first = pods("b", 0, *tell_who(), nodes="2", scheduler=name)
+    lab.host("a").know({name: [lab.host("b").ipv4]})
+
+    assert (first.wait(), later.wait()) == (0, 0)
+    assert [who.host for who in identities([logs])] == ["b", "a"]
+
+
 def test_a_pod_without_the_key_is_refused(pods, tmp_path):
     other = tmp_path / "other"
     other.write_bytes(os.urandom(64))

@@ -176,7 +176,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self.query.get("watch", "") in ("1", "true", "True")
 
     def _body(self) -> dict | list | None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        size = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(size)
+        if len(raw) < size:
+            raise ConnectionResetError("the client died before its request was whole")
         kind = self.headers.get("Content-Type", "")
         if not raw:
             return None

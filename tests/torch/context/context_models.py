@@ -71,6 +71,17 @@ class Table(Text):
         return self.table[:, : x.shape[1]]
 
 
+class Fixed(Text):
+    """Positions are a parameter for all tokens, as in a vision transformer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.all = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+
+    def position(self, _):
+        return self.all
+
+
 def build(make):
     torch.manual_seed(3)
     return make().double()

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from context_models import TOKENS, Table, Text, batches, build, loss_fn, trained
+from context_models import TOKENS, Fixed, Table, Text, batches, build, loss_fn, trained
 from ranks import Counted, run_warm
 from torch import nn
 from torch.nn import functional
@@ -15,15 +15,21 @@ from msrun.parallel.config_file import read_config
 from msrun.parallel.context.attention import bytes_by_heads
 from msrun.parallel.layout import resolve
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    # Of torch, for outputs that are views; nothing writes them.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
 
 RULE = {"match": "*", "style": "context"}
+RING = {**RULE, "kind": "ring"}
 TWO = {"mesh": {"cp": 2}, "plan": [RULE]}
 KEEP = torch.ones(4, TOKENS, dtype=torch.bool)
 KEEP[0, 5:] = KEEP[2, :1] = False
 MODELS = {
     "positions by a range": (Text, None),
     "positions by a table": (Table, None),
+    "positions of all tokens": (Fixed, None),
     "two heads of keys": (partial(Text, key_heads=2), None),
     "one head of keys, all see all": (partial(Text, key_heads=1, is_causal=False), None),
     "a mask of keys": (partial(Text, is_causal=False), KEEP),
@@ -31,6 +37,12 @@ MODELS = {
 CONFIGS = {
     "cp 2": (2, TWO),
     "cp 4": (4, {**TWO, "mesh": {"cp": 4}}),
+    "ring, cp 4": (4, {"mesh": {"cp": 4}, "plan": [RING]}),
+    "ring, dp 2, cp 2, zero 3": (
+        4,
+        {"mesh": {"dp": 2, "cp": 2}, "plan": [RING], "optimizer": {"zero": 3}},
+    ),
+    "ring, recompute": (2, {**TWO, "plan": [RING], "recompute": {"modules": ["blocks.?"]}}),
     "dp 2, cp 2": (4, {**TWO, "mesh": {"dp": 2, "cp": 2}}),
     "dp 2, cp 2, zero 3": (4, {**TWO, "mesh": {"dp": 2, "cp": 2}, "optimizer": {"zero": 3}}),
     "zero 1": (2, {**TWO, "optimizer": {"zero": 1}}),
@@ -71,9 +83,10 @@ def alone():
     return of
 
 
+@pytest.mark.parametrize("rule", [RULE, RING], ids=["by heads", "ring"])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_with_parts_of_sequences_equal_one_process(name, alone):
-    for found in run_warm(trained, 2, TWO, *MODELS[name]):
+def test_two_ranks_with_parts_of_sequences_equal_one_process(name, rule, alone):
+    for found in run_warm(trained, 2, {**TWO, "plan": [rule]}, *MODELS[name]):
         assert_equal(found, alone(name))
 
 
@@ -138,6 +151,7 @@ MIXING = {
     "mean over tokens": lambda _, y: y + y.mean(1, keepdim=True),
     "cumsum over tokens": lambda _, y: y.cumsum(1),
     "max over tokens": lambda _, y: y / y.abs().max(),
+    "does not run on a part": lambda _, y: y + torch.ones(7, 16),
     "lstm": lambda model, y: model.lstm(y)[0],
     "multi_head_attention_forward": lambda model, y: model.heads(y, y, y)[0],
     "layer_norm over tokens": lambda _, y: functional.layer_norm(y, y.shape[1:]),
@@ -149,7 +163,7 @@ MIXING = {
     "mask of shape (4, 4)": masked,
     "function of torch.utils.checkpoint": repeated,
     "decision by an argmax over tokens": lambda _, y: y if y.argmax(1).max() > 0 else 2 * y,
-    "2 heads": lambda _, y: (
+    "1 heads of queries": lambda _, y: (
         functional.scaled_dot_product_attention(*[y.view(len(y), -1, 1, 16).transpose(1, 2)] * 3)
         .transpose(1, 2)
         .flatten(2)
@@ -160,7 +174,7 @@ MIXING = {
 def refusals():
     """Return what is said of each model, and whether its weights changed."""
     found = {}
-    with msrun.init(TWO) as rt:
+    with msrun.init({**TWO, "plan": [{**RULE, "kind": "all_to_all"}]}) as rt:
         for name, change in MIXING.items():
             torch.manual_seed(0)
             model = rt.shard(Changed(change))
@@ -211,21 +225,61 @@ def test_a_model_called_by_the_script_takes_and_gives_whole_sequences():
         assert "no tensor with two dims" in said[1]
 
 
-def sent():
-    """Return the bytes of all-to-alls in forward and backward."""
-    with msrun.init(TWO) as rt:
+def sent(config, name):
+    """Return the bytes of collectives of that name in forward and backward."""
+    with msrun.init(config) as rt:
         model = rt.shard(build(partial(Text, heads=4, key_heads=1)))
         x, y = batches()[0]
         optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with Counted() as counted:
             rt.step(model, optimizer, loss_fn, x, y)
-        return counted.bytes["all_to_all_single"]
+        return counted.bytes[name]
 
 
 def test_bytes_of_all_to_alls_follow_the_formula():
     layers, passes = 2, 2
     expected = layers * passes * bytes_by_heads(((4, 4, TOKENS // 2, 4), 1), 2, 8)
-    assert run_warm(sent, 2) == [expected, expected]
+    assert run_warm(sent, 2, TWO, "all_to_all_single") == [expected, expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_around_a_ring_follow_the_formula(ranks):
+    layers, tensor = 2, 4 * (TOKENS // ranks) * 4 * 8  # one head of keys or values
+    config = {"mesh": {"cp": ranks}, "plan": [RING]}
+    # Keys and values forward, backward, and their gradients home.
+    around = layers * (3 * ranks - 2) * 2 * tensor
+    assert run_warm(sent, ranks, config, "send") == [around] * ranks
+    halves = layers * 2 * (4 + 1 + 1 + 4) * tensor
+    assert run_warm(sent, ranks, config, "all_to_all_single") == [halves] * ranks
+
+
+def saved(config):
+    """Return the bytes that a step keeps for its backward pass, beside weights."""
+    kept = {}
+    with msrun.init(config) as rt:
+        model = rt.shard(build(Text))
+        optimizer = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep(x):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            rt.step(model, optimizer, loss_fn, *batches()[0])
+    return sum(kept.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [RULE, RING], ids=["by heads", "ring"])
+def test_activations_of_a_rank_fall_with_the_number_of_ranks(rule):
+    alone = run_warm(saved, 1, {})[0]
+    for ranks in (2, 4):
+        found = run_warm(saved, ranks, {"mesh": {"cp": ranks}, "plan": [rule]})
+        assert max(found) <= 1.15 * alone / ranks
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_the_scheduler_comes_first_and_all_have_names_env_and_labels(new_job):
         "MS_SERVER_NUM": "1",
         "MS_ROLE": "MS_WORKER",
         "MS_NODE_ID": "1",
+        "MSRUN_POD_SCHEDULER": "job-scheduler-0:2222",
     }
     assert job.environ("scheduler-0")["MS_ROLE"] == "MS_SCHED"
     assert job.environ("ps-0")["MS_ROLE"] == "MS_PSERVER"
@@ -295,6 +296,22 @@ def test_a_pod_that_the_cluster_took_starts_the_group_again(new_job):
     assert job.job["status"]["lastCause"] == (
         "pod job-worker-1 ended with code 143: PreemptionByScheduler"
     )
+
+
+def test_a_pod_that_the_cluster_is_about_to_take_starts_the_group_again(new_job):
+    """It is removed as soon as it has ended, so nobody could ask it why later."""
+    job = new_job().start()
+    pod = job.pod("worker-1")
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    job.settle()
+    assert "restarts" not in job.job["status"]  # somebody deleted it, who may not be the cluster
+    held = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    pod["status"]["conditions"] = [held]
+    job.settle()
+    assert job.job["status"]["lastCause"] == "pod job-worker-1: EvictionByEvictionAPI"
+    del job.objects["Pod", "job-worker-1"]
+    job.start()
+    assert job.conditions() == ["Created", "Running"]
 
 
 def test_dynamic_workers_come_and_go(new_job):
