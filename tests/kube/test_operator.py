@@ -94,8 +94,13 @@ def test_an_msjob_with_servers_runs_or_says_in_one_sentence_why_not(cluster, ope
         return
     cause = "environment MS_SERVER_NUM=2: this version has no parameter servers"
     assert status["verdict"] == {"code": 2, "cause": cause}
-    said = [e["message"] for e in cluster.store.list("events") if e["reason"] == "MSJobFailed"]
-    assert said == [f"MSJob t has failed: {cause}"]
+
+    def said():
+        events = cluster.store.list("events")
+        return [e["message"] for e in events if e["reason"] == "MSJobFailed"]
+
+    cluster.await_that(said, PATIENCE)
+    assert said() == [f"MSJob t has failed: {cause}"]
 
 
 def test_an_msrunjob_says_which_rank_ended_it_and_why(cluster, operator):
