@@ -17,6 +17,8 @@ _SHOWN_BY_DEFAULT_MAX = 16
 EVERY_RANK = -1
 STREAMS = (1, 2)
 JOB_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# As many fit with their pids into one message of a node that has them all.
+SERVERS_MAX = 1024
 LOOPBACK = "127.0.0.1"
 # Of the scheduler, where several nodes are on one machine: the stores have LOOPBACK.
 SCHEDULER_LOOPBACK = "127.0.0.2"
@@ -125,6 +127,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         world_size: Workers of all nodes, if --worker-num fixes it: then the job forms when the
             workers of its nodes sum to exactly this number.
         workers_per_node: Workers this node starts, at least 1; other nodes may start others.
+        servers: Parameter servers of all nodes; number i is on the node of rank i modulo nodes.
         node_rank: Rank of this node, None when the scheduler decides.
         node_name: Name of a process that was started by hand, which is a node of its own; local
             ranks count over all such nodes of one machine.  Empty for a node of msrun.
@@ -197,6 +200,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     nnodes_min: int = 1
     nnodes_max: int = 1
     world_size: int | None = None
+    servers: int = 0
     node_rank: int | None = None
     node_name: str = ""
     beside: int = 0
@@ -259,10 +263,17 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"--worker-num {self.world_size} is fewer than --workers-per-node "
                 f"{self.workers_per_node}"
             )
-        if not 0 <= self.master_port <= PORT_MAX:
-            raise UsageError(f"--master-port {self.master_port} is outside 0 to {PORT_MAX}")
+        for name, number, most in (
+            ("master-port", self.master_port, PORT_MAX),
+            ("server-num", self.servers, SERVERS_MAX),
+        ):
+            if not 0 <= number <= most:
+                raise UsageError(f"--{name} {number} is outside 0 to {most}")
         if self.restarts.max_restarts < 0:
             raise UsageError(f"--max-restarts {self.restarts.max_restarts} must be at least 0")
+        self._check_times()
+
+    def _check_times(self) -> None:
         if not self.join_timeout > 0:
             raise UsageError(f"--join-timeout {self.join_timeout:g}s must be above zero")
         least = (

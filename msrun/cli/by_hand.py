@@ -81,8 +81,9 @@ class _System(RealSystem):
     def environment(self) -> Mapping[str, str]:
         """Return the variables that may hold options, and where an operator put the scheduler."""
         env = environ.options_environment()
-        where = {Pod.SCHEDULER: env[Pod.SCHEDULER]} if env.get(Pod.SCHEDULER) else {}
-        return {**environ.without_copies(env), **where}
+        where = env.get(Pod.SCHEDULER)
+        kept = environ.without_copies(env)
+        return {**kept, Pod.SCHEDULER: where} if where else kept
 
     def port_problem(self, host: str, port: int) -> str | None:
         """Look at the port, if it is to be ours."""
@@ -118,8 +119,9 @@ def _read(env: Mapping[str, str]) -> _Membership:
     if role in _SERVERS or env.get(Hand.SERVERS, "0") not in ("", "0"):
         asking = Hand.ROLE if role in _SERVERS else Hand.SERVERS
         raise UsageError(
-            f"environment {asking}={shown(env[asking])}: this version has no parameter servers",
-            hint=f"{Hand.ROLE} is {_SCHEDULER} or {_WORKER}",
+            f"environment {asking}={shown(env[asking])}: a cluster that is started by hand has no "
+            "parameter servers in this version",
+            hint="msrun --server-num starts them beside the workers",
         )
     if role not in (_SCHEDULER, _WORKER):
         raise UsageError(

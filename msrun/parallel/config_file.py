@@ -31,8 +31,8 @@ from msrun.parallel.config import (
 from msrun.parallel.notation.mindspore_keys import translate
 from msrun.parallel.notation.rules import check_notation
 from msrun.parallel.settings.section import ConfigSection
-from msrun.parallel.settings.servers import Servers, ServerSnapshots, Staleness
-from msrun.parallel.settings.steps import Checkpoint, Verify
+from msrun.parallel.settings.servers import ServerParameters, ServerSnapshots, Staleness
+from msrun.parallel.settings.steps import Checkpoint, Compile, Verify
 from msrun.units import quoted
 
 # Keys of MindSpore's configuration that have no counterpart here, with what to do instead.
@@ -213,10 +213,11 @@ _SECTIONS: dict[str, type[ConfigSection]] = {
     "pipeline": Pipeline,
     "recompute": Recompute,
     "reduce": Reduce,
-    "servers": Servers,
+    "servers": ServerParameters,
     "sync": Staleness,
     "snapshot": ServerSnapshots,
     "checkpoint": Checkpoint,
+    "compile": Compile,
     "verify": Verify,
 }
 

@@ -30,9 +30,9 @@ from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel import parameter_hooks, reductions, sparse_embedding
 from msrun.parallel.data_parallel.parameter_hooks import ParameterHooks
 from msrun.parallel.data_parallel.replica_digest import ReplicaDigest
-from msrun.parallel.layers import batch_norm, micro_batches, recompute
+from msrun.parallel.layers import batch_norm, compiled, micro_batches, precision, recompute
 from msrun.parallel.layers.micro_batches import MicroBatches
-from msrun.parallel.layout import plan_axes, resolve
+from msrun.parallel.layout import context_rule, plan_axes, resolve
 from msrun.parallel.losses.batch import Sample
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import Rank, RankContext, placed
@@ -57,6 +57,7 @@ from msrun.parallel.tensor.plan import ModulePlan, ModuleShape, NamedRules, plan
 # Functions below import `torch.distributed.tensor` only where the configuration needs it: that
 # takes a second, and a rank that was not forked would wait for it.
 if TYPE_CHECKING:
+    from msrun.parallel.context.sequences import Sequences
     from msrun.parallel.deferred.fill import Weights
     from msrun.parallel.tensor.guard import Guard
 
@@ -82,12 +83,14 @@ class _ResolvedPlan(msgspec.Struct, frozen=True, kw_only=True):
         config: The configuration.
         plans: Module -> its operator plan.
         recomputed: Modules that recompute.
+        compiled: Modules that are compiled.
         excluded: Parameters whose gradients are not reduced.
     """
 
     config: ParallelConfig
     plans: dict[str, ModulePlan]
     recomputed: list[str]
+    compiled: list[str]
     excluded: set[str]
 
 
@@ -198,6 +201,7 @@ def _shard_by_search(
 def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module) -> _ResolvedPlan:
     batch_norm.check(config, model)
     micro_batches.check(config, model)
+    precision.check(config, model)
     modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
     plans = {}
@@ -228,6 +232,7 @@ def _resolve_plan(config: ParallelConfig, context: RankContext, model: nn.Module
         config=config,
         plans=plans,
         recomputed=recompute.find(config.recompute, modules) if config.recompute else [],
+        compiled=compiled.find(config, context.layout, model, plans),
         excluded=excluded,
     )
 
@@ -293,34 +298,30 @@ def _make_parallel(
 ) -> ShardedModel:
     """Make modules and parameters of `model` parallel; `weights` fill a model of `init_on_meta`."""
     config = resolved.config
-    guard, experts = _change_modules(context, model, resolved)
+    sequences = _divide_sequences(context, config, model)
+    switch = compiled.Switch()
+    guard, experts = _change_modules(context, model, resolved, switch)
+    if sequences:
+        sequences.cover(model, guard.active if guard else contextlib.nullcontext)
     zero = None
     # After the plan: `fully_shard` shards DTensors once more, but a plan takes plain parameters.
     if config.optimizer.zero and context.layout.size(DATA_AXIS) > 1:
         zero = reductions.shard_parameters(
-            config,
-            context,
-            model,
-            resolved.plans,
-            excluded=resolved.excluded,
-            experts=experts,
+            config, context, model, resolved.plans, excluded=resolved.excluded, experts=experts
         )
     if weights is not None:
-        from msrun.parallel.deferred.fill import fill
-
-        is_offloaded = zero is not None and config.optimizer.offload
-        on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
-        fill(model, weights, context.device, on_host)
+        _fill(context, config, model, weights, zero)
     hooks = _find_hooks(context, model, zero, originals)
     if guard:
         from msrun.parallel.tensor.hooks import watch
 
         watch(model, hooks.check)
+    precision.apply(config, model, context.device)
     snapshot = _snapshot(config, model, zero)
     _prepare_copies(context, config, model)
     if zero:
         zero.order.check = partial(each, hooks.check, context.batch.check)
-    return ShardedModel(
+    state = ShardedModel(
         model,
         originals.references(),
         reductions.find(
@@ -332,7 +333,7 @@ def _make_parallel(
             excluded=resolved.excluded,
             experts=experts,
         ),
-        partial(entered, _computing(model, guard, zero, config.optimizer.zero)),
+        partial(entered, _computing(model, sequences, guard, zero, config.optimizer.zero)),
         microbatches=config.accumulate,
         is_pipeline=config.pipeline is not None,
         excluded=resolved.excluded,
@@ -342,7 +343,24 @@ def _make_parallel(
         micro_batches=None if config.pipeline else MicroBatches(config, model),
         hooks=hooks,
         exchanges_tokens=bool(experts),
+        uncompiled=switch.off,
     )
+    state.sequences = sequences
+    return state
+
+
+def _fill(
+    context: RankContext,
+    config: ParallelConfig,
+    model: nn.Module,
+    weights: Weights,
+    zero: reductions.Zero | None,
+) -> None:
+    from msrun.parallel.deferred.fill import fill
+
+    is_offloaded = zero is not None and config.optimizer.offload
+    on_host = set(model.parameters()) - zero.replicated if zero and is_offloaded else set()
+    fill(model, weights, context.device, on_host)
 
 
 def _replicas(
@@ -361,14 +379,22 @@ def _prepare_copies(context: RankContext, config: ParallelConfig, model: nn.Modu
 
 
 def _computing(
-    model: nn.Module, guard: Guard | None, zero: reductions.Zero | None, level: int
+    model: nn.Module,
+    sequences: Sequences | None,
+    guard: Guard | None,
+    zero: reductions.Zero | None,
+    level: int,
 ) -> list[Context]:
     """Return the contexts of loss and backward pass."""
-    contexts: list[Context] = [guard.active_with_loss] if guard else []
+    contexts: list[Context] = [sequences.active] if sequences else []
+    if guard:
+        contexts.append(guard.active_with_loss)
     if zero:
         from msrun.parallel.data_parallel.zero import named_errors
 
         contexts.append(partial(named_errors, model, level))
+    if sequences:
+        contexts.append(sequences.watched)
     return contexts
 
 
@@ -405,7 +431,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 
 
 def _change_modules(
-    context: RankContext, model: nn.Module, resolved: _ResolvedPlan
+    context: RankContext, model: nn.Module, resolved: _ResolvedPlan, switch: compiled.Switch
 ) -> tuple[Guard | None, list[nn.Module]]:
     """Apply the features that change modules: operator plan, batch norms, dropout, recompute.
 
@@ -434,6 +460,9 @@ def _change_modules(
         if guard:
             guard.draw = exact.draw
         exact.apply(model)
+    if config.compile:
+        names = [name for name in resolved.compiled if name in own]
+        compiled.apply(model, names, config.compile.mode, switch)
     if config.recompute:
         recomputed = [name for name in resolved.recomputed if name in own]
         recompute.apply(model, recomputed, config.recompute.save, partial(entered, inside))
@@ -451,6 +480,18 @@ def _share_experts(
     from msrun.parallel.experts import routed
 
     return routed.apply(config, context, model, plans)
+
+
+def _divide_sequences(
+    context: RankContext, config: ParallelConfig, model: nn.Module
+) -> Sequences | None:
+    """Apply style `context`; None without one."""
+    found = context_rule(config)
+    if found is None or context.sequence is None:
+        return None
+    from msrun.parallel.context.apply import divide
+
+    return divide(*found, context.sequence, model)
 
 
 def _shard_operators(

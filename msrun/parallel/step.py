@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from msrun.errors import ModelError, RanksDisagreeError
 from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
 from msrun.parallel.data_parallel.gradients import clip_gradients
+from msrun.parallel.layers.precision import LossScale, of_loss
 from msrun.parallel.losses.batch import (
     StepBatch,
     batch_size,
@@ -50,9 +51,11 @@ def run_step(
     loss_fn: LossFunction | None,
     batch: Sequence[Any],
     max_norm: float | None,
+    loss_scale: LossScale | None = None,
 ) -> Tensor:
     """Train on `batch`; see `Runtime.step`."""
     model = sharded.model()
+    loss_fn = of_loss(config, loss_fn, context.device)
     values = read_batch(model, batch, has_loss=loss_fn is not None)
     sharded.check(optimizer)
     if batch_size(values) == 0:
@@ -63,8 +66,11 @@ def run_step(
     if context.batch.end:
         _check_end(context.batch.end, sharded, returns_loss=loss_fn is None)
     values = StepBatch(*move(tuple(values), context.device))
+    if sharded.sequences:
+        values = sharded.sequences.cut(model, values)
     optimizer.zero_grad()
-    compute = partial(_gradients, config, context, sharded, loss_fn, values)
+    scale = loss_scale.value if loss_scale else 1.0
+    compute = partial(_gradients, config, context, sharded, loss_fn, values, scale=scale)
     if sharded.verifier is None:
         loss = compute()
     else:
@@ -79,9 +85,13 @@ def run_step(
                 compute=compute,
             )
         )
-    if max_norm is not None:
+    is_finite = loss_scale is None or loss_scale.unscale(sharded.parameters(), context.device)
+    if max_norm is not None and is_finite:
         clip(config, context, sharded, max_norm)
-    optimizer.step()
+    if loss_scale is None:
+        optimizer.step()
+    elif is_finite:
+        loss_scale.step(optimizer)
     return loss
 
 
@@ -113,6 +123,8 @@ def _gradients(
     sharded: ShardedModel,
     loss_fn: LossFunction | None,
     values: StepBatch,
+    *,
+    scale: float,
 ) -> Tensor:
     """Compute the complete gradients of a batch; return the loss of all ranks."""
     has_ranks = context.layout.size(DATA_AXIS) > 1
@@ -121,13 +133,16 @@ def _gradients(
         weight=context.batch.read(),
         op=config.reduce.op,
         device=context.device,
+        scale=scale,
     )
     train = _train_pipeline if sharded.is_pipeline else _train
     looks = not (sharded.is_watched or sharded.verifier or config.batch_norm == "local")
     order = sharded.order
     compared = order.compared_later() if order else contextlib.nullcontext()
+    # What is watched must be seen.
+    seen = sharded.uncompiled() if looks else contextlib.nullcontext()
     try:
-        with sharded.hooks.suspended(), compared:
+        with sharded.hooks.suspended(), compared, seen:
             tally = train(context, sharded, ranks, loss_fn, values, looks=looks)
     finally:
         context.batch.parts = 1
@@ -225,15 +240,15 @@ def _train(
     # So do experts exchange tokens.
     must_join = sharded.order is not None or sharded.exchanges_tokens
     may_skip = ranks.size > 1 and not must_join
-    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
-    has_all = sharded.has_fixed_shapes and len(parts) == 1
-    looks = looks and not (has_all or tally.is_whole or is_compiled(model))
+    looks = looks and _may_look(sharded, tally, len(parts))
     if looks and len(parts) > 1:
         tally.may_refuse()
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         with sharded.completed() if is_last else sharded.paused(), sharded.computing():
             samples = batch_size(part)
+            if sharded.sequences:
+                sharded.sequences.begin(part)
             measured = known if dim else samples
             if looks and not index:
                 watch = SampleWatch(
@@ -255,6 +270,12 @@ def _train(
     if not objective.requires_grad and all(param.grad is None for param in sharded.parameters()):
         raise ModelError("the loss of no rank depends on a parameter that is trained")
     return tally
+
+
+def _may_look(sharded: ShardedModel, tally: LossTally, parts: int) -> bool:
+    # A plan of mode auto has the samples of all ranks, and micro-batches have not.
+    has_all = sharded.has_fixed_shapes and parts == 1
+    return not (has_all or tally.is_whole or is_compiled(sharded.model()))
 
 
 def _check_joins(context: RankContext, sharded: ShardedModel, loss: Tensor) -> None:

@@ -127,16 +127,6 @@ def functional_collective(name: str, x: Tensor, *options: Any, group: dist.Proce
     return result
 
 
-def functional_collectives(
-    name: str, tensors: Sequence[Tensor], *options: Any, group: dist.ProcessGroup
-) -> list[Tensor]:
-    """Run the functional collective `name` on each of `tensors`, all before any is waited for."""
-    operators = torch.ops._c10d_functional  # noqa: SLF001 - the public operators are in place
-    run = getattr(operators, name)
-    pending = [run(x, *options, group.group_name) for x in tensors]
-    return [operators.wait_tensor(result) for result in pending]
-
-
 def is_active(mode: TorchFunctionMode) -> bool:
     """Return whether functions that are called now pass through `mode`.
 
@@ -304,12 +294,17 @@ def eagerly() -> Iterator[None]:
         yield
         return
 
-    @contextmanager
-    def normally() -> Iterator[None]:
-        with torch.compiler.set_stance("default"), _unwatched():
-            yield
+    with _compiling_in(compiled_again), torch.compiler.set_stance("force_eager"):
+        yield
 
-    with _compiling_in(normally), torch.compiler.set_stance("force_eager"):
+
+@contextmanager
+def compiled_again() -> Iterator[None]:
+    """Have functions of `torch.compile` run compiled, inside of `eagerly`, unseen by watches."""
+    if not _watches():
+        yield
+        return
+    with torch.compiler.set_stance("default"), _unwatched():
         yield
 
 
@@ -338,6 +333,14 @@ def _compiling_in(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
         yield
     finally:
         utils.setup_compilation_env = plain
+
+
+def _watches() -> list[Any]:
+    """Return the active function modes that only watch."""
+    from torch import overrides
+
+    modes = overrides._get_current_function_mode_stack()  # noqa: SLF001 - there is no public form
+    return [mode for mode in modes if getattr(mode, "is_watch", False)]
 
 
 @contextmanager
@@ -668,6 +671,11 @@ def is_higher_order(target: object) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module` is what `torch.compile` returns for a module."""
     return hasattr(module, "_orig_mod")
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None  # noqa: SLF001 - there is no public form
 
 
 @contextmanager

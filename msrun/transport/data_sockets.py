@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Sequence
 
 import zmq
@@ -32,6 +33,7 @@ _FRAMES_MAX = 1 << 16
 _MESSAGES_MAX = 64
 _CONNECT_MS = 1_000
 _RECONNECT_MS = (10, 200)
+_UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 Buffer = bytes | memoryview
 
@@ -137,6 +139,8 @@ class DataConnection:
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
         self.socket.setsockopt(zmq.ROUTING_ID, b"d" + os.urandom(16))
+        self.monitor = self.socket.get_monitor_socket(_UP | zmq.EVENT_DISCONNECTED)
+        self.is_up = False
         if secret is not None:
             own = key_pair(secret, _PEER)
             self.socket.curve_publickey = own.public
@@ -152,12 +156,25 @@ class DataConnection:
         """Return the messages that wait."""
         return _received(self.socket)
 
+    def changed(self) -> bool:
+        """Return whether the connection came up or broke since the last call; `is_up` says which.
+
+        Where it broke, ZeroMQ makes it anew.
+        """
+        before = self.is_up
+        while self.monitor.poll(0):
+            event, _ = struct.unpack("=Hi", self.monitor.recv_multipart()[0])
+            self.is_up = event == _UP
+        return self.is_up != before
+
     def wait_up(self, milliseconds: int) -> bool:
         """Return whether the connection is up within a time."""
         return bool(self.socket.poll(milliseconds, zmq.POLLOUT))
 
     def close(self) -> None:
         """Give the connection up."""
+        self.socket.disable_monitor()
+        self.monitor.close()
         self.socket.close()
 
 
@@ -175,10 +192,12 @@ class ConnectionPoll:
     def watch(self, connection: DataConnection) -> None:
         """Wait for messages on `connection`, too."""
         self._poller.register(connection.socket, zmq.POLLIN)
+        self._poller.register(connection.monitor, zmq.POLLIN)
 
     def forget(self, connection: DataConnection) -> None:
         """Stop waiting for messages on `connection`."""
         self._poller.unregister(connection.socket)
+        self._poller.unregister(connection.monitor)
 
     def wait(self, until: float | None) -> None:
         """Return when there is a message, a wake, or it is `until`."""

@@ -22,7 +22,8 @@ def words(text):
 # Adding a flag is a decision: change this list together with CHANGELOG and README.
 FLAGS = words(
     """
---nnodes -N --nodes --node-rank --worker-num -n --master-addr --master-port --rdzv-endpoint
+--nnodes -N --nodes --node-rank --worker-num -n --server-num --master-addr --master-port
+--rdzv-endpoint
 --local-addr --standalone --join-timeout --cluster-time-out --last-call --lease --rdzv-conf
 --job-id --rdzv-id --launcher --secret-file --insecure --data-tls
 --module -m --no-python --run-path --config

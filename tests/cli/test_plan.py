@@ -267,6 +267,15 @@ def test_nodes_whose_ranks_are_known(msrun, here):
     assert squeezed(outcome.out[outcome.out.index("formation:") :]) == squeezed(KNOWN)
 
 
+SERVERS = """
+servers:
+  server  node  log
+  0       0     HERE/logs/server_0.log
+  1       1     HERE/logs/server_1.log
+  2       0     HERE/logs/server_2.log
+"""
+
+
 def test_nodes_as_json(msrun, config):
     words = "plan --json --worker-num 6 --nproc-per-node 1 --master-addr node0 train.py"
 
@@ -294,6 +303,20 @@ def test_nodes_as_json(msrun, config):
             "env": None,
         }
     ]
+
+
+def test_servers(msrun):
+    nodes = "--nnodes 2 --node-rank 1 --workers-per-node 1 --master-addr localhost"
+    words = f"plan --server-num 3 --log-dir logs --job-id j {nodes} train.py"
+
+    outcome = msrun(words)
+    document = json.loads(msrun(words.replace("plan", "plan --json")).out)
+
+    assert (outcome.code, outcome.err) == (0, "")
+    found = outcome.out[outcome.out.index("\nservers:") : outcome.out.index("\ncontainment:")]
+    assert squeezed(found) == squeezed(SERVERS)
+    assert document["servers"][1] == {"server": 1, "node_rank": 1, "log": "HERE/logs/server_1.log"}
+    assert "servers" not in json.loads(msrun("plan --json train.py").out)
 
 
 def test_nodes_without_a_secret(msrun):

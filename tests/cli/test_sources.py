@@ -17,6 +17,7 @@ TEXTS = {
     "nnodes": "1:1",
     "node-rank": "0",
     "worker-num": "2",
+    "server-num": "2",
     "master-addr": "localhost",
     "master-port": "29500",
     "rdzv-endpoint": "localhost:29500",

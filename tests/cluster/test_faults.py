@@ -13,7 +13,8 @@ import memory
 import psutil
 import pytest
 from audit import codes
-from support import STOPS, script, shell, until
+from served import TRAIN
+from support import STOPS, kill, script, shell, until
 
 pytestmark = pytest.mark.process
 
@@ -215,3 +216,25 @@ def test_a_program_that_cannot_be_started_on_one_node_is_not_tried_again(pair, f
         assert "rank 1 (node b, local_rank 0" in node.block()
         assert "it cannot be started, so it is not restarted" in node.err
     assert nodes[0].verdict()["restarts"] == 0
+
+
+def test_servers_on_several_nodes_outlive_a_server_and_move_with_a_lost_node(lab, form):
+    (lab.folder / "servers.yaml").write_text("servers: {params: ['0.weight']}")
+    sizes = ("--nnodes", 2, "--workers-per-node", 1, "--server-num", 2, "--lease", "3s")
+    words = (*sizes, "--max-restarts", 2, "--parallel", "servers.yaml")
+    program = script(lab.folder, TRAIN)
+    a, b = form(lab.hosts[:2], *words, program)
+    a.until_logged("at go1", 0)
+    b.until_logged("at go1", 1)
+    (c,) = form(lab.hosts[2:], *words, program)
+    c.until_said("stands by as a spare")
+    kill(b.find("msrun server 1"))
+    b.until_said("warning: server 1 (node b")
+    (lab.folder / "go1").touch()
+    a.until_logged("at go3", 0)
+    b.kill_host()
+
+    assert [a.wait(60), c.wait()] == [0, 0]
+    assert "equal" in a.log(0)
+    assert "equal" in c.log(1)
+    assert c.verdict()["restarts"] == 1

@@ -27,11 +27,13 @@ from msrun.cluster.wire.control_messages import (
     GetLog,
     GetNodes,
     GetRanks,
+    GetServers,
     GetStacks,
     GetStatus,
     Log,
     Nodes,
     Ranks,
+    ServerPage,
     SignalJob,
     Stacks,
     Status,
@@ -43,6 +45,8 @@ from msrun.cluster.wire.messages import (
     LogPart,
     ReadLog,
     Running,
+    RunningServer,
+    ServersChanged,
     SignalRanks,
     Stack,
     Stalled,
@@ -81,6 +85,9 @@ class ControlScript(SchedulerScript):
     def ranks(self):
         return ("", GetRanks())
 
+    def servers(self):
+        return ("", GetServers())
+
     def ask_log(self, rank, lines="5"):
         return ("", GetLog(rank=int(rank), lines=int(lines)))
 
@@ -101,6 +108,12 @@ class ControlScript(SchedulerScript):
 
     def running(self, node, *pids, age="0"):
         return self._received(node, Running(pids=list(map(int, pids)), age=float(age)))
+
+    def servers_changed(self, node, *rows):
+        """Say which servers a node has, each as `number:pid:restarts`."""
+        numbers = [map(int, row.split(":")) for row in rows]
+        servers = [RunningServer(server=n, pid=pid, restarts=r) for n, pid, r in numbers]
+        return self._received(node, ServersChanged(servers=servers))
 
     def stalled(self, node, rank, seconds="60", generation=None):
         body = Stalled(rank=int(rank), seconds=float(seconds), sign="beat")
@@ -184,6 +197,9 @@ def show_reply(reply):  # noqa: PLR0911 - one line a reply
         case Ranks(rows=rows):
             told = (f"{r.rank}@{r.host}:{r.pid}:{r.state}:{r.seconds}" for r in rows)
             return "Ranks " + " ".join(told)
+        case ServerPage(rows=rows):
+            told = (f"{r.server}@{r.host}:{r.pid}:{r.restarts}" for r in rows)
+            return "Servers " + " ".join(told)
         case Log():
             return f"Log {reply.host} {reply.data!r}"
         case Stacks():

@@ -23,6 +23,7 @@ from msrun.cli.job.rendezvous import (
     endpoint_before,
     find_rendezvous,
 )
+from msrun.cli.job.servers import check_servers
 from msrun.cli.options import catalog as options
 from msrun.cli.options.fleet import RANK_TABLE_FILE
 from msrun.cli.options.log_name import with_rank
@@ -115,6 +116,7 @@ def draft_job(
         **_fields("", settings, decided),
     )
     check_port(rendezvous, job, system)
+    check_servers(settings, job)
     notes = [*_without_effect(settings, job), *_insecure(settings), *notes, *_unfitted(parallel)]
     notes += _not_encrypted(settings, machine)
     values = dict(_values(settings, decided, job))
@@ -197,6 +199,7 @@ def _values(
         *(() if job.run_id else (options.RDZV_ID,)),
         *(() if job.event_log != "null" else (EVENT_LOG_HANDLER,)),
         *((FRAMEWORK,) if job.framework is Framework.AUTO else ()),
+        *(() if job.servers else (options.SERVER_NUM,)),
         *(() if job.stdout_filters else (options.DUPLICATE_STDOUT_FILTERS,)),
         *(() if job.stderr_filters else (options.DUPLICATE_STDERR_FILTERS,)),
     }

@@ -14,6 +14,7 @@ from msrun.cli.options.binding import is_bind_value, is_numa_value, parse_bind_c
 from msrun.cli.options.log_name import parse_log_name
 from msrun.cli.options.option import Arity, FileForm, Option, OptionGroup, options_in
 from msrun.cli.options.parallel import parse_parallel
+from msrun.job import SERVERS_MAX
 from msrun.units import PORT_MAX, parse_duration
 
 NNODES = Option(
@@ -47,6 +48,16 @@ WORKER_NUM = Option(
     field="world_size",
     default_text="the sum over the nodes",
     aliases=("-n",),
+)
+SERVER_NUM = Option(
+    name="server-num",
+    group=OptionGroup.CLUSTER,
+    metavar="N",
+    help="Parameter servers in the whole job, processes beside the workers.",
+    parse=parsers.whole(0, SERVERS_MAX),
+    field="servers",
+    default_text="0",
+    environment=("MS_SERVER_NUM",),
 )
 MASTER_ADDR = Option(
     name="master-addr",

@@ -13,7 +13,7 @@ from msrun.cli.options.settings import Level
 from msrun.cli.render import mesh_text
 from msrun.cli.render.section import TextSection
 from msrun.job import EVERY_RANK, Binding, BindMode, JobSpec
-from msrun.supervise import secret
+from msrun.supervise import node_plan, secret
 from msrun.topology import render_number_list
 from msrun.units import render_duration, render_size
 
@@ -41,6 +41,7 @@ def document(prepared: Prepared) -> dict[str, object]:
             "cwd": plan.job.cwd,
         },
         **formation,
+        **_servers_document(plan),
         "command": list(plan.argv),
         "workers": [_worker(worker, has_rank=plan.has_ranks) for worker in plan.workers],
         "parallel": mesh_text.document(prepared.draft.parallel),
@@ -78,6 +79,7 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
             columns=("rank", "local_rank", "device", "cpus", "log"),
             rows=tuple(_row(worker, has_rank=plan.has_ranks) for worker in plan.workers),
         ),
+        *_servers(plan),
         *mesh_text.sections(prepared.draft.parallel, is_all=is_all),
         TextSection(heading="containment", rows=((plan.containment,),)),
     ]
@@ -86,6 +88,32 @@ def sections(prepared: Prepared, *, is_all: bool, env_of: int | None) -> list[Te
             rows = tuple((f"{k}={shlex.quote(v)}",) for k, v in sorted(worker.env.items()))
             tables.append(TextSection(heading=f"environment of rank {env_of}", rows=rows))
     return [*tables, *_noted(prepared.notes)]
+
+
+def _servers(plan: LaunchPlan) -> list[TextSection]:
+    """Return where all parameter servers run; nothing of a job without any."""
+    job = plan.job
+    rows = tuple(
+        (str(number), str(number % job.nnodes_max), node_plan.server_log_file(job, number))
+        for number in range(job.servers)
+    )
+    columns = ("server", "node", "log")
+    return [TextSection(heading="servers", columns=columns, rows=rows)] if rows else []
+
+
+def _servers_document(plan: LaunchPlan) -> dict[str, object]:
+    job = plan.job
+    if not job.servers:
+        return {}
+    rows = [
+        {
+            "server": number,
+            "node_rank": number % job.nnodes_max,
+            "log": node_plan.server_log_file(job, number),
+        }
+        for number in range(job.servers)
+    ]
+    return {"servers": rows}
 
 
 def _formation(plan: LaunchPlan) -> list[TextSection]:

@@ -22,6 +22,8 @@ from msrun.cluster.wire.messages import (
     NodeFailed,
     Register,
     Running,
+    ServerFailed,
+    ServersChanged,
     Stack,
     Stalled,
     Unknown,
@@ -40,6 +42,8 @@ _OF_AGENT = (
     Stalled,
     Stack,
     LogPart,
+    ServersChanged,
+    ServerFailed,
 )
 # All peers are looked at this often, since each has two deadlines that move all the time.
 _CHECK_SECONDS = 0.25

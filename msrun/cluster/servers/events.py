@@ -89,6 +89,12 @@ class StepEnds(msgspec.Struct, frozen=True):
     gradients: Payload
 
 
+class Reconnected(msgspec.Struct, frozen=True):
+    """There is another connection to a server: what went over the last one may be lost."""
+
+    server: int
+
+
 class Finished(msgspec.Struct, frozen=True):
     """The worker does no further step."""
 
@@ -106,7 +112,7 @@ class Scale(msgspec.Struct, frozen=True):
 
 
 ServerEvent = Arrived | Saved | Tick
-WorkerEvent = Arrived | StepBegins | StepEnds | Finished | Tick
+WorkerEvent = Arrived | Reconnected | StepBegins | StepEnds | Finished | Tick
 CoordinatorEvent = Arrived | Scale | Tick
 
 

@@ -32,6 +32,7 @@ from msrun.cluster.servers.events import (
     DeliverRows,
     Finished,
     Payload,
+    Reconnected,
     Rules,
     SendMessage,
     StepBegins,
@@ -169,6 +170,9 @@ class WorkerState:
             case StepEnds(gradients=gradients) if self.phase is WorkerPhase.COMPUTING:
                 self._kept[self.clock] = gradients
                 self.phase = WorkerPhase.PUSHING
+            case Reconnected(server=server) if server in self._views:
+                self._views[server].sent = None
+                self._views[server].sent_at = -math.inf
             case Finished() if self.phase in _IN_STEP:
                 self.phase = WorkerPhase.LEAVING
         self._progress()

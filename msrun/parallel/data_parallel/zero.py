@@ -63,6 +63,7 @@ from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
 from msrun.parallel.local import is_sharded, local_part, replace_parameter
 from msrun.parallel.match import matching
 from msrun.parallel.rank_context import RankContext
+from msrun.parallel.settings.steps import PRECISIONS
 from msrun.parallel.tensor.plan import ModulePlan
 
 SUM_LEVEL = 1
@@ -332,10 +333,13 @@ def _options(
         "reshard_after_forward": settings.zero == RESHARD_LEVEL,
         "ignored_params": replicated,
     }
-    if settings.dtype or reduce.dtype:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=_dtype(settings.dtype), reduce_dtype=_dtype(reduce.dtype)
-        )
+    dtype, reduce_dtype = _dtype(settings.dtype), _dtype(reduce.dtype)
+    # Beside parameters in another type, modules of the script would meet two types.
+    if config.precision and not replicated:
+        dtype = _dtype(PRECISIONS[config.precision])
+        reduce_dtype = reduce_dtype or torch.float32
+    if dtype or reduce_dtype:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     if settings.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
     return options

@@ -39,7 +39,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -50,7 +49,7 @@ from msrun.errors import ModelError
 from msrun.parallel import torch_compat
 from msrun.parallel.config import DATA_AXIS, ParallelConfig
 from msrun.parallel.experts.arguments import TAKEN, Arguments
-from msrun.parallel.experts.dispatch import route, sent, summed, taken
+from msrun.parallel.experts.dispatch import route, sent, sent_back, summed, taken
 from msrun.parallel.experts.probe import Probe
 from msrun.parallel.foreach.lists import support_lists
 from msrun.parallel.layout import EXPERT_AXIS, EXPERT_COPIES
@@ -122,7 +121,7 @@ class _Routed:
         module: The module, whose parameters are sharded over the last axis of `mesh`.
         mesh: Its last axis is that of experts.
         experts: Of all ranks.
-        share: Factor of the gradients of parameters.
+        share: Factor of the gradients of experts.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ class _Routed:
         group = self._mesh.get_group(EXPERT_AXIS)
         way = route(index.reshape(len(index), -1), self._experts, group)
         pairs = weights.reshape(-1).index_select(0, way.order)
-        arrived, factors = sent([taken(tokens, way), pairs], way, group)
-        own = _own_weights(self._module, self._share)
+        arrived, factors = sent(taken(tokens, way), pairs, way, group, self._share)
+        own = _own_weights(self._module)
         number = len(next(iter(own.values())))
         output = arrived
         with (
@@ -157,18 +156,15 @@ class _Routed:
                 output = call(arrived, way.experts.to(index.dtype), factors).to(arrived.dtype)
         if not (output.requires_grad and len(arrived)):
             output = _bound(output, own)
-        [returned] = sent([output], way, group, is_back=True)
-        return summed(returned, way)
+        return summed(sent_back(output, way, group, self._share), way)
 
 
-def _own_weights(module: nn.Module, share: float) -> dict[str, Tensor]:
-    """Return the weights of this rank's experts; their gradients are multiplied by `share`."""
-    own: dict[str, Tensor] = {}
-    for name, param in module.named_parameters(recurse=False):
-        own[name] = local = param.to_local() if is_sharded(param) else param
-        if share != 1 and local.requires_grad:
-            local.register_hook(partial(torch.mul, other=share))
-    return own
+def _own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of this rank's experts."""
+    return {
+        name: param.to_local() if is_sharded(param) else param
+        for name, param in module.named_parameters(recurse=False)
+    }
 
 
 @contextlib.contextmanager

@@ -61,12 +61,14 @@ class TallyRanks:
         weight: Weight of this rank's batch in a mean over them.
         op: How gradients are reduced: `reduce.op`.
         device: Of this rank.
+        scale: Factor of what is differentiated, such as the scale of a loss in float16.
     """
 
     group: dist.ProcessGroup | None
     weight: float
     op: Literal["mean", "sum"]
     device: torch.device
+    scale: float = 1.0
 
     @property
     def size(self) -> int:
@@ -253,6 +255,10 @@ class LossTally:
 
         With one micro-batch, `combine` comes before it.
         """
+        objective = self._objective(loss, samples)
+        return objective if self._ranks.scale == 1.0 else objective * self._ranks.scale
+
+    def _objective(self, loss: PartLoss, samples: int) -> Tensor:
         value, ranks = loss.value.reshape(()), self._ranks
         if not samples:
             return value * 0.0

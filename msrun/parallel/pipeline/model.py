@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
@@ -85,10 +86,12 @@ class PipelineModel(StageModel):
     Attributes:
         reduces_once: Fully sharded parameters in it are not reduced before the end of a step.
         keeps_results: Recomputed modules in it save some of their results.
+        precision: Context of a forward, such as autocast.
     """
 
     reduces_once = False
     keeps_results = False
+    precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def __init__(
         self, model: nn.Module, cut: PipelineCut, microbatches: int, ranks: PipelineRanks
@@ -400,7 +403,8 @@ class SplitModel(PipelineModel):
     ) -> tuple[MicrobatchSplit, Borders]:
         """Return how a batch is split, and what chunks send, found with a copy without values."""
         split = split_batch(inputs, self._microbatches, may_differ=may_differ)
-        return split, self._record(split.padded(inputs, 0), split.width).borders
+        with self.precision():
+            return split, self._record(split.padded(inputs, 0), split.width).borders
 
     def _record(self, piece: Sequence[Any], samples: int) -> Recording:
         """Return the forward of a micro-batch, whose programs chunks run from now on."""

@@ -331,11 +331,15 @@ def _builder(model: StageModel, chunk: int, received: Sequence[Border]) -> Calla
     twice.  Fully sharded parameters that are reduced or sharded again in each backward depend on
     those hooks, and results that a recomputation saves are handed out only once; then both
     gradients are computed together, and nothing is left for later.
+    So they are on a host with group norms: if channels are last in memory, torch ends the process
+    when it computes the gradients of their weights alone.
     """
     is_hooked = any(isinstance(module, FSDPModule) for module in model.modules())
     can_wait = not is_hooked or getattr(model, "reduces_once", False)
     can_wait = can_wait and not getattr(model, "keeps_results", False)
-    can_wait = can_wait and model.can_wait(chunk)
+    on_host = any(param.device.type == "cpu" for param in model.parameters())
+    crashes = on_host and any(isinstance(module, nn.GroupNorm) for module in model.modules())
+    can_wait = can_wait and not crashes and model.can_wait(chunk)
     if can_wait and any(border.requires_grad for border in received):
         return None
     return lambda: lambda: None

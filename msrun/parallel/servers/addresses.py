@@ -111,9 +111,7 @@ class AddressBook:
         """Publish and read until the store breaks."""
         if self._own:
             self._publish(store, *self._own)
-        if self.session is None:
-            self.session = store.get(_SESSION).decode() if store.check([_SESSION]) else ""
-            self._changed()
+        session = store.get(_SESSION).decode() if store.check([_SESSION]) else ""
         announced = ""
         while not self._is_over:
             self._search.clear()
@@ -124,8 +122,9 @@ class AddressBook:
                 store.set(_SESSION, announced)
             found = {number: self._read(store, number) for number in range(self._count)}
             known = {number: address for number, address in found.items() if address}
-            if known != self.addresses:
+            if known != self.addresses or self.session is None:
                 self.addresses = known
+                self.session = session if self.session is None else self.session
                 self._changed()
             is_quiet = len(known) == self._count and self._own is None
             rest = _LOOK_SECONDS if len(known) == self._count else _SEARCH_SECONDS

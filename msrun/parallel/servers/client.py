@@ -22,6 +22,7 @@ from msrun.cluster.servers.events import (
     BeginAt,
     DeliverRows,
     Finished,
+    Reconnected,
     SendMessage,
     StepBegins,
     StepEnds,
@@ -58,6 +59,7 @@ from msrun.transport.data_sockets import ConnectionPoll, DataConnection
 from msrun.transport.loop import Loop, new_context
 
 _GREET_SECONDS = 0.02
+_SEARCH_SECONDS = 0.1
 _WORRY_SECONDS = 10.0
 _SILENT_SECONDS = 600.0
 _LEAVE_SECONDS = 60.0
@@ -115,6 +117,7 @@ class ServersClient:
         self._is_asked = False
         self._answers: queue.SimpleQueue[PulledRows | MsrunError] = queue.SimpleQueue()
         self._split: tuple[object, int, dict[int, Any]] = (None, 0, {})
+        self._broken: set[int] = set()
         self._heard: dict[int, float] = {}
         self._has_begun = False
         self._has_left = threading.Event()
@@ -212,6 +215,7 @@ class ServersClient:
                 for server in list(self._connections):
                     self._receive(server)
                 self._connect()
+                self._look()
                 self._obey()
                 self._greet()
                 self._feed(Tick())
@@ -228,6 +232,8 @@ class ServersClient:
     def _deadline(self) -> float | None:
         if self._machine is None:
             return None
+        if self._broken:
+            return Loop.now() + _SEARCH_SECONDS
         due = self._machine.deadline() if self._has_way else None
         if self._machine.ownership is None:
             due = min(self._greet_due, self._greet_due if due is None else due)
@@ -246,6 +252,16 @@ class ServersClient:
             self._connections[server] = made
             self._poll.watch(made)
             self._greeted.discard(server)
+
+    def _look(self) -> None:
+        """Look for the new addresses of servers whose connections broke."""
+        for server, connection in self._connections.items():
+            if connection.changed():
+                (self._broken.discard if connection.is_up else self._broken.add)(server)
+                if connection.is_up:
+                    self._feed(Reconnected(server))
+        if self._broken:
+            self._book.search()
 
     def _receive(self, server: int) -> None:
         for parts in self._connections[server].receive():

@@ -20,6 +20,7 @@ import msgspec
 from msrun.cluster.servers.events import DivisionRecord
 from msrun.cluster.servers.messages import Snapshot
 from msrun.cluster.servers.ownership import Slice
+from msrun.errors import UsageError
 from msrun.parallel.servers.rows import SliceState
 from msrun.parallel.servers.wire import SessionPlan, lengths, pack, unpack
 from msrun.transport.data_sockets import Buffer
@@ -66,7 +67,12 @@ class ServerDisk:
     def _choose(self, plan: SessionPlan) -> None:
         place = Path(plan.directory) if plan.directory else self._folder.parent
         self._snapshots = place / self._folder.name / "snapshots"
-        self._snapshots.mkdir(parents=True, exist_ok=True)
+        try:
+            self._snapshots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"servers cannot write snapshots in {place}: {error.strerror}"
+            hint = "name a directory that exists on their nodes: parallel.servers.snapshot.dir"
+            raise UsageError(text, hint=hint) from None
 
     def count_start(self) -> int:
         """Return how many times this was called before."""

@@ -65,6 +65,7 @@ from msrun.parallel.servers.wire import (
     Hail,
     Packet,
     SessionPlan,
+    Setup,
     WantContents,
     actor_of,
     decode,
@@ -77,7 +78,7 @@ from msrun.transport.sockets import listen
 # What a pull asks of a table beside rows by their numbers: all rows, and with them the state.
 WHOLE = "whole"
 STATE = "state"
-_SEARCH_SECONDS = 1.0
+_MEET_SECONDS = 0.3
 
 
 def push_of(payload: Mapping[str, Any]) -> WorkerPush:
@@ -282,12 +283,22 @@ class ServerProcess:
         self._is_known = True
         if not session or self._session is not None:
             return
+        self._meet()
         plan = self._disk.plan()
         if plan is not None and plan.session == session:
             self._begin(plan)
         if self._head:
             self._head.go_on(session, self._loop.now())
         self._settle()
+
+    def _meet(self) -> None:
+        """Connect to all other servers, so that the first words to them are not lost."""
+        others = set(self._book.addresses) - {self._place.server}
+        connections = [self._connection(server) for server in others]
+        until = self._loop.now() + _MEET_SECONDS
+        for connection in connections:
+            if connection:
+                connection.wait_up(max(0, int((until - self._loop.now()) * 1000)))
 
     def _deadline(self) -> float | None:
         dues = [self._session.deadline() if self._session else None]
@@ -323,7 +334,12 @@ class ServerProcess:
         now = self._loop.now()
         if packet.target[0] == HEAD:
             if self._head:
+                if isinstance(packet.word, Setup):
+                    self._meet()
                 self._head.receive(packet, now)
+            return
+        # A port may have been another server's, which its peers still look for there.
+        if packet.target != (SERVER, self._place.server):
             return
         session, word = self._session, packet.word
         if isinstance(word, Begin):

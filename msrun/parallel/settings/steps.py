@@ -1,4 +1,4 @@
-"""Sections of the configuration about steps as a whole: checkpoints and comparison."""
+"""Sections of the configuration about steps as a whole: checkpoints, comparison, compilation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 
 from msrun.parallel.settings.section import ConfigSection, at_least, size
+
+# Value of `precision` -> name of torch's type.
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Checkpoint(ConfigSection, frozen=True, kw_only=True):
@@ -53,3 +56,21 @@ class Verify(ConfigSection, frozen=True, kw_only=True):
         at_least(self, "steps", 1)
         if self.memory is not None:
             msgspec.structs.force_setattr(self, "memory", size(self, "memory"))
+
+
+class Compile(ConfigSection, frozen=True, kw_only=True):
+    """Compilation: modules whose forward `torch.compile` compiles, each for itself.
+
+    Args:
+        modules: Patterns of modules; of several that lie inside each other the outermost is taken.
+        mode: As of `torch.compile`.
+    """
+
+    modules: list[str]
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        "default"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise ValueError("modules: is empty (name the modules to compile, such as 'layers.*')")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msrun.cluster.agent.state import AgentPhase, AgentState
-from msrun.cluster.verdict import render_seconds
+from msrun.cluster.verdict import RankExit, render_seconds
 from msrun.cluster.wire.messages import Restarting
 from msrun.errors import signal_name
 from msrun.job import JobSpec
@@ -16,6 +16,8 @@ from msrun.processes.console import NodeStatus
 def begun(job: JobSpec, host: str, containment: str) -> str:
     """Return that the node takes part, with what, and where its logs are."""
     workers = f"{job.workers_per_node} worker{'s' if job.workers_per_node != 1 else ''}"
+    if job.servers and job.is_alone:
+        workers += f" and {job.servers} server{'s' if job.servers != 1 else ''}"
     what = f"{workers} on {host}, contained by {containment}"
     return f"msrun: {job.job_id}: {what}; logs: {job.log_dir}"
 
@@ -30,6 +32,11 @@ def restarting(announced: Restarting) -> str:
         f"warning: {announced.reason}{log}\n"
         f"msrun: restart {announced.restart} of {announced.max_restarts} {when}"
     )
+
+
+def server_ended(end: RankExit) -> str:
+    """Return how a parameter server ended."""
+    return f"warning: {end.sentence()}; log: {end.log_file}"
 
 
 def expired(workers: Iterable[RunningWorker], pid: int, timer: str, signum: int) -> str:

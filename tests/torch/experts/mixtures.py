@@ -30,7 +30,8 @@ class Experts(nn.Module):
             if len(rows):
                 gate, up = functional.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
                 y = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
-                out.index_add_(0, rows, y * weights[rows, place, None])
+                y = y * weights[rows, place, None]
+                out.index_add_(0, rows, y.to(out.dtype))
         return out
 
 

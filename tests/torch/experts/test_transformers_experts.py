@@ -141,3 +141,54 @@ def refused():
 
 def test_a_balance_over_a_part_of_the_batch_is_refused():
     assert all("balances experts over a whole batch" in said for said in run_warm(refused, 2))
+
+
+def saved(folder):
+    """Return where the weights of a shared-out model and of its files differ, and back."""
+    rt = msrun.init({"mesh": {"dp": 2, "ep": 2}, "plan": [RULE], "optimizer": {"zero": 3}})
+    model = rt.shard(build("Mixtral"))
+    rt.save_pretrained(model, folder)
+    rt.barrier()
+    whole = build("Mixtral")
+    read = transformers.MixtralForCausalLM.from_pretrained(folder)
+    there = dict(read.named_parameters())
+    wrong = [n for n, p in whole.named_parameters() if not torch.equal(p, there[n])]
+    with rt.init_on_meta():
+        other = MODELS["Mixtral"]()
+    other = rt.shard(other)
+    rt.load_pretrained(other, folder)
+    wrong += [
+        f"{name} again"
+        for name, param in other.named_parameters()
+        if not torch.equal(full_tensor(param.detach()), there[name])
+    ]
+    return wrong
+
+
+def test_weights_of_shared_out_experts_are_files_of_transformers(tmp_path):
+    assert run_warm(saved, 4, str(tmp_path)) == [[]] * 4
+
+
+def beside_a_named_plan():
+    """Return how far a step is from one process, and the shapes of two parameters."""
+    plan = [RULE, "mixtral"]
+    model = build("Mixtral")
+    whole = copy.deepcopy(model)
+    rt = msrun.init({"mesh": {"ep": 2, "tp": 2}, "plan": plan})
+    model = rt.shard(model)
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = data()[0]
+    expected = whole(**batch).loss
+    part = {key: tensor.chunk(2)[rt.coordinate["dp"]] for key, tensor in batch.items()}
+    loss = rt.step(model, update, transformers.BatchEncoding(part))
+    layer = model.model.layers[0]
+    shapes = (layer.self_attn.q_proj.weight, layer.mlp.experts.down_proj)
+    gap = abs(loss.item() - expected.item())
+    return gap, [list(param.to_local().shape) for param in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:msrun. .* is computed whole on every rank")
+def test_experts_beside_the_plan_of_their_family():
+    for gap, shapes in run_warm(beside_a_named_plan, 4):
+        assert gap < 1e-5
+        assert shapes == [[8, 16], [2, 16, 32]]

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -28,7 +29,9 @@ class ServerJob:
 
     def __init__(self, folder, servers, ranks, *, key=True):
         self.folder = folder
-        self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        # It outlives a store, as that of a launcher does.
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.next_store()
         if key:
             (folder / "key").write_text(secrets.token_hex(32))
         self.env = {
@@ -43,6 +46,18 @@ class ServerJob:
         self.over = threading.Event()
         for server in range(servers):
             self.start(server)
+
+    def next_store(self):
+        """Have the empty store of another generation at the same address."""
+        self.store = None
+        port = self.listening.getsockname()[1]
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(self.listening.fileno()),
+        )
 
     def start(self, server):
         env = self.env | {"MSRUN_ROLE": "server", "MSRUN_SERVER_ID": str(server)}
@@ -65,6 +80,7 @@ class ServerJob:
                 each.kill()
                 each.join()
         self.over.set()
+        self.listening.close()
         return [each.exitcode for each in self.processes.values()]
 
 

@@ -31,7 +31,7 @@ class Clicks(nn.Module):
 
     def forward(self, items, users, friends):
         both = self.users(users) * self.users(friends)
-        return self.out(torch.tanh(self.wide(torch.cat([self.items(items), both], 1))))[:, 0]
+        return self.out(torch.tanh(self.wide(torch.cat([self.items(items), both], 1)))).sum(1)
 
 
 def build(mode="sum", *, sparse=False):
@@ -95,16 +95,17 @@ def train(optimizer, config, options, begin=0, end=STEPS):
         rt.step(model, update, LOSS, *part(step, rt.rank, rt.world_size)).item()
         for step in range(begin, end)
     ]
-    weights = {name: each.clone() for name, each in model.state_dict().items()}
+    weights = rt.state_dict(model)
     rt.close()
     return losses, weights
 
 
 def check(found, expected):
     losses, weights = expected
-    for own, state in found:
+    for rank, (own, state) in enumerate(found):
         assert own == pytest.approx(losses, abs=TOLERANCE)
-        for name, weight in weights.items():
+        assert rank or state.keys() == weights.keys()
+        for name, weight in weights.items() if state else ():
             torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
 
 
@@ -139,9 +140,13 @@ def expected(optimizer, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_grid(servers, ranks, tmp_path, monkeypatch):
-    cases = CASES if ranks == 3 or servers == 3 else {k: CASES[k] for k in ("momentum", "adamw")}
+    cases = (
+        CASES
+        if (servers, ranks) in {(3, 2), (2, 4)}
+        else {k: CASES[k] for k in ("momentum", "adamw")}
+    )
     with serving(tmp_path, monkeypatch, servers, ranks):
         found = run_warm(run_each, ranks, cases, timeout=200)
 
@@ -192,6 +197,80 @@ def test_plain_loop_with_a_scheduler_and_an_evaluation(tmp_path, monkeypatch):
 
     for name, weight in plain_single().items():
         torch.testing.assert_close(first[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def two_optimizers():
+    """Train tables by SparseAdam on servers, and the rest by AdamW; return whole weights."""
+    rt = msrun.init({"servers": {"params": ["items.weight", "users.weight"]}})
+    model = rt.shard(build(sparse=True))
+    sparse, dense = (rt.optimizer(each) for each in apart(model))
+    for step in range(STEPS):
+        *inputs, labels = part(step, rt.rank, rt.world_size)
+        for each in (sparse, dense):
+            each.zero_grad()
+        LOSS(model(*inputs), labels).backward()
+        for each in (sparse, dense):
+            each.step()
+    weights = model.state_dict()
+    rt.close()
+    return weights
+
+
+def apart(model):
+    tables = [model.items.weight, model.users.weight]
+    rest = [*model.wide.parameters(), *model.out.parameters()]
+    return torch.optim.SparseAdam(tables, lr=0.02), torch.optim.AdamW(rest, lr=0.01)
+
+
+@pytest.mark.slow
+def test_tables_have_an_optimizer_of_their_own(tmp_path, monkeypatch):
+    model = build(sparse=True)
+    for step in range(STEPS):
+        *inputs, labels = batch(step)
+        model.zero_grad()
+        both = apart(model) if step == 0 else both
+        LOSS(model(*inputs), labels).backward()
+        for each in both:
+            each.step()
+
+    with serving(tmp_path, monkeypatch, 2, 2):
+        found = run_warm(two_optimizers, 2)
+
+    for state in found:
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(state[name], weight, rtol=0, atol=TOLERANCE)
+
+
+def learn(staleness, steps):
+    """Train without waiting for each other; return the first and the last loss of all samples."""
+    rt = msrun.init({"servers": {"params": ["*"], "sync": {"staleness": staleness}}})
+    model = rt.shard(build())
+    update = rt.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    whole = batch(0)
+
+    def loss():
+        with torch.no_grad():
+            return LOSS(model(*whole[:3]), whole[3]).item()
+
+    first = loss()
+    for _ in range(steps):
+        *inputs, labels = part(0, rt.rank, rt.world_size)
+        update.zero_grad()
+        LOSS(model(*inputs), labels).backward()
+        update.step()
+    last = loss()
+    rt.close()
+    return first, last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [2, float("inf")])
+def test_bounded_staleness_learns(staleness, tmp_path, monkeypatch):
+    with serving(tmp_path, monkeypatch, 2, 2):
+        found = run_warm(learn, 2, staleness, 60)
+
+    for first, last in found:
+        assert last < first / 2
 
 
 def saved(folder):

@@ -111,7 +111,7 @@ def test_rendering_reads_back():
             {"plan": [{"match": "*", "style": "colwis"}]},
             (
                 "parallel.plan[0].style: 'colwis' is not known "
-                "(choose colwise, rowwise, sequence, embedding, vocab, experts)"
+                "(choose colwise, rowwise, sequence, embedding, vocab, experts, context)"
             ),
         ),
         (
@@ -376,12 +376,9 @@ def test_a_file_that_cannot_be_used(tmp_path, content, sentence):
             "parallel.plan[0].params.w: axis 'tp' stands there twice",
         ),
         (
-            {"mesh": {"dp": 4, "tp": 2}, "plan": [{"match": "*", "params": {"w": ["dp"]}}]},
+            {"mesh": {"dp": 4, "t": 2}, "plan": [{"match": "*", "out": ["t", "dp"]}]},
             8,
-            (
-                "parallel.plan[0].params.w: dp divides the batch or the layers, not an operator "
-                "(choose tp)"
-            ),
+            "parallel.plan[0].out: dp divides the batch, which is dim 0, and not dim 1",
         ),
         (
             {"mesh": {"dp": 2, "x": 4}, "plan": [COLWISE, devices(device_matrix=[4, 4])]},

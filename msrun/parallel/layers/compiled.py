@@ -1,0 +1,172 @@
+"""`compile`: modules whose forward `torch.compile` compiles, each for itself.
+
+Only `forward` is compiled, so that names, hooks and parameters stay.  Around it is what the
+compiler could not follow: hooks that gather parameters, and recomputation, which runs the compiled
+forward again.  In the first step, which is watched for what mixes samples, it runs as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from msrun.errors import ModelError
+from msrun.parallel import torch_compat
+from msrun.parallel.config import DATA_AXIS, PIPELINE_AXIS, ROOT, ParallelConfig
+from msrun.parallel.layers import recompute
+from msrun.parallel.layout import MeshLayout
+from msrun.parallel.match import matching
+from msrun.parallel.settings.steps import Compile
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def find(
+    config: ParallelConfig, layout: MeshLayout, model: nn.Module, plans: Collection[str]
+) -> list[str]:
+    """Return the outermost modules to compile.
+
+    Args:
+        config: The configuration.
+        layout: The mesh.
+        model: The model.
+        plans: Names of modules with a rule of `plan`.
+
+    Raises:
+        ModelError: A pattern matches no module, or one that the compiler could not follow.
+    """
+    if not config.compile:
+        return []
+    others = (n for name, n in layout.axes.items() if name not in (DATA_AXIS, PIPELINE_AXIS))
+    is_divided = math.prod(others) > 1
+    names = _outermost(config.compile, model, plans if is_divided else ())
+    _check_recomputed(config, model, names)
+    if layout.size(DATA_AXIS) > 1 and config.batch_norm == "sync":
+        _check_norms(names, dict(model.named_modules()))
+    return names
+
+
+def _outermost(settings: Compile, model: nn.Module, plans: Collection[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    chosen = sorted(matching(settings.modules, list(modules), "compile.modules"))
+    outermost = [
+        name
+        for name in chosen
+        if not any(name != other and _is_inside(name, other) for other in chosen)
+    ]
+    for name in outermost:
+        if not name:
+            raise ModelError(
+                f"{ROOT}.compile.modules: matches the whole model, around which a step has hooks",
+                hint="name its parts, such as 'layers.*'",
+            )
+        for planned in plans:
+            if _is_inside(planned, name):
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name} contains {planned}, which the plan divides, "
+                    "and the compiler follows no divided tensors",
+                    hint="name modules without a rule of plan",
+                )
+        if type(modules[name]).forward is nn.Module.forward:
+            kind = type(modules[name]).__name__
+            raise ModelError(
+                f"{ROOT}.compile.modules: {name} is a {kind}, which has no forward",
+                hint="name its members",
+            )
+    return outermost
+
+
+def _check_recomputed(config: ParallelConfig, model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse recomputation inside of compiled modules, and saved results of their operators."""
+    if not config.recompute:
+        return
+    recomputed = recompute.find(config.recompute, [name for name, _ in model.named_modules()])
+    for name in names:
+        for other in recomputed:
+            if name != other and _is_inside(other, name):
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name} contains {other}, which recomputes",
+                    hint="compile what recomputes, or parts of it: the compiler does not follow "
+                    "recomputation",
+                )
+            if _is_inside(name, other) and config.recompute.save:
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name} recomputes without what recompute.save names, "
+                    "which the compiler hides",
+                    hint="leave out recompute.save, or compile other modules",
+                )
+
+
+def _check_norms(names: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
+    """Refuse batch norms, whose statistics ranks exchange, in compiled modules."""
+    for name in names:
+        for inner, module in modules[name].named_modules():
+            if isinstance(module, _BATCH_NORMS):
+                raise ModelError(
+                    f"{ROOT}.compile.modules: {name}{inner and f'.{inner}'} exchanges its "
+                    "statistics with other ranks, which the compiler does not follow",
+                    hint="leave it out, or choose batch_norm: local",
+                )
+
+
+class Switch:
+    """Whether the modules of one model run compiled."""
+
+    def __init__(self) -> None:
+        self.is_off = False
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Run modules as they were, in a whole step: a recomputation repeats its first run."""
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
+
+
+def apply(model: nn.Module, names: Sequence[str], mode: str, switch: Switch) -> None:
+    """Compile the modules called `names`, in place."""
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = CompiledForward(module.forward, mode, switch)
+
+
+class CompiledForward:
+    """The forward of a module, compiled.
+
+    Args:
+        forward: As it was.
+        mode: As of `torch.compile`.
+        switch: Whether it is used.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mode: str, switch: Switch) -> None:
+        self.__wrapped__ = forward  # `inspect.signature` follows it
+        self._mode, self._switch = mode, switch
+        self._run = torch.compile(forward, mode=mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._run = torch.compile(self.__wrapped__, mode=self._mode)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the forward returns."""
+        if self._switch.is_off:
+            return self.__wrapped__(*args, **kwargs)
+        # The loss is watched in every step, but not what computes its inputs.
+        with torch_compat.compiled_again():
+            return self._run(*args, **kwargs)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    """Return whether the module `name` is `other` or inside of it."""
+    return not other or f"{name}.".startswith(f"{other}.")
