@@ -76,6 +76,33 @@ def test_an_msjob_in_the_shape_of_ms_operators_samples(cluster, operator):
         assert f"--device_target=GPU {rank}\n" in cluster.kubectl("logs", f"t-worker-{rank}").stdout
 
 
+@pytest.mark.slow
+def test_an_msjob_with_servers_runs_or_says_in_one_sentence_why_not(cluster, operator):
+    job = ms_job("import msrun; msrun.join(); import os; print('rank', os.environ['RANK'])")
+    roles = job["spec"]["msReplicaSpecs"]
+    roles["PS"] = {**roles["Scheduler"], "replicas": 2}
+    job["spec"] |= {"successPolicy": "AllWorkers", "runPolicy": {"cleanPodPolicy": "None"}}
+    cluster.apply(job)
+    plural = "msjobs"
+    cluster.await_that(
+        lambda: operator.status(plural).get("phase") in ("Succeeded", "Failed"), PATIENCE
+    )
+    status = operator.status(plural)
+    if status["phase"] == "Succeeded":
+        for rank in (0, 1):
+            assert f"rank {rank}" in cluster.kubectl("logs", f"t-worker-{rank}").stdout
+        return
+    cause = "environment MS_SERVER_NUM=2: this version has no parameter servers"
+    assert status["verdict"] == {"code": 2, "cause": cause}
+
+    def said():
+        events = cluster.store.list("events")
+        return [e["message"] for e in events if e["reason"] == "MSJobFailed"]
+
+    cluster.await_that(said, PATIENCE)
+    assert said() == [f"MSJob t has failed: {cause}"]
+
+
 def test_an_msrunjob_says_which_rank_ended_it_and_why(cluster, operator):
     cluster.apply(msrun_job("sleep 0.2; test $RANK = 0 && sleep 60; exit 7"))
     status = operator.await_phase("msrunjobs", "Failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -127,6 +128,24 @@ def test_a_deleted_pod_is_told_and_then_killed(cluster):
     assert [host.processes() for host in cluster.pods.lab.hosts] == []
 
 
+def forwarded(cluster, pod, port, data):
+    """Return what a port of a pod answers through the real `kubectl port-forward`."""
+    words = ["kubectl", "port-forward", f"pod/{pod}", f":{port}"]
+    program = subprocess.Popen(
+        words, env=cluster.environ(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        told = program.stdout.readline()
+        local = int(told.split(b" -> ")[0].rpartition(b":")[2])
+        with socket.create_connection(("127.0.0.1", local), 15) as connection:
+            connection.sendall(data)
+            return connection.recv(99)
+    finally:
+        program.terminate()
+        program.wait(15)
+        program.stdout.close()
+
+
 def test_commands_and_connections_reach_into_a_pod(cluster):
     server = (
         "import socket; s = socket.create_server(('', 7000)); print('up', flush=True)\n"
@@ -141,6 +160,7 @@ def test_commands_and_connections_reach_into_a_pod(cluster):
     assert (done.stdout, done.returncode) == ("yes\np\n", 7)
     assert done.stderr == "no\ncommand terminated with exit code 7\n"
     cluster.await_that(lambda: cluster.kubectl("logs", "p").stdout)
+    assert forwarded(cluster, "p", 7000, b"hello") == b"HELLO"
     script = [sys.executable, "-c", REACHES_IN]
     done = subprocess.run(
         script, env=cluster.environ(), capture_output=True, text=True, timeout=20, check=False

@@ -77,6 +77,16 @@ def test_the_rights_of_the_page_are_enough(cluster, submit):
     assert "the cluster refuses Job sh-" in refused.err
 
 
+def test_a_secret_of_somebody_else_is_not_used(cluster, submit, left):
+    key = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "j-key"}}
+    cluster.apply({**key, "stringData": {"key": "wrong"}})
+    front = submit("--job-id", "j", "--nnodes", "2", *shell("echo up"))
+
+    assert front.wait() == 2
+    assert "there is a Secret j-key in namespace default already" in front.err
+    cluster.await_that(lambda: left() == ["secrets/j-key"])
+
+
 def test_a_quota_that_is_full_is_told(cluster, submit):
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
     cluster.apply({**quota, "spec": {"hard": {"pods": "1"}}})

@@ -1,8 +1,8 @@
 """What goes on with a running pod: its log, commands in it, connections to its ports.
 
 Commands and connections use the WebSocket protocols `v5.channel.k8s.io` and `v4.channel.k8s.io`:
-the first byte of each message says which stream the rest belongs to.  kubectl's port-forward
-would want SPDY, which is not spoken here; the python client's works.
+the first byte of each message says which stream the rest belongs to.  kubectl's port-forward speaks
+SPDY through a WebSocket instead (`spdy.py`); the python client's does not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.parse
 
+from kube import spdy
 from kube.failures import ApiError
 
 STDIN, STDOUT, STDERR, STATUS, RESIZE = range(5)
@@ -90,7 +91,9 @@ class _Stamps:
 def run(handler, pod: dict) -> None:
     """Answer `exec` and `portforward`."""
     offered = handler.headers.get("Sec-WebSocket-Protocol", "").replace(" ", "").split(",")
+    is_tunnel = handler.sub == "portforward" and spdy.PROTOCOL in offered
     protocol = next((word for word in _PROTOCOLS if word in offered), None)
+    protocol = spdy.PROTOCOL if is_tunnel else protocol
     if protocol is None:
         raise ApiError(400, "BadRequest", f"this server speaks {' and '.join(_PROTOCOLS)} only")
     if handler.api.pods is None:
@@ -98,21 +101,17 @@ def run(handler, pod: dict) -> None:
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(handler.path).query)
     has_stdin = query.get("stdin", [""])[0] in ("true", "1", "True")
     container = query.get("container", [None])[0]
+    if is_tunnel:
+        _upgrade(handler, protocol)
+        _tunnel(_WebSocket(handler.rfile, handler.wfile), handler.api.pods, pod, container)
+        return
     if handler.sub == "portforward":
         ports = [int(port) for words in query["ports"] for port in words.split(",")]
         commands = [[sys.executable, "-c", RELAY, str(port)] for port in ports]
     else:
         commands = [handler.words]
     programs = [handler.api.pods.run_in(pod, container, words) for words in commands]
-    key = handler.headers["Sec-WebSocket-Key"] + _GUID
-    handler.send_response(101)
-    handler.send_header("Upgrade", "websocket")
-    handler.send_header("Connection", "Upgrade")
-    accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
-    handler.send_header("Sec-WebSocket-Accept", accept)
-    handler.send_header("Sec-WebSocket-Protocol", protocol)
-    handler.end_headers()
-    handler.close_connection = True
+    _upgrade(handler, protocol)
     socket = _WebSocket(handler.rfile, handler.wfile)
     try:
         if handler.sub == "portforward":
@@ -126,6 +125,32 @@ def run(handler, pod: dict) -> None:
             for pipe in (program.stdin, program.stdout, program.stderr):
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _upgrade(handler, protocol: str) -> None:
+    """Have the connection speak WebSocket from now on."""
+    key = handler.headers["Sec-WebSocket-Key"] + _GUID
+    handler.send_response(101)
+    handler.send_header("Upgrade", "websocket")
+    handler.send_header("Connection", "Upgrade")
+    accept = base64.b64encode(hashlib.sha1(key.encode()).digest()).decode()
+    handler.send_header("Sec-WebSocket-Accept", accept)
+    handler.send_header("Sec-WebSocket-Protocol", protocol)
+    handler.end_headers()
+    handler.close_connection = True
+
+
+def _tunnel(socket: _WebSocket, pods, pod: dict, container: str | None) -> None:
+    forward = spdy.PortForward(
+        socket.send_bytes,
+        lambda port: pods.run_in(pod, container, [sys.executable, "-c", RELAY, str(port)]),
+    )
+    try:
+        with contextlib.suppress(OSError, ValueError):
+            for data in socket.frames():
+                forward.feed(data)
+    finally:
+        forward.close()
 
 
 class _WebSocket:
@@ -154,8 +179,15 @@ class _WebSocket:
             self._writer.write(head + data)
             self._writer.flush()
 
+    def send_bytes(self, data: bytes) -> None:
+        self._frame(_BINARY, data)
+
     def messages(self):
         """Yield streams and what came for them, until the client closes."""
+        return ((data[0], data[1:]) for data in self.frames())
+
+    def frames(self):
+        """Yield what came, until the client closes."""
         while len(head := self._reader.read(2)) == 2:
             size = head[1] & 0x7F
             if size >= 126:
@@ -169,7 +201,7 @@ class _WebSocket:
                 case kind if kind == _PING:
                     self._frame(_PONG, data)
                 case _ if data:
-                    yield data[0], data[1:]
+                    yield data
 
 
 def _execute(socket: _WebSocket, program: subprocess.Popen[bytes], *, has_stdin: bool) -> None:
